@@ -1,0 +1,73 @@
+# From a clean clone with nothing but Python 3.10 or newer: `make demo`, `make test`, `make lint`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO := samples/model/unused_parameter.py
+DEMO_RUN := build/demo
+
+.PHONY: help demo test no-harm torch-tests frameworks chaos lint format readme clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         install into .venv and examine a faulty sample"
+	@echo "make test         run the tests"
+	@echo "make no-harm      every clean sample with and without the doctor, bit by bit"
+	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
+	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
+	@echo "make frameworks   Lightning, Accelerate, Transformers, FSDP2, ... for real"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       let ruff rewrite what it can"
+	@echo "make readme       write the parts of the README that come from the code"
+	@echo "make clean        remove what the above made, .venv included"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The sources are installed in place: only a change of what is required asks for pip again.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The sample is broken on purpose: training may fail, finding the fault (exit 3) may not.
+demo: $(INSTALLED)
+	@rm -rf $(DEMO_RUN) && mkdir -p build
+	@echo "ddpdoctor run $(DEMO)    (what training printed: build/demo.txt)"
+	@$(BIN)/ddpdoctor run --out $(DEMO_RUN) $(DEMO) >build/demo.txt 2>&1 || true
+	@$(BIN)/ddpdoctor report --fail-on error $(DEMO_RUN) || test $$? -eq 3
+
+# Ranks wait for each other much of the time, so two tests at once are of use even on two cores.
+WORKERS ?= 2
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+no-harm: $(INSTALLED)
+	$(BIN)/python -m pytest -m exhaustive tests/test_no_harm.py
+
+torch-tests: $(INSTALLED)
+	$(BIN)/python -m pytest -s -m exhaustive tests/torch_own
+
+# Random faults on random ranks: SEEDS runs of some ten seconds each, and a table of scores.
+SEEDS ?= 32
+chaos: $(INSTALLED)
+	$(BIN)/python tests/chaos.py --seeds $(SEEDS)
+
+frameworks: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks]'
+	$(BIN)/python -m pytest -m frameworks tests/frameworks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+readme: $(INSTALLED)
+	$(BIN)/python tests/readme.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache ddpdoctor-runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,109 @@
+"""What the doctor costs: the same loops with and without it, in alternating pairs of runs.
+
+    python benchmarks/overhead.py [--pairs 3] [--steps 200] [--loops mlp,conv]
+
+Prints a Markdown table. Wall time is what users wait for; CPU time is that of the training thread,
+and the one to trust on a machine that others use too. "own account" is what the doctor itself
+measured in the same runs and prints in its report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOOPS = ("mlp", "tensors", "transformer", "conv")
+LIMIT_S = 600
+
+
+@dataclass
+class Series:
+    """Means and medians of one loop, a number per run, in milliseconds."""
+
+    mean: list[float] = field(default_factory=list)
+    median: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    weights: set[str] = field(default_factory=set)
+
+    def add(self, path: Path) -> None:
+        told = json.loads(path.read_text())
+        self.mean.append(1000 * statistics.mean(told["wall"]))
+        self.median.append(1000 * statistics.median(told["wall"]))
+        self.cpu.append(1000 * statistics.mean(told["cpu"]))
+        self.weights.add(told["weights"])
+
+
+def run(loop: str, steps: int, folder: Path, doctor: Path | None) -> Path:
+    """One run of a loop; where its figures are."""
+    out = folder / "figures.json"
+    script = [str(HERE / "loops.py"), loop, str(steps), str(out)]
+    ranks = ["--standalone", "--nproc-per-node", "2"]
+    if doctor is None:
+        words = [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
+    else:
+        options = ["--quiet", "--no-live", "--out", str(doctor)]
+        words = [sys.executable, "-m", "ddpdoctor", "run", *options, *ranks, *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S, env=environment)
+    return out
+
+
+def own_ms(folder: Path, steps: int) -> float:
+    """The doctor's own account of its time on rank 0, in milliseconds per step of the loop."""
+    costs = []
+    for line in (folder / "rank-0.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "probe-cost":
+            costs.append(event["own_s"])
+    return 1000 * costs[-1] / steps if costs else float("nan")
+
+
+def measure(loop: str, pairs: int, steps: int) -> str:
+    """One row of the table."""
+    plain, examined, own = Series(), Series(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for pair in range(pairs):
+            order = (False, True) if pair % 2 == 0 else (True, False)
+            for with_doctor in order:
+                records = folder / f"run-{pair}" if with_doctor else None
+                figures = run(loop, steps, folder, records)
+                (examined if with_doctor else plain).add(figures)
+                if records is not None:
+                    own.append(own_ms(records, steps + 20))
+    same = len(plain.weights | examined.weights) == 1
+    extra = [b - a for a, b in zip(plain.cpu, examined.cpu, strict=True)]
+    step = statistics.median(plain.median)
+    return (
+        f"| {loop} | {step:.1f} | {statistics.median(plain.mean):.1f} "
+        f"| {statistics.median(examined.median):.1f} | {statistics.median(examined.mean):.1f} "
+        f"| {statistics.median(extra):+.2f} | {100 * statistics.median(extra) / step:+.1f} % "
+        f"| {statistics.median(own):.2f} | {'yes' if same else 'NO'} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--loops", default=",".join(LOOPS))
+    options = parser.parse_args()
+    print(
+        "| loop | step, median (ms) | mean | with the doctor, median | mean "
+        "| CPU time added (ms) | of a step | own account (ms) | weights identical |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for loop in options.loops.split(","):
+        print(measure(loop, options.pairs, options.steps), flush=True)
+
+
+if __name__ == "__main__":
+    main()

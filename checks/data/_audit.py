@@ -1,0 +1,132 @@
+"""The exact statement over one epoch of one loader: seen once, more than once, never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ddpdoctor.run import Run
+
+from ._loaders import SCATTER, Epoch, Loader, loaders, partners
+
+NAMED = 20
+"""Indices named in a finding."""
+
+
+@dataclass(eq=False)
+class Audit:
+    """What a set of ranks consumed in one epoch of a loader.
+
+    Attributes:
+        epochs: by rank.
+        sampled: one index in how many was compared.
+    """
+
+    number: int
+    length: int
+    epochs: dict[int, Epoch]
+
+    @cached_property
+    def sampled(self) -> int:
+        return max(e.sampled for e in self.epochs.values())
+
+    @cached_property
+    def complete(self) -> bool:
+        return all(e.exhausted for e in self.epochs.values())
+
+    @cached_property
+    def per_rank(self) -> dict[int, Counter[int]]:
+        return {r: Counter(e.of_every(self.sampled)) for r, e in self.epochs.items()}
+
+    @cached_property
+    def total(self) -> Counter[int]:
+        total: Counter[int] = Counter()
+        for counts in self.per_rank.values():
+            total.update(counts)
+        return total
+
+    @cached_property
+    def repeated(self) -> dict[int, int]:
+        """Indices seen more than once, and how often."""
+        return {i: n for i, n in sorted(self.total.items()) if n > 1}
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """Indices that more than one rank read."""
+        seen: Counter[int] = Counter()
+        for counts in self.per_rank.values():
+            seen.update(counts.keys())
+        return sorted(i for i, n in seen.items() if n > 1)
+
+    @property
+    def once(self) -> int:
+        return len(self.total) - len(self.repeated)
+
+    @cached_property
+    def never(self) -> int:
+        """How many of the data set nobody read."""
+        if self.sampled == 1:
+            return max(0, self.length - len(self.total))
+        shift = 33 - self.sampled.bit_length()
+        subset = sum((i * SCATTER & 0xFFFFFFFF) >> shift == 0 for i in range(self.length))
+        return max(0, subset - len(self.total))
+
+    def unseen(self) -> list[int]:
+        """The first of those that nobody read."""
+        found = (i for i in range(self.length) if i not in self.total)
+        return [i for i, _ in zip(found, range(NAMED))] if self.sampled == 1 else []  # noqa: B905
+
+    @cached_property
+    def again_within(self) -> int:
+        """Indices that one rank read more than once."""
+        return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
+
+    @cached_property
+    def same_sets(self) -> bool:
+        first, *others = self.per_rank.values()
+        return all(o == first for o in others)
+
+    @cached_property
+    def same_order(self) -> bool:
+        ends = [e.ended for e in self.epochs.values()]
+        if any(e is None or not e.order for e in ends):
+            return False
+        return len({(e.order, e.samples) for e in ends if e is not None}) == 1
+
+    @property
+    def at(self) -> float:
+        return min(e.began.at for e in self.epochs.values())
+
+    def readers_of(self, index: int) -> list[int]:
+        return [r for r, counts in self.per_rank.items() if index in counts]
+
+    def duplicates(self) -> list[dict[str, object]]:
+        """Some of the repeated indices, as a table."""
+        return [
+            {"index": i, "times": n, "ranks": self.readers_of(i)}
+            for i, n in list(self.repeated.items())[:NAMED]
+        ]
+
+
+@lru_cache(maxsize=1)
+def audits(run: Run) -> tuple[tuple[Loader, frozenset[int], tuple[Audit, ...]], ...]:
+    """For every loader with indices and every set of ranks that divides the data: its epochs."""
+    found = []
+    for loader in loaders(run):
+        for ranks in partners(run, loader):
+            made = tuple(_audits(loader, ranks))
+            if made:
+                found.append((loader, ranks, made))
+    return tuple(found)
+
+
+def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
+    readers = loader.of(ranks)
+    found = []
+    for number in range(max(len(r.epochs) for r in readers)):
+        epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indices}
+        if len(epochs) > 1:
+            length = max(e.seen.length for e in epochs.values())
+            found.append(Audit(number, length, epochs))
+    return found

@@ -1,0 +1,36 @@
+"""What the program communicates itself, as far as it concerns data."""
+
+from __future__ import annotations
+
+from ddpdoctor.events import CallBlock, CallRun, Signature
+from ddpdoctor.run import Rank
+
+GATHERS = frozenset({"all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
+                     "gather_object"})  # fmt: skip
+HANDS_OUT = frozenset({"broadcast", "scatter", "broadcast_object_list", "scatter_object_list",
+                       "recv", "irecv"})  # fmt: skip
+
+
+def gathers_results(rank: Rank, step: int) -> bool:
+    """Whether more than single numbers are gathered when `step` optimizer steps were taken."""
+    return any(
+        (step - run.step) % max(1, run.every) == 0 and 0 <= step - run.step < run.repeat * span
+        for run, span in _runs(rank, GATHERS, several=True)
+    )
+
+
+def handed_out(rank: Rank) -> int:
+    """How often tensors or objects were received from another rank."""
+    return sum(run.repeat * count for run, count in _counted(rank, HANDS_OUT))
+
+
+def _runs(rank: Rank, ops: frozenset[str], *, several: bool) -> list[tuple[CallRun, int]]:
+    wanted = {s.id for s in rank.of(Signature) if s.op in ops and (not several or s.numel != 1)}
+    blocks = {b.id for b in rank.of(CallBlock) if wanted & set(b.codes[::2])}
+    return [(r, max(1, r.every)) for r in rank.of(CallRun) if r.block in blocks]
+
+
+def _counted(rank: Rank, ops: frozenset[str]) -> list[tuple[CallRun, int]]:
+    wanted = {s.id for s in rank.of(Signature) if s.op in ops}
+    blocks = {b.id: sum(c in wanted for c in b.codes[::2]) for b in rank.of(CallBlock)}
+    return [(r, n) for r in rank.of(CallRun) if (n := blocks.get(r.block, 0))]

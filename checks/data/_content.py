@@ -1,0 +1,123 @@
+"""Whether two ranks that read the same indices read the same data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.events import ContentRead
+from ddpdoctor.events.pack import unpack
+
+from ._loaders import Epoch, Reader
+
+SURE = 1e-3
+"""Agreement that chance alone would give this rarely is no chance."""
+
+SAME = 0.6
+"""Share of equal digests; the longest text of a batch looks like another where others pad."""
+
+Row = tuple[int, ...]
+
+
+def rows(epoch: Epoch) -> list[tuple[int, Row]]:
+    """(number of the batch, digests) of the fingerprinted samples, in order of delivery."""
+    return [
+        (batch, row)
+        for read in epoch.content
+        for batch, row in zip(_numbers(read.batches), _rows(read), strict=False)
+    ]
+
+
+def _rows(read: ContentRead) -> Iterator[Row]:
+    return zip(*(_numbers(c) for c in read.columns), strict=False)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return unpack(text)
+    except ValueError:  # a damaged record
+        return []
+
+
+def by_index(reader: Reader, number: int | None = None) -> dict[int, Row]:
+    """Digests of samples by their index, of one epoch or of the first that has them."""
+    found: dict[int, Row] = {}
+    for epoch in reader.epochs if number is None else reader.epochs[number : number + 1]:
+        for read in epoch.content:
+            for index, row in zip(_numbers(read.indices), _rows(read), strict=False):
+                found.setdefault(index, row)
+    return found
+
+
+def verdict(readers: Sequence[Reader]) -> str:
+    """`same`, `differ`, `random` (no rank sees the same twice) or `unknown`, at equal indices."""
+    first, *others = readers
+    mine = by_index(first)
+    answers = [compare(mine, by_index(other)) for other in others]
+    if "same" in answers:
+        return "same"
+    if "differ" not in answers:
+        return "unknown"
+    again = [compare(by_index(r, 0), by_index(r, 1)) for r in readers if len(r.epochs) > 1]
+    return "random" if "differ" in again else "differ"
+
+
+def parts_differ(readers: Sequence[Reader]) -> bool:
+    """Whether at equal indices some telling part of the samples is another, whatever else agrees:
+    labels in a regular order agree between any two shards."""
+    first, *others = (by_index(r) for r in readers)
+    return any("differ" in _answers(first, other) for other in others)
+
+
+def compare(a: dict[int, Row], b: dict[int, Row]) -> str:
+    """`same` where any telling part of the samples agrees, `differ` where none does."""
+    answers = _answers(a, b)
+    return next((a for a in ("same", "differ") if a in answers), "unknown")
+
+
+def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
+    """For each telling part of the samples."""
+    common = a.keys() & b.keys()
+    answers = []
+    for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
+        pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
+        if not pairs:
+            continue
+        agreed = sum(x == y for x, y in pairs) / len(pairs)
+        chance = _chance([x for x, _ in pairs])
+        if len(pairs) * math.log(max(chance, 1e-9)) > math.log(SURE):
+            continue  # constant, or too few values to tell
+        answers.append("same" if agreed >= SAME else "differ" if agreed < 0.5 else "unknown")
+    return answers
+
+
+def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
+    """Whether some part of nearly all samples is another in `b` than in `a`."""
+    common = a.keys() & b.keys()
+    for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
+        pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
+        if len(pairs) >= 4 and sum(x != y for x, y in pairs) >= 0.95 * len(pairs):
+            return True
+    return False
+
+
+def _chance(values: list[int]) -> float:
+    """How often two of them agree by chance."""
+    counts = Counter(values)
+    return sum((n / len(values)) ** 2 for n in counts.values())
+
+
+def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
+    """Of the samples that tell each other apart: how many of the smaller side the other has too,
+    and how many there are. (0, 0) where samples are too alike to tell."""
+    best = (0, 0)
+    for column in range(min((len(r) for r in (*a, *b)), default=0)):
+        mine, yours = ([r[column] for r in side if r[column]] for side in (a, b))
+        if min(len(mine), len(yours)) < 4:
+            continue
+        apart = all(len(set(side)) >= 0.75 * len(side) for side in (mine, yours))
+        if apart:
+            common = len(set(mine) & set(yours))
+            best = max(best, (common, min(len(set(mine)), len(set(yours)))))
+    return best

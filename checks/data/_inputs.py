@@ -1,0 +1,101 @@
+"""What the forwards of wrapped models were given, compared between the ranks that share a model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ddpdoctor.events import ForwardInput, GroupReady, Wrapped
+from ddpdoctor.run import Run
+
+from ._calls import handed_out
+
+FEWEST = 3
+"""Forwards to compare."""
+
+DRAWN_SHARE = 6
+"""One forward in so many that follows a draw of its inputs makes them toy data."""
+
+TOY_DRAWS = 300
+"""Draws beyond which a generator's state cannot tell how many there were."""
+
+
+@dataclass(eq=False)
+class Inputs:
+    """The sampled forwards of one model on the ranks of one group.
+
+    Attributes:
+        by_rank: rank to number of the forward to what it was given.
+    """
+
+    model: int
+    ranks: frozenset[int]
+    by_rank: dict[int, dict[int, ForwardInput]]
+
+    def common(self) -> list[int]:
+        """Forwards on record on all ranks."""
+        numbers = [set(f) for f in self.by_rank.values()]
+        return sorted(set.intersection(*numbers)) if numbers else []
+
+
+@lru_cache(maxsize=1)
+def inputs(run: Run) -> tuple[Inputs, ...]:
+    """For every model and every group that shares it."""
+    found: dict[tuple[int, frozenset[int]], dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
+    for rank in run.ranks.values():
+        groups = {g.group: frozenset(g.ranks) for g in rank.of(GroupReady)}
+        given: dict[int, dict[int, ForwardInput]] = defaultdict(dict)
+        for event in rank.of(ForwardInput):
+            given[event.model][event.forward] = event
+        for wrapped in rank.of(Wrapped):
+            group = groups.get(wrapped.group)
+            if wrapped.model in given and group is not None:
+                found[wrapped.model, group][rank.rank] = given[wrapped.model]
+    return tuple(Inputs(m, g, by) for (m, g), by in found.items() if len(by) > 1)
+
+
+@dataclass(eq=False)
+class Alike:
+    """Ranks that fed a model the same inputs at every forward compared.
+
+    Attributes:
+        drawn: the inputs were drawn from the global random generators just before.
+    """
+
+    ranks: tuple[int, ...]
+    forwards: list[int]
+    event: ForwardInput
+    drawn: bool
+    handed_out: bool
+
+
+def alike(run: Run, given: Inputs) -> Iterator[Alike]:
+    """Groups of ranks whose inputs agree, forward by forward, and change over time."""
+    common = [
+        n
+        for n in given.common()
+        if all(f[n].digest and not f[n].fed for f in given.by_rank.values())
+    ]
+    if len(common) < FEWEST:
+        return
+    sequences = {r: tuple(f[n].digest for n in common) for r, f in given.by_rank.items()}
+    for sequence, count in Counter(sequences.values()).items():
+        if count < 2 or len(set(sequence)) < FEWEST:
+            continue
+        ranks = tuple(sorted(r for r, s in sequences.items() if s == sequence))
+        first = given.by_rank[ranks[0]]
+        received = min(handed_out(run.ranks[r]) for r in ranks) >= len(common)
+        yield Alike(ranks, common, first[common[0]], _drawn([first[n] for n in common]), received)
+
+
+def _drawn(events: list[ForwardInput]) -> bool:
+    """About as many random numbers were drawn as the inputs hold: toy data, made on the spot.
+
+    A step may draw once for several forwards (the halves of a GAN), and part of an input may
+    come from elsewhere, so some of the forwards and half of the numbers suffice.
+    """
+    known = [e for e in events if e.drawn >= 0 and e.numbers]
+    ample = [e for e in known if e.drawn >= 0.5 * min(e.numbers, TOY_DRAWS)]
+    return len(ample) >= max(1, len(known) // DRAWN_SHARE)

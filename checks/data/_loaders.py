@@ -1,0 +1,326 @@
+"""What each loader delivered to each rank, joined across ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from ddpdoctor.events import (
+    ContentRead,
+    EpochBegan,
+    EpochEnded,
+    GroupReady,
+    IndicesRead,
+    LoaderSeen,
+    OptimizerSeen,
+    StepDone,
+    Wrapped,
+)
+from ddpdoctor.events.pack import unpack_ascending
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Rank, Run
+
+SCATTER = 2654435761
+
+
+@dataclass(eq=False)
+class Epoch:
+    """One iteration of one rank over a loader.
+
+    Attributes:
+        number: counted over all loaders that this one was remade as.
+        steps: optimizer steps taken since it began, for an epoch without an end on record.
+    """
+
+    number: int
+    seen: LoaderSeen
+    began: EpochBegan
+    ended: EpochEnded | None
+    parts: list[IndicesRead]
+    content: list[ContentRead]
+    steps: int = 0
+
+    @property
+    def batches(self) -> int:
+        if self.ended is not None:
+            return self.ended.batches
+        return max(self.parts[-1].batches if self.parts else 0, self.steps)
+
+    @property
+    def samples(self) -> int:
+        last = self.ended or (self.parts[-1] if self.parts else None)
+        return last.samples if last else 0
+
+    @property
+    def trained(self) -> int:
+        """Batches that a backward or an optimizer step followed."""
+        if self.ended is not None:
+            return self.ended.backwards
+        return max(self.parts[-1].backwards if self.parts else 0, self.steps)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.ended is not None and self.ended.exhausted
+
+    @property
+    def sampled(self) -> int:
+        """One index in how many is on record."""
+        ended = self.ended.sampled if self.ended else 1
+        return max([ended, *(p.sampled for p in self.parts)])
+
+    @cached_property
+    def indices(self) -> list[int]:
+        texts = [p.indices for p in self.parts] + ([self.ended.indices] if self.ended else [])
+        try:
+            return [i for text in texts for i in unpack_ascending(text)]
+        except ValueError:  # a damaged record
+            return []
+
+    def of_every(self, sampled: int) -> list[int]:
+        """Those in the subset of one in `sampled`."""
+        shift = 33 - sampled.bit_length()
+        if sampled == 1:
+            return self.indices
+        return [i for i in self.indices if (i * SCATTER & 0xFFFFFFFF) >> shift == 0]
+
+
+@dataclass(eq=False)
+class Reader:
+    """What one rank read through one loader, or through the same loader made again and again."""
+
+    rank: Rank
+    seen: LoaderSeen
+    epochs: list[Epoch] = field(default_factory=list)
+
+    @property
+    def trains(self) -> bool:
+        return any(e.trained for e in self.epochs)
+
+    @property
+    def read(self) -> bool:
+        return any(e.batches for e in self.epochs)
+
+    def epoch(self, number: int) -> Epoch | None:
+        return self.epochs[number] if number < len(self.epochs) else None
+
+    @property
+    def made_at(self) -> Location | None:
+        return self.rank.location(self.seen.site) or self.rank.location(self.seen.loop_site)
+
+    @property
+    def sampler_at(self) -> Location | None:
+        return self.rank.location(self.seen.sampler_site) or self.made_at
+
+    @property
+    def loop_at(self) -> Location | None:
+        return self.rank.location(self.seen.loop_site)
+
+
+@dataclass(eq=False)
+class Loader:
+    """One loader of the program, on all ranks that iterate it."""
+
+    readers: dict[int, Reader]
+
+    @property
+    def first(self) -> Reader:
+        return self.readers[min(self.readers)]
+
+    @property
+    def trains(self) -> bool:
+        return any(r.trains for r in self.readers.values())
+
+    @property
+    def label(self) -> str:
+        place = self.first.made_at
+        return str(place) if place else f"loader {self.first.seen.loader}"
+
+    def of(self, ranks: Iterable[int]) -> list[Reader]:
+        """Readers of these ranks that got any batch."""
+        return [
+            self.readers[r] for r in sorted(ranks) if r in self.readers and self.readers[r].read
+        ]
+
+
+def in_order(ended: EpochEnded) -> bool:
+    """The indices rose, but perhaps for what pads the end."""
+    head = ended.head
+    return ended.ascending or (len(head) >= 8 and list(head) == sorted(head))
+
+
+@lru_cache(maxsize=1)
+def loaders(run: Run) -> tuple[Loader, ...]:
+    """All loaders of the run. The same loader on two ranks is told by the lines that make and
+    iterate it, not by its number: not every rank iterates every loader."""
+    by_key: dict[tuple[str, str, int], dict[int, Reader]] = defaultdict(dict)
+    for rank in run.ranks.values():
+        nth: dict[tuple[str, str], int] = defaultdict(int)
+        for reader in _readers(rank):
+            place = (str(reader.made_at), str(reader.loop_at))
+            by_key[(*place, nth[place])][rank.rank] = reader
+            nth[place] += 1
+    return tuple(Loader(readers) for readers in _joined(by_key))
+
+
+def _joined(keyed: dict[tuple[str, str, int], dict[int, Reader]]) -> list[dict[int, Reader]]:
+    """Ranks that make their loader at different lines but iterate it at one share it too."""
+    found: list[tuple[str, dict[int, Reader]]] = []
+    for (_, loop, _), readers in keyed.items():
+        kind = next(iter(readers.values())).seen
+        for other_loop, other in found:
+            same = next(iter(other.values())).seen
+            apart = not other.keys() & readers.keys()
+            if loop == other_loop != "None" and apart and same.iterable == kind.iterable:
+                other.update(readers)
+                break
+        else:
+            found.append((loop, dict(readers)))
+    return [dict(sorted(readers.items())) for _, readers in found]
+
+
+def _readers(rank: Rank) -> list[Reader]:
+    ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
+    parts: dict[tuple[int, int], list[IndicesRead]] = defaultdict(list)
+    content: dict[tuple[int, int], list[ContentRead]] = defaultdict(list)
+    for part in rank.of(IndicesRead):
+        parts[part.loader, part.epoch].append(part)
+    for read in rank.of(ContentRead):
+        content[read.loader, read.epoch].append(read)
+    seen = {e.loader: e for e in rank.of(LoaderSeen)}
+    readers: dict[int, Reader] = {n: Reader(rank, e) for n, e in seen.items()}
+    for began in rank.of(EpochBegan):
+        key = began.loader, began.epoch
+        reader = readers.get(began.loader)
+        if reader is None:
+            continue
+        ended = ends.get(key)
+        epoch = Epoch(len(reader.epochs), reader.seen, began, ended, parts[key], content[key])
+        if ended is None:
+            epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
+        reader.epochs.append(epoch)
+    for reader in readers.values():
+        reader.epochs = _without_peeks(reader.epochs)
+    return _remade([r for r in readers.values() if r.epochs], rank)
+
+
+def _without_peeks(epochs: list[Epoch]) -> list[Epoch]:
+    """Leave out iterations that only took one batch, to look at its shape, beside real ones."""
+    real = [e for e in epochs if e.batches > 1 or e.exhausted or e.ended is None]
+    if not any(e.batches > 1 for e in real):
+        return epochs
+    for number, epoch in enumerate(real):
+        epoch.number = number
+    return real
+
+
+def _remade(readers: list[Reader], rank: Rank) -> list[Reader]:
+    """Join loaders that are made anew for every epoch: one after the other at the same line, over
+    the same data, within the training of one model."""
+    joined: list[Reader] = []
+    for reader in sorted(readers, key=lambda r: r.epochs[0].began.at):
+        for other in joined:
+            if _same_loader(other, reader) and not _restarted(rank, other, reader):
+                for epoch in reader.epochs:
+                    epoch.number = len(other.epochs)
+                    other.epochs.append(epoch)
+                break
+        else:
+            joined.append(reader)
+    return joined
+
+
+def _same_loader(old: Reader, new: Reader) -> bool:
+    a, b = old.seen, new.seen
+    alike = (a.site, a.loop_site, a.dataset, a.length) == (b.site, b.loop_site, b.dataset, b.length)
+    orders = [[(p.name, p.order) for p in s.payloads] for s in (a, b)]
+    follows = old.epochs[-1].began.at < new.epochs[0].began.at and old.epochs[-1].ended is not None
+    same_use = old.trains == new.trains
+    return (
+        a.site >= 0
+        and alike
+        and follows
+        and same_use
+        and (orders[0] == orders[1] or not orders[0] or not orders[1])
+    )
+
+
+def _restarted(rank: Rank, old: Reader, new: Reader) -> bool:
+    """Whether another training began in between: a new model or a new optimizer."""
+    since, until = old.epochs[-1].began.at, new.epochs[0].began.at
+    made = [e.at for e in rank.of(Wrapped)] + [e.at for e in rank.of(OptimizerSeen)][1:]
+    return any(since < at < until for at in made)
+
+
+# --- which ranks divide the data among them -----------------------------------------------------
+
+
+def partners(run: Run, loader: Loader) -> list[frozenset[int]]:
+    """Sets of ranks that ought to read different data: those that average gradients together.
+
+    Empty where that cannot be told: nothing is averaged, or parameters are sharded in a way that
+    may need equal inputs (tensor parallelism).
+    """
+    members = {r for r, reader in loader.readers.items() if reader.read}
+    wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
+    if wrapped:
+        sets = set(wrapped.values())
+    elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
+        return []
+    else:
+        sets = {frozenset(g.ranks) for r in members if (g := run.ranks[r].default_group)}
+    return [s for s in sorted(sets, key=sorted) if len(s & members) > 1]
+
+
+def _wrap_group(rank: Rank) -> frozenset[int] | None:
+    groups = {g.group: g for g in rank.of(GroupReady)}
+    found = []
+    for wrapped in rank.of(Wrapped):
+        if wrapped.wrapper == "DataParallel":
+            continue
+        group = groups.get(wrapped.group, groups.get(0) if wrapped.group < 0 else None)
+        if group is not None and group.ranks:
+            found.append(frozenset(group.ranks))
+    return max(found, key=len, default=None)
+
+
+def _averages(reader: Reader) -> bool:
+    """Without a wrapper: whether something is communicated in every step all the same."""
+    ended = [e.ended for e in reader.epochs if e.ended and e.ended.backwards]
+    return bool(ended) and all(
+        not e.sharded and e.collectives >= max(1, e.backwards) for e in ended
+    )
+
+
+def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool:
+    """Whether the samplers' `num_replicas` and `rank` divide the data over these ranks, or over
+    groups that the program made for it."""
+    replicas = {r.seen.replicas for r in readers}
+    if len(replicas) != 1:
+        return False
+    (size,) = replicas
+    place = {r.rank.rank: r.seen.sampler_rank for r in readers}
+    # Groups that never talk to each other do not share one division of the data.
+    apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended)
+    limit = len(ranks) if apart else size
+    return all(
+        any(_divides(g, place, size) for g in (ranks, *_groups_of(reader.rank)) if len(g) <= limit)
+        or any(_repeats(group, place, size, len(ranks)) for group in _groups_of(reader.rank))
+        for reader in readers
+    )
+
+
+def _groups_of(rank: Rank) -> list[frozenset[int]]:
+    return [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
+
+
+def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:
+    taken = [place[r] for r in group if r in place]
+    return len(group) == size and len(set(taken)) == len(taken) and max(taken, default=size) < size
+
+
+def _repeats(group: frozenset[int], place: dict[int, int], size: int, world: int) -> bool:
+    """A group of ranks that share their part on purpose (tensor or sequence parallel)."""
+    taken = {place[r] for r in group if r in place}
+    return len(group) * size == world and len(taken) == 1

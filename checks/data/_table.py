@@ -1,0 +1,93 @@
+"""The audit as a table: what every loader delivered, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.findings import Table
+from ddpdoctor.run import Run, fold_ranks
+
+from ._audit import Audit, audits
+from ._loaders import Loader, in_order, loaders
+
+COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
+LOADERS = 8
+ROWS = 5
+"""Of one loader; equal epochs share one."""
+
+
+def audit_table(run: Run) -> Iterator[Table]:
+    """One table, or none where no loader was iterated."""
+    audited = audits(run)
+    rows: list[tuple[str, ...]] = []
+    for loader, _, made in audited[:LOADERS]:
+        rows += _rows(loader, made)
+    told = {id(loader) for loader, _, _ in audited}
+    for loader in loaders(run):
+        if id(loader) not in told and len(rows) < LOADERS * ROWS:
+            rows.append(_unaudited(loader))
+    if rows:
+        yield Table(title="What the loaders delivered", columns=COLUMNS, rows=tuple(rows))
+
+
+def _rows(loader: Loader, made: tuple[Audit, ...]) -> list[tuple[str, ...]]:
+    folded: list[tuple[list[int], tuple[str, ...]]] = []
+    for audit in made:
+        said = _said(audit, made)
+        if folded and folded[-1][1] == said:
+            folded[-1][0].append(audit.number)
+        else:
+            folded.append(([audit.number], said))
+    shown = folded if len(folded) <= ROWS else [*folded[: ROWS - 1], folded[-1]]
+    return [(_name(loader), fold_ranks(numbers), *said) for numbers, said in shown]
+
+
+def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
+    of = "" if audit.sampled == 1 else f" (1 in {audit.sampled})"
+    return (
+        fold_ranks(audit.epochs),
+        f"{audit.length}{of}",
+        str(audit.once),
+        str(len(audit.repeated)),
+        str(audit.never) if audit.complete else "left early",
+        _order(audit, made),
+    )
+
+
+def _name(loader: Loader) -> str:
+    return f"{loader.label} ({'training' if loader.trains else 'evaluation'})"
+
+
+def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
+    """Of this epoch, against the one before."""
+    ends = {r: e.ended for r, e in audit.epochs.items() if e.ended is not None}
+    if len(ends) < len(audit.epochs):
+        return "-"
+    if all(in_order(e) for e in ends.values()):
+        return "in order"
+    before = next((a for a in made if a.number == audit.number - 1), None)
+    if before is None:
+        return "shuffled"
+    last = {r: e.ended.order for r, e in before.epochs.items() if e.ended is not None}
+    same = [r for r, e in ends.items() if last.get(r) == e.order]
+    if not same:
+        return "new"
+    return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
+
+
+def _unaudited(loader: Loader) -> tuple[str, ...]:
+    """Loaders without indices, and those that one rank alone iterates."""
+    readers = list(loader.readers.values())
+    length = readers[0].seen.length
+    epochs = max(len(r.epochs) for r in readers)
+    read = sorted({sum(e.samples for e in r.epochs) for r in readers})
+    return (
+        _name(loader),
+        fold_ranks(range(epochs)),
+        fold_ranks(loader.readers),
+        str(length) if length >= 0 else "stream",
+        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read",
+        "-",
+        "-",
+        "-",
+    )

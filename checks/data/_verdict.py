@@ -1,0 +1,274 @@
+"""What is wrong with the way a loader's data is divided, one verdict for all checks of the family.
+
+The faults look alike from afar (ranks read the same samples), so they are told apart in one place:
+each loader gets one verdict, the first that fits, and the check of that name reports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ddpdoctor.events import Payload
+from ddpdoctor.run import Run
+
+from ._audit import Audit, audits
+from ._content import Row, overlap, parts_differ, rows, verdict
+from ._loaders import Loader, Reader, loaders, partners, sampler_fits
+
+PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+
+MATERIAL = 0.3
+"""Share of a stream's samples that another rank or worker has to deliver too."""
+
+
+@dataclass(eq=False)
+class Fault:
+    """One loader whose data is divided wrongly.
+
+    Attributes:
+        check: name of the check that reports it.
+        doubt: why it may be meant, empty where it is proven.
+        evidence: figures beyond those of the audit.
+    """
+
+    check: str
+    loader: Loader
+    ranks: tuple[int, ...]
+    readers: list[Reader]
+    audit: Audit | None = None
+    doubt: str = ""
+    evidence: dict[str, object] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=1)
+def faults(run: Run) -> tuple[Fault, ...]:
+    """At most one per loader and set of ranks."""
+    found = [f for entry in audits(run) if (f := _indexed(run, *entry)) is not None]
+    for loader in loaders(run):
+        if loader.first.seen.iterable:
+            found += [f for s in partners(run, loader) if (f := _stream(loader, s)) is not None]
+            found += _workers(run, loader)
+    return tuple(_merged(found))
+
+
+def _merged(found: list[Fault]) -> list[Fault]:
+    """The same fault in several sets of ranks is one."""
+    by_loader: dict[tuple[str, int], Fault] = {}
+    for fault in found:
+        known = by_loader.setdefault((fault.check, id(fault.loader)), fault)
+        if known is not fault:
+            known.ranks = tuple(sorted({*known.ranks, *fault.ranks}))
+            known.readers = [*known.readers, *fault.readers]
+    return list(by_loader.values())
+
+
+def of_check(run: Run, name: str) -> list[Fault]:
+    return [f for f in faults(run) if f.check == name]
+
+
+def _indexed(
+    run: Run, loader: Loader, ranks: frozenset[int], made: tuple[Audit, ...]
+) -> Fault | None:
+    readers = [r for r in loader.of(ranks) if any(e.indices for e in r.epochs)]
+    everyone = tuple(r.rank.rank for r in readers)
+    differing = _differing(readers)
+    if all(r.seen.distributed for r in readers):
+        if not sampler_fits(run, ranks, readers):
+            alone = all(r.seen.replicas == 1 for r in readers)
+            if alone and not loader.trains:
+                return None  # every rank evaluates everything, on purpose
+            return Fault("sampler-rank-mismatch", loader, everyone, readers, made[0])
+        if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
+            return Fault("sampler-seed-skew", loader, everyone, readers, skewed)
+        if differing:
+            return _mismatch(loader, everyone, readers, made[0], differing)
+        worst = max(made, key=lambda a: len(a.shared))
+        surplus = len(worst.shared) > _padding(readers) and not _by_chance(worst)
+        if surplus and verdict(readers) in ("same", "unknown"):
+            return Fault("data-overlap", loader, everyone, readers, worst)
+        return None
+    if differing and any(_partitioned(a) for a in made):
+        return _mismatch(loader, everyone, readers, made[0], differing)
+    if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
+        return None
+    return _unsharded(loader, everyone, readers, made, differing)
+
+
+def _others_differ(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
+    """Not every loader's samples are looked at: whether those of another one that the same line
+    made and that were are other samples on each rank."""
+    for other in loaders(run):
+        if other is loader or other.first.seen.site != loader.first.seen.site:
+            continue
+        readers = other.of(ranks)
+        if len(readers) > 1 and (verdict(readers) == "differ" or _differing(readers)):
+            return True
+    return False
+
+
+def _skewed(audit: Audit) -> bool:
+    """Ranks shuffle with different seeds, or are in different epochs."""
+    if len({e.began.step for e in audit.epochs.values()}) > 1:
+        return False  # not the same epoch of the training
+    known = [(e.began.seed, e.began.sampler_epoch) for e in audit.epochs.values()]
+    return len(set(known)) > 1 and any(e.seen.shuffle for e in audit.epochs.values())
+
+
+def _by_chance(audit: Audit) -> bool:
+    """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
+    return audit.again_within > 0 and not audit.same_order
+
+
+def _padding(readers: list[Reader]) -> int:
+    seen = readers[0].seen
+    return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(readers)
+
+
+def _partitioned(audit: Audit) -> bool:
+    """What the ranks read adds up to the data set, without a sampler that says it divides."""
+    slack = len(audit.epochs)
+    return audit.complete and len(audit.shared) <= slack and audit.never <= slack
+
+
+def _unsharded(
+    loader: Loader,
+    everyone: tuple[int, ...],
+    readers: list[Reader],
+    made: tuple[Audit, ...],
+    differing: list[tuple[Payload, Payload]],
+) -> Fault | None:
+    worst = max(made, key=lambda a: len(a.shared))
+    whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
+    batch = max(r.seen.batch_size or 1 for r in readers)
+    slack = 0 if whole else min(len(readers) * batch, len(worst.total) // 2)
+    if len(worst.shared) <= slack:
+        return None
+    if _by_chance(worst):
+        return None
+    answer = verdict(readers)
+    if differing and (answer == "unknown" or parts_differ(readers)):
+        answer = "differ"
+    if answer == "differ":
+        return None  # sharded by hand: the same numbers stand for other data
+    name = "sampler-missing" if whole else "data-overlap"
+    return Fault(name, loader, everyone, readers, worst, doubt=_doubt(answer, readers))
+
+
+def _doubt(answer: str, readers: list[Reader]) -> str:
+    if answer == "same":
+        return ""
+    if answer == "random":
+        return "what a sample contains changes each time it is read"
+    if any(e.content for r in readers for e in r.epochs):
+        alike = all(r.seen.payloads and not _constant(r) for r in readers)
+        return "" if alike else "all samples that were looked at are alike"
+    return "" if all(r.seen.payloads for r in readers) else "the samples could not be looked at"
+
+
+def _constant(reader: Reader) -> bool:
+    found = [row for e in reader.epochs for _, row in rows(e)]
+    return len(found) > 1 and len(set(found)) == 1
+
+
+# --- different data sets on different ranks -----------------------------------------------------
+
+
+def _differing(readers: list[Reader]) -> list[tuple[Payload, Payload]]:
+    """Payloads of the first rank beside one that another rank has instead."""
+    first, *others = readers
+    found: dict[str, tuple[Payload, Payload]] = {}
+    for other in others:
+        mine = {p.name: p for p in first.seen.payloads}
+        for theirs in other.seen.payloads:
+            own = mine.get(theirs.name)
+            if own is not None and (own.order, own.length) != (theirs.order, theirs.length):
+                found.setdefault(own.name, (own, theirs))
+    return list(found.values())
+
+
+def _mismatch(
+    loader: Loader,
+    everyone: tuple[int, ...],
+    readers: list[Reader],
+    audit: Audit,
+    differing: list[tuple[Payload, Payload]],
+) -> Fault:
+    mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
+    doubt = "" if _deliberate(mine, theirs) else "each rank holds tensors of its own"
+    reordered = bool(mine.content) and mine.content == theirs.content
+    names = [m.name for m, _ in differing]
+    evidence: dict[str, object] = {
+        "differs": names,
+        "same entries in another order": reordered,
+        "digests": {r.rank.rank: _digest_of(r, mine.name) for r in readers},
+        "kind": mine.kind,
+    }
+    return Fault("dataset-mismatch", loader, everyone, readers, audit, doubt, evidence)
+
+
+def _deliberate(mine: Payload, theirs: Payload) -> bool:
+    """The difference is one of selection or order, not just of random numbers made per rank."""
+    reordered = bool(mine.content) and mine.content == theirs.content
+    return mine.kind in ("indices", "text") or reordered or mine.length != theirs.length
+
+
+def _digest_of(reader: Reader, name: str) -> str:
+    found = next((p for p in reader.seen.payloads if p.name == name), None)
+    return f"{found.order:08x} of {found.length}" if found else "none"
+
+
+# --- streams without indices --------------------------------------------------------------------
+
+
+def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
+    """Ranks that deliver the same samples of an iterable data set."""
+    readers = loader.of(ranks)
+    # One worker of each rank: what the workers of one rank share must not hide it.
+    first = {r.rank.rank: _by_worker(r)[0] for r in readers}
+    best: tuple[int, int] = (0, 0)
+    together: set[int] = set()
+    for i, a in enumerate(first):
+        for b in list(first)[i + 1 :]:
+            common, of = overlap(first[a], first[b])
+            if of and common / of >= MATERIAL:
+                together |= {a, b}
+                best = max(best, (common, of))
+    if not together:
+        return None
+    evidence: dict[str, object] = {
+        "samples compared": best[1],
+        "delivered by several ranks": best[0],
+        "workers deliver them again": any(r.seen.workers > 1 and _shares(r) for r in readers),
+        "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
+    }
+    members = [r for r in readers if r.rank.rank in together]
+    return Fault("data-overlap", loader, tuple(sorted(together)), members, None, "", evidence)
+
+
+def _by_worker(reader: Reader) -> list[list[Row]]:
+    """Digests of the samples that each worker delivered; they take turns."""
+    workers = max(1, reader.seen.workers)
+    found: list[list[Row]] = [[] for _ in range(workers)]
+    for batch, row in rows(reader.epochs[0]):
+        found[batch % workers].append(row)
+    return found
+
+
+def _shares(reader: Reader) -> bool:
+    first, second, *_ = _by_worker(reader)
+    common, of = overlap(first, second)
+    return of > 0 and common / of >= MATERIAL
+
+
+def _workers(run: Run, loader: Loader) -> list[Fault]:
+    """Workers of one rank that deliver the same samples, where no other rank is involved."""
+    found = []
+    for number, reader in loader.readers.items():
+        if reader.seen.workers > 1 and reader.read and _shares(reader):
+            found.append(number)
+    if not found or any(_stream(loader, s) for s in partners(run, loader)):
+        return []
+    readers = [loader.readers[n] for n in found]
+    evidence: dict[str, object] = {"workers": readers[0].seen.workers, "between": "workers"}
+    return [Fault("data-overlap", loader, tuple(found), readers, None, "", evidence)]

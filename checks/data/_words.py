@@ -1,0 +1,62 @@
+"""Phrases that the checks of this family share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import LoaderSeen
+from ddpdoctor.findings import Evidence, Related
+from ddpdoctor.run import Run, fold_ranks
+
+from ._audit import Audit
+from ._loaders import Loader, Reader
+
+
+def no_loader(run: Run) -> str | None:
+    return None if run.any(LoaderSeen) else "no DataLoader was iterated"
+
+
+def whom(run: Run, ranks: Iterable[int]) -> str:
+    known = sorted(set(ranks))
+    if len(known) == run.world_size:
+        return f"all {len(known)} ranks" if len(known) > 2 else "both ranks"
+    return f"ranks {fold_ranks(known)}" if len(known) != 1 else f"rank {known[0]}"
+
+
+def some(values: Iterable[object], limit: int = 6) -> str:
+    listed = [str(v) for v in values]
+    rest = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def use(loader: Loader) -> str:
+    return "training" if loader.trains else "evaluation"
+
+
+def dataset(reader: Reader) -> str:
+    seen = reader.seen
+    return f"{seen.dataset} ({seen.length})" if seen.length >= 0 else seen.dataset
+
+
+def figures(audit: Audit) -> Evidence:
+    """What the ranks consumed, as evidence."""
+    never = f"{audit.never} never" if audit.complete else "the rest not yet: left early"
+    compared = "every index" if audit.sampled == 1 else f"one index in {audit.sampled}"
+    return {
+        "epoch": audit.number,
+        "seen": f"{audit.once} once, {len(audit.repeated)} more than once, {never}, of "
+        f"{audit.length} ({compared} compared)",
+        "read by each rank": {r: e.samples for r, e in sorted(audit.epochs.items())},
+        "for example": audit.duplicates()[:8],
+    }
+
+
+def spelled(indices: Iterable[int]) -> str:
+    return " ".join(map(str, indices))
+
+
+def related(reader: Reader, *, sampler: bool = True) -> tuple[Related, ...]:
+    places = [("iterated here", reader.loop_at)]
+    if sampler and reader.seen.sampler_site >= 0:
+        places.insert(0, ("sampler made here", reader.sampler_at))
+    return tuple(Related(label, spot) for label, spot in places if spot is not None)

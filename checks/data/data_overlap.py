@@ -1,0 +1,139 @@
+"""DDP507."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import ForwardInput, LoaderSeen
+from ddpdoctor.findings import Check, Confidence, Finding, Severity, Table
+from ddpdoctor.run import Run
+
+from ._inputs import Alike, Inputs, alike, inputs
+from ._table import audit_table
+from ._verdict import Fault, of_check
+from ._words import dataset, figures, related, use, whom
+
+
+class DataOverlap(Check):
+    """Ranks, or the workers of one rank, consume the same samples
+
+    ## What it finds
+    Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
+    is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
+    takes the same slices or draws the same random positions on every rank, a sampler of one's own
+    whose shares overlap. Found from indices, and where there are none from digests of the content
+    of batches and of the inputs of wrapped models.
+
+    ## Why it hurts
+    The work of several ranks (or workers) is that of one; an epoch sees every sample several
+    times.
+
+    ## How to fix it
+    In the data set: take every n-th sample, n being ranks times workers, from `dist.get_rank()`
+    and `torch.utils.data.get_worker_info()`. In a plain loop: start at the rank and stride by the
+    world size, or seed the generator of the positions with the rank added.
+
+    ## When it stays quiet
+    Content that differs; inputs that never change; ranks that are handed their inputs on purpose
+    (broadcast, scatter) or share them in a tensor-parallel group. Inputs drawn from the global
+    random generators on the spot are a note, as is evaluation.
+    """
+
+    code = "DDP507"
+    name = "data-overlap"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if run.any(LoaderSeen) or any(
+            e.digest for r in run.ranks.values() for e in r.of(ForwardInput)
+        ):
+            return None
+        return "no DataLoader was iterated, and no input of a wrapped model was in host memory"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for fault in of_check(run, self.name):
+            yield self._of_loader(run, fault)
+        for given in inputs(run):
+            for same in alike(run, given):
+                if not same.handed_out:
+                    yield self._of_inputs(run, given, same)
+
+    def tables(self, run: Run) -> Iterator[Table]:
+        yield from audit_table(run)
+
+    def _of_loader(self, run: Run, fault: Fault) -> Finding:
+        reader, audit = fault.readers[0], fault.audit
+        workers = fault.evidence.get("between") == "workers"
+        note = bool(fault.doubt) or not fault.loader.trains
+        who = f"the workers of {whom(run, fault.ranks)}" if workers else whom(run, fault.ranks)
+        if audit is not None:
+            what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
+        elif workers:
+            what = "the same samples"
+        else:
+            count, of = (
+                fault.evidence[k] for k in ("delivered by several ranks", "samples compared")
+            )
+            what = f"the same samples ({count} of {of} compared)"
+        return self.finding(
+            severity=Severity.NOTE if note else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
+            ranks=fault.ranks,
+            subjects=(reader.seen.dataset,),
+            location=reader.made_at,
+            label="not divided among the workers" if workers else "not divided among the ranks",
+            related=related(reader),
+            summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
+            + (f" ({fault.doubt})" if fault.doubt else ""),
+            cause=_cause(reader.seen, workers),
+            fix=_fix(reader.seen),
+            evidence={**(figures(audit) if audit else {}), **fault.evidence},
+            at=reader.rank.wall(audit.at if audit else reader.epochs[0].began.at),
+        )
+
+    def _of_inputs(self, run: Run, given: Inputs, same: Alike) -> Finding:
+        rank = run.ranks[same.ranks[0]]
+        return self.finding(
+            severity=Severity.NOTE if same.drawn else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if same.drawn else Confidence.PROVEN,
+            ranks=same.ranks,
+            subjects=(f"inputs of model {given.model}",),
+            location=rank.location(same.event.site),
+            label="the same inputs on these ranks",
+            summary=f"{whom(run, same.ranks)} feed the model the same inputs at each of "
+            f"{len(same.forwards)} forwards compared"
+            + (" (random numbers, drawn alike on all of them)" if same.drawn else ""),
+            cause="every rank takes the same samples, or draws the same random positions: the "
+            "random generators of the ranks stand alike"
+            if same.drawn
+            else "every rank takes the same samples from the same data",
+            fix="take every n-th sample: `data[rank::world_size]`; where positions are drawn, seed "
+            "with the rank added: `torch.manual_seed(seed + rank)` after the model was made",
+            evidence={
+                "forwards compared": same.forwards[:20],
+                "digests": [
+                    f"{given.by_rank[same.ranks[0]][n].digest:08x}" for n in same.forwards[:8]
+                ],
+                "numbers per input": same.event.numbers,
+                "drawn on the spot": same.drawn,
+            },
+            at=rank.wall(same.event.at),
+        )
+
+
+def _cause(seen: LoaderSeen, workers: bool) -> str:
+    if not seen.iterable:
+        return f"the shares that {seen.sampler} hands out overlap"
+    whose = "each worker" if workers else "each rank"
+    return f"{whose} iterates the whole of {seen.dataset}: no sampler can divide an iterable one"
+
+
+def _fix(seen: LoaderSeen) -> str:
+    if not seen.iterable:
+        return "let each rank take its own share: `indices[rank::world_size]`"
+    return (
+        f"in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
+        "`n, i = (info.num_workers, info.id) if info else (1, 0)`, "
+        "`islice(samples, rank * n + i, None, world_size * n)`"
+    )

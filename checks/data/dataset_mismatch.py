@@ -1,0 +1,80 @@
+"""DDP511."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.run import Run
+
+from ._verdict import Fault, of_check
+from ._words import dataset, figures, no_loader, related, whom
+
+
+class DatasetMismatch(Check):
+    """Ranks divide different data sets among them
+
+    ## What it finds
+    Ranks that share a data set by index, but whose indices stand for different samples: a
+    `random_split` without a common generator, a listing of files in another order, data sets of
+    different length. Seen from what the data set selects its samples by (`Subset.indices`, lists of
+    paths, tensors), compared between ranks.
+
+    ## Why it hurts
+    The shares do not add up to the data set: some samples are trained twice, others never, and with
+    a random split samples of the test set of one rank are in the training set of another.
+
+    ## How to fix it
+    `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`; `sorted(...)`
+    around every listing of files; shuffle lists with a generator of their own and a fixed seed.
+
+    ## When it stays quiet
+    The data sets agree; data sharded by hand per rank and read without a distributed sampler. Where
+    each rank fills its own tensors with numbers, it is a note: whether they stand for one data set
+    cannot be told.
+    """
+
+    code = "DDP511"
+    name = "dataset-mismatch"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for fault in of_check(run, self.name):
+            yield self._tell(run, fault)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check == "uneven-batches" and mine.severity is Severity.ERROR
+
+    def _tell(self, run: Run, fault: Fault) -> Finding:
+        audit, reader = fault.audit, fault.readers[0]
+        assert audit is not None
+        names = list(fault.evidence["differs"])  # type: ignore[call-overload]
+        reordered = bool(fault.evidence["same entries in another order"])
+        indices = fault.evidence["kind"] == "indices"
+        lengths = {r.rank.rank: r.seen.length for r in fault.readers}
+        how = "holds the same entries in another order" if reordered else "differs"
+        return self.finding(
+            severity=Severity.NOTE if fault.doubt else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
+            ranks=fault.ranks,
+            subjects=(reader.seen.dataset, *names),
+            location=reader.sampler_at if reader.seen.distributed else reader.made_at,
+            label="divides a data set that is another one on each rank",
+            related=related(reader, sampler=False),
+            summary=f"{whom(run, fault.ranks)} divide different data sets among them: "
+            f"`{names[0]}` of {dataset(reader)} {how} between ranks"
+            + (f" ({fault.doubt})" if fault.doubt else ""),
+            cause="`random_split` (or another random choice) was made by each rank for itself"
+            if indices
+            else "each rank has listed or made the entries for itself",
+            fix="`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`"
+            if indices
+            else "make the order the same on all ranks: `sorted(...)` around the listing, or a "
+            "generator with a fixed seed",
+            evidence={**fault.evidence, "lengths": lengths, **figures(audit)},
+            at=reader.rank.wall(audit.at),
+        )

@@ -1,0 +1,99 @@
+"""DDP510."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.run import Run
+
+from ._content import by_index, changed
+from ._loaders import Loader, Reader, loaders, partners
+from ._words import no_loader, related, whom
+
+NAMES = ("torch", "numpy", "random")
+
+
+class IdenticalAugmentation(Check):
+    """Ranks draw the same random numbers for their data
+
+    ## What it finds
+    Random generators that stand alike on several ranks when an epoch begins, and from which loading
+    batches then really drew; with worker processes, the same base seed on several ranks, and
+    samples whose content changed from one epoch to the next.
+
+    ## Why it hurts
+    The n-th sample of every rank gets the same crop, flip or noise: less variety than there could
+    be. It is often no harm.
+
+    ## How to fix it
+    Seed by rank after the model was made: `torch.manual_seed(seed + rank)`, the same for numpy and
+    `random`; or give the loader `generator=torch.Generator().manual_seed(seed + rank)`.
+
+    ## When it stays quiet
+    Nothing random happens while data is loaded; the ranks' generators differ.
+    """
+
+    code = "DDP510"
+    name = "identical-augmentation"
+    family = "data"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for loader in loaders(run):
+            if loader.trains:
+                for ranks in partners(run, loader):
+                    yield from self._judge(run, loader, loader.of(ranks))
+
+    def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
+        shared = [n for n in range(len(NAMES)) if _in_step(readers, n)]
+        workers = not shared and _same_seed(readers) and all(_changes(r) for r in readers)
+        if not shared and not workers:
+            return
+        reader = readers[0]
+        names = [NAMES[n] for n in shared]
+        what = "their workers' base seed" if workers else f"the state of {' and '.join(names)}"
+        yield self.finding(
+            ranks=tuple(r.rank.rank for r in readers),
+            subjects=(reader.seen.dataset,),
+            location=reader.made_at,
+            label="draws the same random numbers on these ranks",
+            related=related(reader),
+            summary=f"{whom(run, [r.rank.rank for r in readers])} share {what} while they load "
+            f"{reader.seen.dataset}, so they augment alike",
+            cause="the ranks seed their generators with the same number, and loading draws from "
+            "them",
+            fix="`torch.manual_seed(seed + rank)` (numpy and `random` likewise) after the model "
+            "was made",
+            evidence={
+                "states at the begin": {r.rank.rank: _states(r) for r in readers[:16]},
+                "base seeds": {r.rank.rank: r.epochs[0].began.base_seed for r in readers[:16]},
+                "drawn while loading": names or "in the workers",
+            },
+            at=reader.rank.wall(reader.epochs[0].began.at),
+        )
+
+
+def _in_step(readers: list[Reader], generator: int) -> bool:
+    """All ranks begin with this generator alike, and loading advances it on all of them."""
+    begins = {r.epochs[0].began.random[generator] for r in readers}
+    ends = [r.epochs[0].ended for r in readers]
+    drew = all(e is not None and NAMES[generator] in e.drawn for e in ends)
+    return len(begins) == 1 and 0 not in begins and drew
+
+
+def _same_seed(readers: list[Reader]) -> bool:
+    seeds = {r.epochs[0].began.base_seed for r in readers}
+    return len(seeds) == 1 and None not in seeds
+
+
+def _changes(reader: Reader) -> bool:
+    """The content of the same samples was another in the second epoch."""
+    return len(reader.epochs) > 1 and changed(by_index(reader, 0), by_index(reader, 1))
+
+
+def _states(reader: Reader) -> dict[str, str]:
+    return {n: f"{s:08x}" for n, s in zip(NAMES, reader.epochs[0].began.random, strict=True)}

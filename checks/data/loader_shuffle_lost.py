@@ -1,0 +1,84 @@
+"""DDP509."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run
+
+from ._loaders import Loader, Reader, in_order, loaders
+from ._words import dataset, no_loader, related, spelled
+
+FEWEST = 16
+"""Samples per epoch below which an order in ascending indices tells nothing."""
+
+
+class LoaderShuffleLost(Check):
+    """Training reads the data in its own order
+
+    ## What it finds
+    A distributed sampler with `shuffle=False` in a loop that trains: the indices came in ascending
+    order in every epoch.
+
+    ## Why it hurts
+    Batches hold neighbours (often of one class) and are the same in every epoch. It mostly happens
+    when `shuffle=True` of the loader is dropped to make room for the sampler.
+
+    ## How to fix it
+    Leave `shuffle=False` out of the sampler, and call `sampler.set_epoch(epoch)` every epoch.
+
+    ## When it stays quiet
+    Evaluation; data that a split has put in random order before; a handful of samples.
+    """
+
+    code = "DDP509"
+    name = "loader-shuffle-lost"
+    family = "data"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for loader in loaders(run):
+            readers = [r for r in loader.readers.values() if _in_order(r)]
+            if loader.trains and readers and len(readers) == len(loader.readers):
+                yield self._tell(loader, readers)
+
+    def _tell(self, loader: Loader, readers: list[Reader]) -> Finding:
+        reader = readers[0]
+        return self.finding(
+            ranks=tuple(r.rank.rank for r in readers),
+            subjects=(reader.seen.dataset,),
+            location=reader.sampler_at,
+            label="shuffle=False",
+            related=related(reader, sampler=False),
+            summary=f"training reads {dataset(reader)} in ascending order in each of "
+            f"{len(reader.epochs)} epochs",
+            cause=f"{reader.seen.sampler} was made with shuffle=False",
+            fix="`DistributedSampler(dataset)` shuffles by default; call "
+            "`sampler.set_epoch(epoch)` at the top of every epoch",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "first indices": {
+                    r.rank.rank: spelled(e.head[:8])
+                    for r in readers[:8]
+                    if (e := r.epochs[0].ended)
+                }
+            },
+            at=reader.rank.wall(reader.epochs[0].began.at),
+        )
+
+
+def _in_order(reader: Reader) -> bool:
+    seen = reader.seen
+    ended = [e.ended for e in reader.epochs if e.ended is not None and e.ended.backwards]
+    mixed = any(p.kind == "indices" and not p.ascending for p in seen.payloads)
+    return (
+        seen.distributed
+        and seen.shuffle is False
+        and not mixed
+        and bool(ended)
+        and all(in_order(e) and e.samples >= FEWEST for e in ended)
+    )

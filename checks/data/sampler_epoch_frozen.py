@@ -1,0 +1,111 @@
+"""DDP503."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run
+
+from ._loaders import Epoch, Loader, Reader, in_order, loaders
+from ._words import dataset, no_loader, related, spelled, whom
+
+FEWEST = 4
+"""Samples in an epoch whose order can hardly repeat by chance."""
+
+
+class SamplerEpochFrozen(Check):
+    """`set_epoch` is not called: every epoch has the same order
+
+    ## What it finds
+    A distributed sampler that is to shuffle, hands out the very same order in one epoch after
+    another, and began each of them with the same epoch number.
+
+    ## Why it hurts
+    `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that: the batches
+    are the same in every epoch, and so is each rank's share of the data.
+
+    ## How to fix it
+    `sampler.set_epoch(epoch)` at the top of every epoch, before the loader is iterated.
+
+    ## When it stays quiet
+    `shuffle=False`; a single epoch; evaluation; orders that differ although the number does not
+    (samplers that keep count themselves); a training that begins anew with a new model.
+    """
+
+    code = "DDP503"
+    name = "sampler-epoch-frozen"
+    family = "data"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for loader in loaders(run):
+            if loader.trains:
+                yield from self._judge(run, loader)
+
+    def _judge(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
+        if not frozen:
+            return
+        reader = loader.readers[min(frozen)]
+        count = frozen[min(frozen)] + 1
+        trained = sum(e.trained > 0 for e in reader.epochs)
+        epoch = reader.epochs[0].began
+        called = max(e.began.epochs_set for e in reader.epochs)
+        why = (
+            f"`set_epoch` was called {called} times, always with {epoch.sampler_epoch}"
+            if called
+            else "`set_epoch` is never called on the sampler"
+        )
+        yield self.finding(
+            ranks=tuple(frozen),
+            subjects=(reader.seen.dataset,),
+            location=reader.sampler_at,
+            label="shuffles by seed + epoch, and the epoch never changes",
+            related=related(reader, sampler=False),
+            summary=f"{count} of {trained} epochs over {dataset(reader)} had the same "
+            f"order on {whom(run, frozen)}",
+            cause=f"{why}, so it shuffles by the same seed every time",
+            fix="`sampler.set_epoch(epoch)` at the top of every epoch, before the loader is "
+            "iterated",
+            fix_kind=FixKind.SAFE,
+            evidence={
+                "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],
+                "first indices": {
+                    f"epoch {e.number}": spelled(e.ended.head[:8])
+                    for e in reader.epochs[:3]
+                    if e.ended
+                },
+                "set_epoch calls": called,
+            },
+            at=reader.rank.wall(reader.epochs[1].began.at),
+        )
+
+
+def _repeats(reader: Reader) -> int:
+    """How many epochs had the order of the one before and the same number in the sampler."""
+    if not reader.seen.shuffle:
+        return 0
+    trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
+    whole = [e for e in trained if e.exhausted]
+    left = [e for e in trained if not e.exhausted]
+    repeats = sum(_same(a, b) for a, b in itertools.pairwise(whole))
+    again = sum(_same(a, b) for a, b in itertools.pairwise(left))
+    # A single batch taken twice may be a look at its shape.
+    return repeats + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
+
+
+def _same(old: Epoch, new: Epoch) -> bool:
+    a, b = old.ended, new.ended
+    if a is None or b is None or old.began.sampler_epoch is None:
+        return False
+    if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
+        return False
+    if a.samples == b.samples:
+        return a.order == b.order and len(a.head) >= FEWEST
+    shorter = min(len(a.head), len(b.head))  # one was left early: compare how they begin
+    return shorter >= FEWEST and a.head[:shorter] == b.head[:shorter]

@@ -1,0 +1,95 @@
+"""DDP501."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
+from ddpdoctor.run import Run
+
+from ._verdict import Fault, of_check
+from ._words import dataset, figures, no_loader, related, use, whom
+
+
+class SamplerMissing(Check):
+    """Each rank iterates the whole data set
+
+    ## What it finds
+    A `DataLoader` whose sampler knows nothing of ranks: the ranks that average their gradients
+    read the same indices, and these stand for the same samples. Found from the indices that each
+    rank really consumed and from digests of the samples' content.
+
+    ## Why it hurts
+    N ranks do the work of one: an epoch takes as long as without them, and its batches are, with a
+    common seed, N times the same. The learning rate chosen for an N times larger batch then meets
+    a batch that is not larger.
+
+    ## How to fix it
+    `sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler)` without
+    `shuffle=True`, and `sampler.set_epoch(epoch)` at the top of every epoch.
+
+    ## When it stays quiet
+    Only one rank iterates the loader; the data is sharded by hand, so that equal indices stand for
+    different samples; samples are drawn with replacement from different random streams; ranks that
+    average no gradients with each other, or that share their inputs in a tensor-parallel group.
+    Ranks that all evaluate the whole validation set, and toy data that is all alike, are notes.
+    """
+
+    code = "DDP501"
+    name = "sampler-missing"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for fault in of_check(run, self.name):
+            yield self._tell(run, fault)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check == "identical-augmentation" and other.location == mine.location
+
+    def _tell(self, run: Run, fault: Fault) -> Finding:
+        audit, reader = fault.audit, fault.readers[0]
+        assert audit is not None
+        note = bool(fault.doubt) or not fault.loader.trains
+        spot = _maker(fault)
+        doubt = f" ({fault.doubt})" if fault.doubt else ""
+        share = len(audit.shared)
+        return self.finding(
+            severity=Severity.NOTE if note else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
+            ranks=fault.ranks,
+            subjects=(reader.seen.dataset,),
+            location=spot,
+            label="no distributed sampler",
+            related=related(reader, sampler=False),
+            summary=f"{whom(run, fault.ranks)} read the same {share} of {len(audit.total)} "
+            f"samples of {dataset(reader)} in one epoch of {use(fault.loader)}{doubt}",
+            cause=f"the loader's {reader.seen.sampler} hands out the whole data set on every rank"
+            + (", in the same order" if audit.same_order else ""),
+            fix=_fix(fault),
+            evidence={**figures(audit), "same order": audit.same_order},
+            at=min(
+                r.rank.wall(audit.epochs[r.rank.rank].began.at)
+                for r in fault.readers
+                if r.rank.rank in audit.epochs
+            ),
+        )
+
+
+def _maker(fault: Fault) -> Location | None:
+    return fault.readers[0].made_at
+
+
+def _fix(fault: Fault) -> str:
+    if not fault.loader.trains:
+        return (
+            "the result is right and the time is spent on every rank; to share the work: "
+            "`sampler=DistributedSampler(dataset, shuffle=False)`, and sum the results over ranks"
+        )
+    return (
+        "`sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler, ...)` "
+        "without `shuffle=True`, `sampler.set_epoch(epoch)` before each epoch"
+    )

@@ -1,0 +1,114 @@
+"""DDP504."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.run import Run, fold_ranks
+
+from ._audit import Audit, audits
+from ._calls import gathers_results
+from ._loaders import Loader, Reader
+from ._verdict import faults
+from ._words import dataset, figures, no_loader, related, some
+
+
+class SamplerPaddingDuplicates(Check):
+    """The sampler pads, so that some samples count twice
+
+    ## What it finds
+    `DistributedSampler` makes its parts equally long by handing out some samples a second time.
+    The report names their indices, the ranks that got them, and by how much a metric averaged
+    over all samples can be off at most.
+
+    ## Why it hurts
+    In evaluation the metric depends on the number of ranks: the samples that are read twice count
+    twice. In training it hardly matters.
+
+    ## How to fix it
+    Gather the predictions and drop what is beyond `len(dataset)`, or hand out the data without
+    padding: `sampler=range(rank, len(dataset), world_size)` reads each sample once. Then the parts
+    differ in length, so let no collective run per batch in that loop (or use `Join`).
+    `drop_last=True` leaves samples out instead.
+
+    ## When it stays quiet
+    The data divides evenly, or `drop_last=True`. It is a note in training, and where results are
+    gathered from the ranks after the loop, since the surplus may be dropped there.
+    """
+
+    code = "DDP504"
+    name = "sampler-padding-duplicates"
+    family = "data"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        faulty = {id(f.loader) for f in faults(run)}
+        for loader, ranks, made in audits(run):
+            readers = loader.of(ranks)
+            if id(loader) not in faulty and all(_pads(r) for r in readers):
+                yield from self._judge(loader, readers, made)
+
+    def _judge(
+        self, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
+    ) -> Iterator[Finding]:
+        counted = [a for a in made if a.complete and a.repeated]
+        if not counted:
+            return
+        audit, reader = counted[0], readers[0]
+        surplus = reader.seen.total_size - reader.seen.length
+        gathered = any(gathers_results(r.rank, e.began.step) for r in readers for e in r.epochs)
+        note = loader.trains or gathered
+        owners = sorted({r for i in audit.repeated for r in audit.readers_of(i)})
+        bound = _bound(audit)
+        named = some(audit.repeated) if audit.sampled == 1 else "not all on record"
+        yield self.finding(
+            severity=Severity.NOTE if note else Severity.WARNING,
+            confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
+            ranks=tuple(owners),
+            subjects=(reader.seen.dataset,),
+            location=reader.sampler_at,
+            label=f"pads {reader.seen.length} samples to {reader.seen.total_size}",
+            related=related(reader, sampler=False),
+            summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read twice "
+            f"in an epoch of "
+            f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
+            f"on ranks {fold_ranks(owners)})"
+            + ("" if loader.trains else f": an averaged metric is off by up to {bound:.2%}"),
+            cause=f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
+            f"and the sampler pads to {reader.seen.total_size}",
+            fix=_fix(loader, reader),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                **figures(audit),
+                "for example": audit.duplicates(),
+                "largest error of an averaged metric": f"{bound:.6f} of its range",
+                "results are gathered after the loop": gathered,
+            },
+            at=reader.rank.wall(audit.epochs[reader.rank.rank].began.at),
+        )
+
+
+def _pads(reader: Reader) -> bool:
+    seen = reader.seen
+    return seen.distributed and not seen.sampler_drop_last and seen.total_size > seen.length > 0
+
+
+def _bound(audit: Audit) -> float:
+    """The most that the mean over everything that was read can differ from the mean over the data
+    set, as a share of the metric's range: each sample's weight is its count over the total."""
+    total = sum(audit.total.values())
+    even = 1 / audit.length * audit.sampled
+    return sum(max(0.0, n / total - even) for n in audit.total.values())
+
+
+def _fix(loader: Loader, reader: Reader) -> str:
+    if loader.trains:
+        return "nothing, or `drop_last=True` on the sampler: in training a few repeats do no harm"
+    return (
+        f"gather the predictions and keep the first {reader.seen.length}, or read each sample once "
+        "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop"
+    )

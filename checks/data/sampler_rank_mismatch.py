@@ -1,0 +1,133 @@
+"""DDP502."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import SamplerRefused
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Rank, Run
+
+from ._loaders import Reader
+from ._verdict import Fault, of_check
+from ._words import dataset, figures, no_loader, related, whom
+
+FIX = "leave both out (torch asks the group), or name them: `DistributedSampler(dataset, \
+num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
+
+
+class SamplerRankMismatch(Check):
+    """The sampler was told another rank or number of ranks than the group has
+
+    ## What it finds
+    A `DistributedSampler` (or one like it) whose `num_replicas` and `rank` do not divide the data
+    over the ranks that average gradients: a constant rank, the local rank on several nodes, the
+    number of one node's devices, the default of another group. Also the swapped form
+    `DistributedSampler(dataset, rank, world_size)`, which torch refuses with a text that blames
+    the wrong argument.
+
+    ## Why it hurts
+    Ranks read the same part, or parts that nobody reads are left over.
+
+    ## How to fix it
+    Leave both out, torch asks the group: `DistributedSampler(dataset)`. For a sub-group, name
+    them: `num_replicas=dist.get_world_size(group), rank=dist.get_rank(group)`.
+
+    ## When it stays quiet
+    Samplers that divide the data over a sub-group that exists, over the data-parallel ranks of a
+    mesh (ranks of one tensor-parallel group share their part on purpose), or over the ranks in
+    another order; evaluation of everything on every rank with `num_replicas=1`.
+    """
+
+    code = "DDP502"
+    name = "sampler-rank-mismatch"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(SamplerRefused) else no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        yield from self._refused(run)
+        for fault in of_check(run, self.name):
+            yield self._tell(run, fault)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        refused = str(mine.evidence.get("refused", ""))
+        if other.check == "first-failure":
+            return bool(refused) and refused in str(other.evidence)
+        return other.check in ("uneven-batches", "sampler-padding-duplicates")
+
+    def _refused(self, run: Run) -> Iterator[Finding]:
+        """torch raised in the constructor, and that ended the program."""
+        fatal = [
+            (rank, event)
+            for rank in run.ranks.values()
+            for event in rank.of(SamplerRefused)
+            if rank.exception is not None and event.error in rank.exception.message
+        ]
+        if not fatal:
+            return
+        rank, event = fatal[0]
+        swapped = event.world_size >= 0 and (event.replicas, event.rank) == (
+            event.group_rank,
+            event.world_size,
+        )
+        yield self.finding(
+            ranks=tuple(r.rank for r, _ in fatal),
+            subjects=("DistributedSampler",),
+            location=rank.location(event.site),
+            label="rank and num_replicas are swapped" if swapped else "no such rank",
+            summary=f"DistributedSampler got num_replicas={event.replicas}, rank={event.rank} on "
+            f"rank {event.group_rank} of {event.world_size}"
+            + (": the two are swapped" if swapped else ""),
+            cause="the order of the arguments is (dataset, num_replicas, rank); torch's text "
+            f"'{event.error}' blames the rank"
+            if swapped
+            else f"torch refuses it: {event.error}",
+            fix=FIX,
+            fix_kind=FixKind.SAFE,
+            evidence={
+                "refused": event.error,
+                "num_replicas": event.replicas,
+                "rank": event.rank,
+                "world size": event.world_size,
+            },
+            at=rank.wall(event.at),
+        )
+
+    def _tell(self, run: Run, fault: Fault) -> Finding:
+        audit, reader = fault.audit, _odd(fault)
+        assert audit is not None
+        given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
+        return self.finding(
+            ranks=fault.ranks,
+            subjects=(reader.seen.dataset,),
+            location=reader.sampler_at,
+            label="divides the data over other ranks than there are",
+            related=(*_default(run.ranks[reader.rank.rank]), *related(reader, sampler=False)),
+            summary=f"the sampler of {dataset(reader)} divides it over {reader.seen.replicas} "
+            f"replicas as {_places(fault)} on {whom(run, fault.ranks)}: "
+            f"{len(audit.shared)} samples read by several ranks"
+            + (f", {audit.never} by none" if audit.complete else ""),
+            cause=f"{len(audit.epochs)} ranks average their gradients; each needs a rank of its "
+            f"own below num_replicas={len(audit.epochs)}",
+            fix=FIX,
+            evidence={"(num_replicas, rank)": given, **figures(audit)},
+            at=reader.rank.wall(reader.epochs[0].began.at),
+        )
+
+
+def _odd(fault: Fault) -> Reader:
+    return next((r for r in fault.readers if r.seen.sampler_rank != r.rank.rank), fault.readers[0])
+
+
+def _places(fault: Fault) -> str:
+    taken = [r.seen.sampler_rank for r in fault.readers]
+    return f"rank {taken[0]}" if len(set(taken)) == 1 else f"ranks {', '.join(map(str, taken[:8]))}"
+
+
+def _default(rank: Rank) -> tuple[Related, ...]:
+    group = rank.default_group
+    spot = rank.location(group.site) if group else None
+    return (Related(f"group of {len(group.ranks)} made here", spot),) if group and spot else ()

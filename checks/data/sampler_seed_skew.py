@@ -1,0 +1,75 @@
+"""DDP506."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run
+
+from ._verdict import Fault, of_check
+from ._words import dataset, figures, no_loader, related, whom
+
+
+class SamplerSeedSkew(Check):
+    """Ranks shuffle with different seeds
+
+    ## What it finds
+    Distributed samplers whose `seed` or `epoch` differs between ranks, and samples that several
+    ranks then really read in one epoch.
+
+    ## Why it hurts
+    Each rank takes its share of another order: some samples are read by several ranks, others by
+    none. Nothing fails, the epoch is as long as it should be.
+
+    ## How to fix it
+    Give all ranks the same `seed` (leave it out), and call `sampler.set_epoch(epoch)` on every
+    rank. Seeds that should differ between ranks are those of augmentation, not of the sampler.
+
+    ## When it stays quiet
+    Seeds that agree; samplers that do not shuffle; random states of the ranks that differ
+    elsewhere.
+    """
+
+    code = "DDP506"
+    name = "sampler-seed-skew"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for fault in of_check(run, self.name):
+            yield self._tell(run, fault)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check == "sampler-epoch-frozen" and other.location == mine.location
+
+    def _tell(self, run: Run, fault: Fault) -> Finding:
+        audit, reader = fault.audit, fault.readers[0]
+        assert audit is not None
+        seeds = {r: e.began.seed for r, e in audit.epochs.items()}
+        numbers = {r: e.began.sampler_epoch for r, e in audit.epochs.items()}
+        by_seed = len(set(seeds.values())) > 1
+        what = "seed" if by_seed else "epoch"
+        given = seeds if by_seed else numbers
+        listed = ", ".join(f"{v} on rank {r}" for r, v in sorted(given.items())[:4])
+        return self.finding(
+            ranks=fault.ranks,
+            subjects=(reader.seen.dataset,),
+            location=reader.sampler_at,
+            label=f"the {what} differs between ranks",
+            related=related(reader, sampler=False),
+            summary=f"the samplers of {dataset(reader)} shuffle by different {what}s ({listed}): "
+            f"{len(audit.shared)} samples read by several of {whom(run, fault.ranks)}"
+            + (f", {audit.never} by none" if audit.complete else ""),
+            cause="every rank takes its share of an order of its own"
+            + ("" if by_seed else "; `set_epoch` was not called alike on all ranks"),
+            fix="the same `seed` on all ranks (leave it out)"
+            if by_seed
+            else "call `sampler.set_epoch(epoch)` on every rank, outside of any `if rank == 0:`",
+            fix_kind=FixKind.SAFE,
+            evidence={"seed": seeds, "epoch of the sampler": numbers, **figures(audit)},
+            at=reader.rank.wall(audit.at),
+        )

@@ -1,0 +1,154 @@
+"""DDP508."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.run import Run
+
+from ._loaders import Epoch, Loader, Reader, loaders, partners
+from ._words import dataset, no_loader, related
+
+
+class UnevenBatches(Check):
+    """Ranks have different numbers of batches
+
+    ## What it finds
+    A loop that trains, or communicates for every batch, and in which the loaders of the ranks
+    deliver different numbers of batches: from their lengths when the iteration begins, before the
+    hang, and from what was consumed after it.
+
+    ## Why it hurts
+    The rank with more batches waits in its backward for the others, which have left the loop. It
+    hangs, or fails with `Connection closed by peer`, which names the wrong rank.
+
+    ## How to fix it
+    Give every rank equally many samples (`DistributedSampler` pads or drops), stop all ranks after
+    the shortest, or train inside `with Join([model]):`.
+
+    ## When it stays quiet
+    Equal counts; loops inside `Join`; evaluation of each rank by itself; loops that count steps
+    and begin the loader anew when it runs dry, so that all ranks take equally many steps and the
+    run ends well.
+    """
+
+    code = "DDP508"
+    name = "uneven-batches"
+    family = "data"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return no_loader(run)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        if run.outcome() == "completed":
+            return
+        for loader in loaders(run):
+            if loader.trains or _communicates(loader):
+                for ranks in partners(run, loader):
+                    yield from self._judge(run, loader, loader.of(ranks))
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        late = mine.at <= other.at
+        follows = (
+            "rank-missing",
+            "rank-exited-early",
+            "stall",
+            "collective-mismatch",
+            "data-stall",
+        )
+        if other.check == "first-failure":
+            told = str(other.evidence)
+            return any(t in told for t in ("closed by peer", "Timed out", "reset by peer"))
+        return late and other.check in follows
+
+    def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
+        over = run.outcome() in ("hung", "failed", "killed")
+        if over and not any(r.epochs[-1].exhausted for r in readers):
+            return  # all ranks were still at it when something else ended the run
+        for number in range(max((len(r.epochs) for r in readers), default=0)):
+            epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) is not None}
+            if len(epochs) < 2 or any(e.began.joined for e in epochs.values()):
+                continue
+            counts = _known(epochs) or _consumed(epochs)
+            if counts:
+                yield self._tell(run, loader, readers[0], number, epochs, counts)
+                return
+
+    def _tell(
+        self,
+        run: Run,
+        loader: Loader,
+        reader: Reader,
+        number: int,
+        epochs: dict[int, Epoch],
+        counts: dict[int, int],
+    ) -> Finding:
+        most, least = max(counts.values()), min(counts.values())
+        longest = tuple(r for r, n in counts.items() if n == most)
+        shortest = tuple(r for r, n in counts.items() if n == least)
+        over = any(e.exhausted for e in epochs.values())
+        unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
+        lengths = {r: e.seen.length for r, e in epochs.items()}
+        return self.finding(
+            confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
+            ranks=shortest,
+            subjects=(reader.seen.dataset,),
+            location=reader.made_at,
+            label="not equally many batches on each rank",
+            related=related(reader),
+            summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
+            f"{shortest[0]}, {most} on rank {longest[0]}",
+            cause=f"the data sets differ in length ({_listed(lengths)})"
+            if unlike
+            else f"{reader.seen.sampler or 'the data set'} gives some ranks more than others",
+            fix="give every rank equally many samples (`DistributedSampler`), stop all after "
+            f"{least} batches, or train inside `with Join([model]):`",
+            evidence={
+                "batches": counts,
+                "delivered": {r: e.batches for r, e in epochs.items()},
+                "ran dry": {r: e.exhausted for r, e in epochs.items()},
+                "data set": dataset(reader),
+                "lengths": lengths,
+                "waits": list(longest),
+            },
+            at=reader.rank.wall(max(e.began.at for e in epochs.values())),
+        )
+
+
+def _communicates(loader: Loader) -> bool:
+    """An evaluation in which something is communicated for every batch."""
+    ended = [e.ended for r in loader.readers.values() for e in r.epochs if e.ended]
+    return any(e.collectives >= e.batches > 0 for e in ended)
+
+
+def _known(epochs: dict[int, Epoch]) -> dict[int, int]:
+    """Lengths that the loaders gave when the iteration began, where they differ."""
+    lengths = {r: e.began.batches for r, e in epochs.items() if e.began.batches >= 0}
+    # An iterable data set only estimates its length.
+    exact = not any(e.seen.iterable for e in epochs.values())
+    differ = exact and len(lengths) == len(epochs) and len(set(lengths.values())) > 1
+    short = min(lengths.values(), default=0)
+    # Who left the loop before the shortest was over never came to the difference.
+    reached = all(e.batches >= short for e in epochs.values() if e.ended is not None)
+    return lengths if differ and reached else {}
+
+
+def _consumed(epochs: dict[int, Epoch]) -> dict[int, int]:
+    """What was delivered, where one rank ran dry and another went on."""
+    dry = {r: e.batches for r, e in epochs.items() if e.exhausted}
+    if not dry:
+        return {}
+    counts = {
+        # without an end on record, a rank that did all its steps was asked for more
+        r: e.batches + (e.ended is None and e.batches >= min(dry.values()))
+        for r, e in epochs.items()
+    }
+    least = min(dry.values())
+    behind = [r for r, n in counts.items() if n < least]
+    return counts if len(set(counts.values())) > 1 and not behind else {}
+
+
+def _listed(lengths: dict[int, int]) -> str:
+    return ", ".join(f"{n} on rank {r}" for r, n in list(lengths.items())[:4])

@@ -1,0 +1,251 @@
+"""What set copies apart, as far as it was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ddpdoctor.events import Clipped, Edited, StepDone
+from ddpdoctor.findings import Location, Related
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why copies differ: the line, who did it, and what to change."""
+
+    text: str
+    fix: str
+    label: str
+    location: Location | None = None
+    ranks: tuple[int, ...] = ()
+    related: tuple[Related, ...] = ()
+    known: bool = True
+    evidence: dict[str, object] = field(default_factory=dict)
+
+
+def edited(group: Replicas, kind: str, first: int) -> Cause | None:
+    """Some ranks, not all, changed these tensors by hand at the step where they first differ."""
+    seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
+    changing = {n: e for n, e in seen.items() if e.changed}
+    if not changing or (len(changing) == len(group.members) and _alike(changing)):
+        return None
+    ranks = tuple(sorted(changing))
+    if len(ranks) == len(group.members):
+        how = ", ".join(f"rank {n} by {e.ratio:g}" for n, e in changing.items() if e.ratio)
+        text = f"every rank edits its {kind} in its own way" + (f" ({how})" if how else "")
+    else:
+        text = f"rank {fold_ranks(ranks)} edits its {kind}, the others do not"
+    functions = sorted({f for e in changing.values() for f in e.functions})
+    if functions:
+        text += f"; called meanwhile: {', '.join(functions)}"
+    event, member = changing[ranks[0]], group.members[ranks[0]]
+    spot = _spot(member.rank, event, functions)
+    moment = "between the backward and the step" if kind == "gradients" else "between two steps"
+    return Cause(
+        text=f"{text} {moment}, after DDP made them equal",
+        fix="do it on every rank with the same numbers, or not at all",
+        label=f"edits {kind} on rank {fold_ranks(ranks)}",
+        location=spot,
+        ranks=ranks,
+        evidence={"edited_by_hand_on": list(ranks)},
+    )
+
+
+def edited_once(group: Replicas, found: Divergence) -> Cause | None:
+    """The ranks that stand apart, and only they, changed parameters by hand some time before that
+    was seen: not every tensor is compared at every step."""
+    last: dict[int, Edited] = {}
+    for number, member in group.members.items():
+        for event in member.rank.of(Edited):
+            mine = (event.model, event.optimizer, event.kind) == (
+                member.model, member.optimizer, "parameters",
+            )  # fmt: skip
+            if mine and event.changed and event.step <= found.first:
+                last[number] = event
+    ranks = tuple(sorted(last))
+    if not ranks or ranks != tuple(sorted(found.minority)) or len(ranks) == len(group.members):
+        return None
+    event = last[ranks[0]]
+    who = fold_ranks(ranks)
+    return Cause(
+        text=f"rank {who} edits its parameters before step {event.step}, the others do not",
+        fix="do it on every rank with the same numbers, or not at all",
+        label=f"parameters of rank {who} are not what step {event.step - 1} left",
+        location=_spot(group.members[ranks[0]].rank, event, sorted(event.functions)),
+        ranks=ranks,
+        evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
+    )
+
+
+def _alike(edits: dict[int, Edited]) -> bool:
+    """Whether all ranks seem to make the same edit: one ratio, or a function of torch's."""
+    ratios = {round(e.ratio, 4) for e in edits.values()}
+    same = len(ratios) == 1 and len({e.functions for e in edits.values()}) == 1
+    return same and any(e.ratio or e.functions for e in edits.values())
+
+
+def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
+    """The latest word on edits of this rank at a step; a later one may know the line."""
+    member = group.members[number]
+    mine = [
+        e
+        for e in member.rank.of(Edited)
+        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, kind)
+    ]
+    now = next((e for e in reversed(mine) if e.step <= first), None)
+    if now is None or not now.changed or now.site >= 0:
+        return now
+    return next((e for e in mine if e.step > first and e.changed and e.site >= 0), now)
+
+
+def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:
+    if (found := rank.location(event.site)) is not None:
+        return found
+    clipped = next((c for c in rank.of(Clipped) if c.function in functions), None)
+    return rank.location(clipped.site) if clipped else None
+
+
+def clipped(group: Replicas) -> Cause | None:
+    """Some ranks clip, others never do."""
+    calls = {n: c for n, m in group.members.items() if (c := m.rank.first(Clipped))}
+    if not calls or len(calls) == len(group.members):
+        return None
+    ranks = tuple(sorted(calls))
+    call = calls[ranks[0]]
+    return Cause(
+        text=f"{call.function} is called on rank {fold_ranks(ranks)} only",
+        fix=f"call {call.function} on every rank: gradients are equal there, so is the norm",
+        label="not called on the other ranks",
+        location=group.members[ranks[0]].rank.location(call.site),
+        ranks=ranks,
+    )
+
+
+def loaded(group: Replicas, what: str, until: float) -> Cause | None:
+    """Some ranks loaded after the wrap, others did not, or not from the same line."""
+    found = {
+        n: before
+        for n, events in loads(group, what).items()
+        if (before := [e for e in events if group.members[n].rank.wall(e.at) <= until])
+    }
+    if not found:
+        return None
+    ranks = tuple(sorted(found))
+    event = found[ranks[0]][-1]
+    spot = group.members[ranks[0]].rank.location(event.site)
+    thing = "weights after the wrap" if what == "weights" else "the optimizer's state"
+    if len(found) < len(group.members):
+        text = f"rank {fold_ranks(ranks)} loads {thing}, the others do not"
+        label = f"only rank {fold_ranks(ranks)} comes here"
+    else:
+        text = f"every rank loads {thing}, and they are not the same"
+        label = "what is loaded differs between ranks"
+    if what == "weights":
+        fix = "load on every rank, or before `DistributedDataParallel(...)`, which copies rank 0's"
+    else:
+        fix = "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
+    return Cause(text, fix, label, spot, ranks)
+
+
+def reloads(group: Replicas, what: str, after: float) -> bool:
+    """Whether anything was loaded later: copies that are equal again need no other reason."""
+    return any(
+        group.members[n].rank.wall(e.at) > after
+        for n, events in loads(group, what).items()
+        for e in events
+    )
+
+
+def unknown(group: Replicas, moment: str) -> Cause:
+    """Nothing that was seen explains it."""
+    nodes = {m.rank.node for m in group.members.values()}
+    suspects = "memory or a processor that computes wrong, or kernels that are not deterministic"
+    if len(nodes) > 1:
+        suspects += f" (the ranks are on {len(nodes)} nodes)"
+    return Cause(
+        text=f"nothing that was seen explains it: {moment}; suspects are code that runs on some "
+        f"ranks only, {suspects}",
+        fix="look for code under `if rank == ...` that touches the model; if there is none, run "
+        "the same step twice on the ranks that differ and compare",
+        label="applied here",
+        known=False,
+    )
+
+
+def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
+    """The line of the optimizer's step."""
+    for number in (*ranks, *group.members):
+        member = group.members.get(number)
+        if member is None:
+            continue
+        for done in member.rank.of(StepDone):
+            if done.optimizer == member.optimizer:
+                return member.rank.location(done.site)
+    return None
+
+
+def step_time(member: Member, step: int) -> float:
+    """When a rank took a step, on its own clock."""
+    done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    return next((e.at for e in done if e.step >= step), done[-1].at if done else 0.0)
+
+
+def wrap_line(group: Replicas) -> Location | None:
+    return group.any.rank.location(group.any.wrapped.site)
+
+
+def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
+    """The figures: how many, how far, growing or not."""
+    sizes = distances(group, found)
+    shown = {step: _size(value) for step, value in sizes.items()}
+    facts: dict[str, object] = {
+        "differing": f"{len(found.names)} of {found.total} tensors",
+        "moments_differing": f"{len(found.keys)} of {found.compared} compared",
+        "ranks_that_agree": [fold_ranks(g) for g in found.split],
+        "modules": by_module(found.names),
+    }
+    if found.before >= 0:
+        facts["last_equal_at_step"] = found.before
+    if shown:
+        facts["relative_distance_by_step"] = shown
+        facts["grows"] = _grows(list(sizes.values()))
+    return facts
+
+
+def _size(value: float) -> str:
+    return f"{value:.2g}" if value > 1e-6 else "below 1e-6"
+
+
+def _grows(sizes: list[float]) -> str:
+    if len(sizes) < 2:
+        return "measured once"
+    if sizes[-1] > 1.5 * sizes[0]:
+        return "yes"
+    return "shrinks" if sizes[-1] < sizes[0] / 1.5 else "no"
+
+
+def largest(group: Replicas, found: Divergence) -> str:
+    """` by 3 % of their norm`, where that was measured."""
+    sizes = distances(group, found)
+    if not sizes:
+        return ""
+    widest = max(sizes.values())
+    return (
+        f" by {100 * widest:.2g} % of their norm" if widest > 1e-6 else " by rounding-size amounts"
+    )
+
+
+def some(names: list[str]) -> str:
+    """The first names, and how many more."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def between(split: list[tuple[int, ...]], run: Run) -> str:
+    """Who differs from whom."""
+    if len(split) == 2:
+        return f"between ranks {fold_ranks(split[0])} and {fold_ranks(split[1])}"
+    ranks = [r for g in split for r in g]
+    who = "all ranks" if len(ranks) == run.world_size else f"ranks {fold_ranks(ranks)}"
+    return f"between {who}, in {len(split)} versions"

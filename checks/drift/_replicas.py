@@ -1,0 +1,281 @@
+"""Which ranks hold equal copies of what, and where their digests part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ddpdoctor.events import Digests, Loaded, Replica, Sketch, Wrapped
+from ddpdoctor.events.drift import chosen
+from ddpdoctor.events.pack import unpack
+from ddpdoctor.run import Rank, Run
+
+ABSENT = 0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's copy: its own numbers of the model and the optimizer."""
+
+    rank: Rank
+    seen: Replica
+    wrapped: Wrapped
+
+    @property
+    def model(self) -> int:
+        return self.seen.model
+
+    @property
+    def optimizer(self) -> int:
+        return self.seen.optimizer
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The copies of one model, as one optimizer trains it. `members` by global rank."""
+
+    members: dict[int, Member]
+    left_out: str = ""
+
+    @property
+    def any(self) -> Member:
+        return next(iter(self.members.values()))
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind, in the order that digests count."""
+        wrapped = self.any.wrapped
+        if kind == "buffers":
+            return [b.name for b in wrapped.buffers]
+        return [wrapped.parameters[p].name for p in unpack(self.any.seen.parameters)]
+
+
+Row = tuple[int, tuple[int, ...], int]
+"""(stride, digests, averaging backwards so far) of one rank at one moment."""
+
+
+@dataclass
+class Divergence:
+    """Where copies differ.
+
+    Attributes:
+        keys: the moments at which they do, ascending; `compared` of all moments.
+        names: of the tensors that differ, `partial` where not all were looked at.
+        minority: ranks that differ from most others; all ranks where there is no majority.
+        step: optimizer steps of the process at the first moment.
+        at: wall clock of the first moment.
+        healed: a later moment at which all tensors were equal again, -1 for none.
+        before: the last moment at which they were still equal, -1 for none.
+    """
+
+    kind: str
+    point: str
+    keys: list[int]
+    compared: int
+    names: list[str] = field(default_factory=list)
+    total: int = 0
+    minority: tuple[int, ...] = ()
+    split: list[tuple[int, ...]] = field(default_factory=list)
+    at: float = 0.0
+    healed: int = -1
+    before: int = -1
+
+    @property
+    def first(self) -> int:
+        return self.keys[0]
+
+
+def replicas(run: Run) -> list[Replicas]:
+    """Every model and optimizer that two ranks or more hold in equal copies."""
+    found: dict[tuple[tuple[int, ...], int, int], dict[int, Member]] = {}
+    for rank in run.ranks.values():
+        wrapped = {w.model: w for w in rank.of(Wrapped)}
+        latest = {(e.model, e.optimizer): e for e in rank.of(Replica)}
+        order: Counter[tuple[int, ...]] = Counter()
+        models: dict[int, int] = {}
+        optimizers: Counter[int] = Counter()
+        for (model, _), seen in sorted(latest.items()):
+            if model not in models:
+                models[model] = order[seen.ranks]
+                order[seen.ranks] += 1
+            if rank.rank in seen.ranks and model in wrapped:
+                key = (seen.ranks, models[model], optimizers[model])
+                found.setdefault(key, {})[rank.rank] = Member(rank, seen, wrapped[model])
+            optimizers[model] += 1
+    return [r for members in found.values() if (r := _alike(members)) is not None]
+
+
+def _alike(members: dict[int, Member]) -> Replicas | None:
+    """Those that hold the same tensors: others cannot be compared, and are another check's."""
+    looks = {n: (m.seen.parameters, m.wrapped.parameters) for n, m in members.items()}
+    groups: list[tuple[object, list[int]]] = []
+    for number, look in looks.items():
+        same = next((ranks for other, ranks in groups if other == look), None)
+        if same is None:
+            groups.append((look, [number]))
+        else:
+            same.append(number)
+    ranks = max((ranks for _, ranks in groups), key=len, default=[])
+    if len(ranks) < 2:
+        return None
+    left_out = next((m.seen.left_out for m in members.values() if m.seen.left_out), "")
+    return Replicas({n: members[n] for n in ranks}, left_out)
+
+
+def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | None:
+    """How the copies differ in digests of a kind, or None where they never do."""
+    names = group.names("buffers" if kind == "buffers" else "parameters")
+    tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
+    found = Divergence(kind, point, [], 0, total=len(names))
+    positions: dict[int, None] = {}
+    for key in sorted({k for table in tables.values() for k in table}):
+        rows = {n: table[key] for n, table in tables.items() if key in table}
+        if len(rows) < 2:
+            continue
+        if point == "step" and len({made for _, _, made in rows.values()}) > 1:
+            break  # not the same step any more: see `out_of_step`
+        found.compared += 1
+        differing = _differing(rows, key, len(names))
+        if differing:
+            if not found.keys:
+                found.split = _split(rows, key, len(names), differing)
+                found.minority = _minority(found.split)
+            found.keys.append(key)
+            positions.update(dict.fromkeys(differing))
+        elif not found.keys:
+            found.before = key
+        elif all(row[0] == 1 for row in rows.values()) and len(rows) == len(tables):
+            found.healed = key
+    if not found.keys:
+        return None
+    found.names = [names[p] for p in sorted(positions)]
+    found.at = min(_wall(m, kind, point, found.first) for m in group.members.values())
+    if found.healed < found.first:
+        found.healed = -1
+    return found
+
+
+def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:
+    """The first step that some ranks took after more averaging backwards than others, and how
+    many: those have left a step out."""
+    tables = {n: _rows(m, "parameters", "step") for n, m in group.members.items()}
+    for key in sorted({k for table in tables.values() for k in table}):
+        made = {n: table[key][2] for n, table in tables.items() if key in table}
+        if len(set(made.values())) > 1:
+            return key, made
+    return None
+
+
+def compared(group: Replicas, kind: str, point: str = "step") -> bool:
+    """Whether two ranks have a moment in common."""
+    keys = [set(_rows(m, kind, point)) for m in group.members.values()]
+    return any(a & b for a, b in pairwise(keys))
+
+
+def kinds(group: Replicas, prefix: str) -> list[str]:
+    """Kinds of digests that begin with `prefix`."""
+    found = {e.kind for m in group.members.values() for e in m.rank.of(Digests)}
+    return sorted(k for k in found if k.startswith(prefix))
+
+
+def _events(member: Member, kind: str, point: str) -> Iterator[Digests]:
+    for event in member.rank.of(Digests):
+        same = event.model == member.model and event.kind == kind and event.point == point
+        if same and event.optimizer in (member.optimizer, -1):
+            yield event
+
+
+def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
+    rows: dict[int, Row] = {}
+    for event in _events(member, kind, point):
+        values = unpack(event.values)
+        begin = 0
+        told = event.backwards or (0,) * len(event.keys)
+        moments = zip(event.keys, event.strides, event.counts, told, strict=False)
+        for key, stride, count, made in moments:
+            rows[key] = stride, tuple(values[begin : begin + count]), made
+            begin += count
+    return rows
+
+
+def _wall(member: Member, kind: str, point: str, key: int) -> float:
+    for event in _events(member, kind, point):
+        if key in event.keys:
+            return member.rank.wall(event.at)
+    return float("inf")
+
+
+def _differing(rows: dict[int, Row], key: int, count: int) -> list[int]:
+    """Positions that every rank of the moment looked at and that are not equal on all."""
+    first, *others = rows.values()
+    if all(other == first for other in others):
+        return []
+    tables = [_by_position(row, key, count) for row in rows.values()]
+    common = set.intersection(*(set(t) for t in tables))
+    return sorted(p for p in common if len({t[p] for t in tables}) > 1)
+
+
+def _by_position(row: Row, key: int, count: int) -> dict[int, int]:
+    stride, values, _ = row
+    return dict(zip(chosen(key, max(1, stride), count), values, strict=False))
+
+
+def _split(
+    rows: dict[int, Row], key: int, count: int, differing: list[int]
+) -> list[tuple[int, ...]]:
+    """The ranks in groups that agree, the largest first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, row in rows.items():
+        table = _by_position(row, key, count)
+        groups.setdefault(tuple(table[p] for p in differing), []).append(number)
+    return sorted((tuple(g) for g in groups.values()), key=lambda g: (-len(g), g))
+
+
+def _minority(split: list[tuple[int, ...]]) -> tuple[int, ...]:
+    majority = len(split) == 1 or len(split[0]) > len(split[1])
+    return tuple(sorted(r for g in (split[1:] if majority else split) for r in g))
+
+
+def odd_ones(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """Ranks whose value is not that of most others; all of them where there is no majority."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, value in values.items():
+        groups.setdefault(value, []).append(number)
+    return _minority(sorted((tuple(g) for g in groups.values()), key=lambda g: -len(g)))
+
+
+def distances(group: Replicas, found: Divergence) -> dict[int, float]:
+    """By step: the largest distance of two copies over the norm, where it was measured."""
+    kind = found.kind
+    sketches: dict[int, list[Sketch]] = {}
+    for member in group.members.values():
+        for event in member.rank.of(Sketch):
+            same = (event.model, event.optimizer) == (member.model, member.optimizer)
+            if same and event.kind == kind and event.step >= found.first:
+                sketches.setdefault(event.step, []).append(event)
+    return {step: _distance(seen) for step, seen in sorted(sketches.items()) if len(seen) > 1}
+
+
+def _distance(sketches: list[Sketch]) -> float:
+    first = sketches[0]
+    widest = max(
+        sum((a - b) ** 2 for a, b in zip(first.bins, other.bins, strict=False)) ** 0.5
+        for other in sketches[1:]
+    )
+    norm = max(s.norm for s in sketches)
+    return widest / norm if norm else 0.0
+
+
+def by_module(names: Iterable[str]) -> dict[str, int]:
+    """How many of the tensors each module owns."""
+    return dict(Counter(name.rpartition(".")[0] or "(root)" for name in names))
+
+
+def loads(group: Replicas, what: str) -> dict[int, list[Loaded]]:
+    """By rank, the loads of the model or its optimizer."""
+    return {
+        n: found
+        for n, m in group.members.items()
+        if (found := [e for e in m.rank.of(Loaded) if e.model == m.model and e.what == what])
+    }

@@ -1,0 +1,140 @@
+"""DDP403."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import Digests, StateTaken
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.run import Rank, Run
+
+from . import _causes
+from ._replicas import Divergence, Replicas, divergence, replicas
+
+
+class BufferDrift(Check):
+    """Buffers differ between ranks where it matters
+
+    ## What it finds
+    Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
+    when the model is evaluated or its state is taken for a checkpoint.
+
+    ## Why it hurts
+    Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
+    only: what was measured in training is not what is loaded later.
+
+    ## How to fix it
+    Leave `broadcast_buffers` (newer: `forward_sync_buffers`) on, convert the model with
+    `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or average the buffers before evaluation.
+
+    ## When it stays quiet
+    The ordinary difference after each training forward, which DDP repairs by copying rank 0's
+    buffers at the next one; SyncBatchNorm; ignored buffers; counters and random states of a rank.
+    Buffers that differ, but are neither evaluated nor saved, are a note at most.
+    """
+
+    code = "DDP403"
+    name = "buffer-drift"
+    family = "drift"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        groups = replicas(run)
+        if not groups:
+            return "no two ranks train copies of one model"
+        if not any(g.any.wrapped.buffers for g in groups):
+            return "the models have no buffers"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[object] = set()
+        for group in replicas(run):
+            key = (group.any.wrapped.site, tuple(group.members))
+            for finding in self._judge(run, group) if key not in told else ():
+                told.add(key)
+                yield finding
+
+    def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        evaluated = _matters(group, divergence(group, "buffers", "eval"))
+        if evaluated:
+            spot = _evaluation(group)
+            yield self._finding(run, group, evaluated, "when the model is evaluated", spot)
+            return
+        if group.any.seen.broadcast:
+            return  # the next forward copies rank 0's: by design
+        found = _matters(group, divergence(group, "buffers"))
+        if not found:
+            found = _matters(group, divergence(group, "buffers", "end"))
+        if not found:
+            return
+        rank, taken = _taken(group)
+        if taken is not None and rank is not None:
+            spot = rank.location(taken.site)
+            yield self._finding(run, group, found, "when its state is taken to be saved", spot)
+        else:
+            yield self._finding(run, group, found, "at the end", None, Severity.NOTE)
+
+    def _finding(
+        self,
+        run: Run,
+        group: Replicas,
+        found: Divergence,
+        when: str,
+        spot: Location | None,
+        severity: Severity = Severity.WARNING,
+    ) -> Finding:
+        wrapped = _causes.wrap_line(group)
+        broadcast = group.any.seen.broadcast
+        cause = (
+            "the buffers were updated from each rank's own data and not copied since"
+            if broadcast
+            else "DDP was told not to copy buffers, and each rank updates them from its own data"
+        )
+        return self.finding(
+            severity=severity,
+            ranks=tuple(sorted(r for g in found.split for r in g)),
+            subjects=tuple(found.names),
+            location=wrapped,
+            label="buffers are not synchronised" if not broadcast else "wrapped here",
+            related=(Related("they matter here", spot),) if spot else (),
+            summary=f"buffers {_causes.some(found.names)} of {group.any.wrapped.kind} differ "
+            f"{_causes.between(found.split, run)} {when}",
+            cause=cause,
+            fix="`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap, or leave "
+            "`broadcast_buffers` on",
+            fix_kind=FixKind.CHECK,
+            evidence=_causes.evidence(group, found)
+            | {"next_forward_repairs": "yes" if broadcast else "no"},
+            at=found.at,
+        )
+
+
+def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
+    """Without counters and random states, which may be a rank's own."""
+    if found is None:
+        return None
+    kinds = {b.name: b.dtype for b in group.any.wrapped.buffers}
+    own = ("int", "uint", "bool")
+    floating = [n for n in found.names if not kinds.get(n, "").startswith(own)]
+    if not floating:
+        return None
+    found.names = floating
+    return found
+
+
+def _evaluation(group: Replicas) -> Location | None:
+    """The line of the first evaluation."""
+    for member in group.members.values():
+        for event in member.rank.of(Digests):
+            if event.point == "eval" and event.model == member.model and event.site >= 0:
+                return member.rank.location(event.site)
+    return None
+
+
+def _taken(group: Replicas) -> tuple[Rank | None, StateTaken | None]:
+    """The first checkpoint after training began."""
+    for member in group.members.values():
+        for event in member.rank.of(StateTaken):
+            if event.model == member.model and event.forwards > 0:
+                return member.rank, event
+    return None, None

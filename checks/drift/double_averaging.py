@@ -1,0 +1,189 @@
+"""DDP409."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import Edited, GradientReduced, LossScaled, StepDone
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.run import Run
+
+from ._replicas import Member, Replicas, replicas
+
+
+class DoubleAveraging(Check):
+    """Gradients are averaged twice
+
+    ## What it finds
+    A loss divided by exactly the world size before its backward, gradients divided by it by hand,
+    or gradients all-reduced by hand, although DDP has averaged them already. The division is read
+    from autograd's graph or from the gradients' values, and the line that makes it must divide by
+    the world size: another 2 does not count.
+
+    ## Why it hurts
+    The effective learning rate is the world size times too small (or, with a sum, too large) and
+    changes with the number of ranks. All-reduces that change nothing still cost their time.
+
+    ## How to fix it
+    Leave averaging to DDP: compute the mean over the local batch, call backward, step. For logging,
+    reduce `loss.detach().clone()`.
+
+    ## When it stays quiet
+    Division by the number of accumulation steps; losses that are reduced for the log only;
+    `loss *= world_size` where a sum over ranks is wanted; gradients of models that DDP does not
+    average, or not in this backward (`no_sync`).
+    """
+
+    code = "DDP409"
+    name = "double-averaging"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if replicas(run) else "no two ranks train copies of one model"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[object] = set()
+        for group in replicas(run):
+            if group.left_out:
+                continue
+            for judge in (self._loss, self._by_hand, self._reduced):
+                for finding in judge(group):
+                    key = (finding.location, finding.summary[:20])
+                    if key not in told:
+                        told.add(key)
+                        yield finding
+
+    def _loss(self, group: Replicas) -> Iterator[Finding]:
+        seen = {n: e for n, m in group.members.items() if (e := _scaled(m))}
+        if not seen:
+            return
+        number, event = next(iter(seen.items()))
+        member = group.members[number]
+        size = f"{event.divisor:g}"
+        yield self._finding(
+            member,
+            ranks=tuple(seen),
+            first=event.step,
+            location=member.rank.location(event.site),
+            label="DDP divides by it once more",
+            related=_related(member, "its backward", event.backward_site),
+            summary=f"the loss is divided by the world size ({size}) before a backward whose "
+            f"gradients DDP averages: they are {size} times too small",
+            cause="DDP averages gradients over the ranks; dividing the loss by their number too "
+            "averages twice",
+            fix=f"remove `/ {event.expression}`: the mean over the local batch is all DDP needs",
+            evidence={"divided_by": event.divisor, "written_as": event.expression},
+            at=event.at,
+        )
+
+    def _by_hand(self, group: Replicas) -> Iterator[Finding]:
+        size = len(group.any.seen.ranks)
+        seen = {n: e for n, m in group.members.items() if (e := _divided(m, size))}
+        if len(seen) < len(group.members):
+            return
+        number, event = next(iter(seen.items()))
+        member = group.members[number]
+        yield self._finding(
+            member,
+            ranks=tuple(seen),
+            first=event.step,
+            location=member.rank.location(event.site),
+            label="DDP has divided by it already",
+            related=(),
+            summary=f"gradients are divided by the world size ({size}) after DDP averaged them: "
+            f"they are {size} times too small",
+            cause="DDP's backward leaves the mean over the ranks in `.grad`",
+            fix=f"remove the division by `{event.divisor}`",
+            evidence={"measured_ratio": event.ratio, "written_as": event.divisor},
+            at=event.at,
+        )
+
+    def _reduced(self, group: Replicas) -> Iterator[Finding]:
+        size = len(group.any.seen.ranks)
+        seen = {n: e for n, m in group.members.items() if (e := _reduces(m))}
+        if len(seen) < len(group.members):
+            return
+        number, event = next(iter(seen.items()))
+        member = group.members[number]
+        ratio = _ratio(member, event.step)
+        if ratio is None:
+            return
+        same = abs(ratio - 1) < 1e-3
+        effect = (
+            "which changes nothing and costs its time"
+            if same
+            else f"which leaves them {ratio:g} times what they were"
+        )
+        yield self._finding(
+            member,
+            severity=Severity.WARNING if same else Severity.ERROR,
+            ranks=tuple(seen),
+            first=event.step,
+            location=member.rank.location(event.site),
+            label="these are equal on all ranks already",
+            related=(),
+            summary=f"gradients that DDP has averaged are all-reduced by hand ({event.op}), "
+            f"{effect}",
+            cause="DDP's backward leaves the mean over the ranks in `.grad`; reducing it again "
+            + ("gives the same mean" if same else f"adds {size} equal numbers"),
+            fix="remove the all-reduce: after `loss.backward()` the gradients are averaged",
+            evidence={"measured_ratio": ratio, "operation": event.op},
+            at=event.at,
+        )
+
+    def _finding(self, member: Member, *, first: int, at: float, **fields: object) -> Finding:
+        last = _last(member)
+        return self.finding(
+            steps=Steps(first, max(first, last), max(1, last - first + 1)),
+            subjects=(member.wrapped.kind,),
+            fix_kind=FixKind.CHECK,
+            at=member.rank.wall(at),
+            **fields,
+        )
+
+
+def _scaled(member: Member) -> LossScaled | None:
+    return next((e for e in member.rank.of(LossScaled) if e.model == member.model), None)
+
+
+def _edits(member: Member) -> list[Edited]:
+    return [
+        e
+        for e in member.rank.of(Edited)
+        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
+    ]
+
+
+def _divided(member: Member, size: int) -> Edited | None:
+    """An edit by exactly one over the world size, at a line that says so."""
+    for event in _edits(member):
+        exact = event.changed and abs(event.ratio * size - 1) < 1e-3
+        if exact and event.divisor and not event.functions:
+            return event
+    return None
+
+
+def _reduces(member: Member) -> GradientReduced | None:
+    """From the second step on: one that was reduced once only may be a start of its own."""
+    mine = [e for e in member.rank.of(GradientReduced) if e.model == member.model]
+    return mine[0] if len(mine) > 1 else None
+
+
+def _ratio(member: Member, step: int) -> float | None:
+    """What the gradients became by the time of the step, times what they were; 1 for unchanged.
+    None where it is no single number (they were clipped too, say)."""
+    told = [e for e in _edits(member) if e.step <= step]
+    if not told or not told[-1].changed:
+        return 1.0
+    return told[-1].ratio or None
+
+
+def _last(member: Member) -> int:
+    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    return max(steps, default=0)
+
+
+def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:
+    spot: Location | None = member.rank.location(site)
+    return (Related(text, spot),) if spot else ()

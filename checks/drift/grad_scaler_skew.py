@@ -1,0 +1,131 @@
+"""DDP406."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import ScalerStep, StepDone
+from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks
+
+from ._replicas import Replicas, odd_ones, replicas
+
+
+class GradScalerSkew(Check):
+    """The loss scale of mixed precision differs between ranks, or only some skip a step
+
+    ## What it finds
+    `GradScaler`s whose scale is not the same on all ranks at the same step, and steps that some
+    ranks skip for infinite gradients while others take them.
+
+    ## Why it hurts
+    DDP averages gradients that were scaled differently: none is unscaled rightly. A step that is
+    skipped on some ranks only leaves the models one update apart, for good.
+
+    ## How to fix it
+    Make the scaler with the same arguments on every rank, load its state on every rank, and call
+    `step` and `update` on every rank in every step.
+
+    ## When it stays quiet
+    Scales that agree, steps that all ranks skip, and scalers that are switched off.
+    """
+
+    code = "DDP406"
+    name = "grad-scaler-skew"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if not run.any(ScalerStep):
+            return "no GradScaler was used"
+        return None if replicas(run) else "no two ranks train copies of one model"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[tuple[int, ...]] = set()
+        for group in replicas(run):
+            if tuple(group.members) not in told and not group.left_out:
+                for finding in self._judge(group):
+                    told.add(tuple(group.members))
+                    yield finding
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        later = ("parameter-drift", "gradient-drift", "optimizer-state-drift", "buffer-drift")
+        if other.check not in later:
+            return False
+        return not other.steps or not mine.steps or other.steps.first >= mine.steps.first
+
+    def _judge(self, group: Replicas) -> Iterator[Finding]:
+        optimizer = {n: m.optimizer for n, m in group.members.items()}
+        events = {
+            n: [e for e in m.rank.of(ScalerStep) if e.optimizer in (optimizer[n], -1)]
+            for n, m in group.members.items()
+        }
+        if not any(events.values()):
+            return
+        calls = sorted({e.call for mine in events.values() for e in mine})
+        for call in calls:
+            scales = {n: _scale(mine, call) for n, mine in events.items()}
+            skips = {n: _skipped(mine, call) for n, mine in events.items()}
+            if len({s for s in scales.values() if s is not None}) > 1:
+                yield self._finding(group, events, call, scales, "scale")
+                return
+            if len(set(skips.values())) > 1 and _all_came(group, call):
+                yield self._finding(group, events, call, skips, "skip")
+                return
+
+    def _finding(
+        self,
+        group: Replicas,
+        events: dict[int, list[ScalerStep]],
+        call: int,
+        values: dict[int, float | None] | dict[int, bool],
+        what: str,
+    ) -> Finding:
+        ranks = odd_ones(values)
+        own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
+        number, event = next((n, e) for n, e in own.items() if e is not None)
+        if what == "scale":
+            spelled = ", ".join(f"{v:g} on rank {n}" for n, v in values.items() if v is not None)
+            summary = f"the loss scale differs between ranks at scaler step {call}: {spelled}"
+            cause = "the scalers were made or loaded differently, or did not see the same steps"
+        else:
+            skipping = [n for n, v in values.items() if v]
+            summary = f"rank {fold_ranks(skipping)} skips scaler step {call}, the others take it"
+            cause = "the ranks' gradients are infinite on some ranks only: they were not averaged"
+        return self.finding(
+            ranks=ranks,
+            steps=Steps.of([event.step]),
+            subjects=(event.kind,),
+            location=group.members[number].rank.location(event.site),
+            label="not alike on all ranks",
+            summary=summary,
+            cause=cause,
+            fix="make the scaler with the same arguments on every rank and load its state_dict on "
+            "every rank",
+            evidence={
+                "scaler_step": call,
+                "by_rank": [{"rank": n, what: str(v)} for n, v in values.items()],
+            },
+            at=min(group.members[n].rank.wall(e.at) for n, e in own.items() if e is not None),
+        )
+
+
+def _scale(events: list[ScalerStep], call: int) -> float | None:
+    """The scale in force at a call: it is told when it changes."""
+    known = [e.scale for e in events if e.call <= call and e.scale >= 0]
+    return known[-1] if known else None
+
+
+def _skipped(events: list[ScalerStep], call: int) -> bool:
+    return any(e.call == call and e.skipped for e in events)
+
+
+def _all_came(group: Replicas, call: int) -> bool:
+    """Whether every rank got as far as this call (its last steps and skips say so)."""
+    for member in group.members.values():
+        mine = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+        done = max((e.step + 1 for e in mine), default=0)
+        skipped = sum(e.skipped for e in member.rank.of(ScalerStep))
+        if done + skipped <= call:
+            return False
+    return True

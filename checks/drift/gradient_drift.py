@@ -1,0 +1,108 @@
+"""DDP401."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity, Steps
+from ddpdoctor.run import Run
+
+from . import _causes
+from ._causes import Cause
+from ._replicas import Divergence, Replicas, compared, divergence, replicas
+
+
+class GradientDrift(Check):
+    """The ranks step with different gradients, although DDP averaged them
+
+    ## What it finds
+    Gradients that differ between ranks when the optimizer steps, after a backward that did
+    average them: clipped, scaled or noised on some ranks only, overwritten by hand, or computed
+    wrong. Digests are recorded just before the step and compared afterwards, to the last bit.
+
+    ## Why it hurts
+    DDP keeps the ranks' models equal only by equal gradients. From that step on each rank trains
+    another model, while the losses look as usual.
+
+    ## How to fix it
+    Whatever changes gradients between `backward` and `step` must run on every rank with the same
+    numbers: no `if rank == 0:` around it, no local random noise, no local norm.
+
+    ## When it stays quiet
+    Micro-batches under `no_sync` and steps without an averaging backward (those are
+    `unsynced-step`); sharded parameters; ranks of different groups; local SGD, where parameters
+    are averaged instead.
+    """
+
+    code = "DDP401"
+    name = "gradient-drift"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        groups = replicas(run)
+        if not groups:
+            return "no two ranks train copies of one model"
+        if not any(compared(g, "gradients") for g in groups):
+            return "the ranks have no step in common before which averaged gradients were digested"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[object] = set()
+        for group in replicas(run):
+            key = (group.any.wrapped.site, tuple(group.members))
+            for finding in self._judge(run, group) if key not in told else ():
+                told.add(key)
+                yield finding
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
+        if other.check not in later:
+            return False
+        # Not every step's gradients are looked at: parameters may show it first.
+        unexplained = other.evidence.get("gradients") == "differ too"
+        return unexplained or _begins(other) >= _begins(mine)
+
+    def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        found = None if group.left_out else divergence(group, "gradients")
+        if found is None or _averages_parameters(group):
+            return
+        cause = _cause(group, found)
+        wrapped = _causes.wrap_line(group)
+        yield self.finding(
+            confidence=Confidence.PROVEN,
+            ranks=cause.ranks or found.minority,
+            steps=Steps.of(found.keys),
+            subjects=tuple(found.names),
+            location=cause.location or _causes.step_line(group, found.minority),
+            label=cause.label,
+            related=(Related("wrapped here", wrapped),) if wrapped else (),
+            summary=f"gradients of {_causes.some(found.names)} differ "
+            f"{_causes.between(found.split, run)}{_causes.largest(group, found)} "
+            f"when the optimizer steps, first at step {found.first}",
+            cause=cause.text,
+            fix=cause.fix,
+            evidence=_causes.evidence(group, found) | cause.evidence,
+            at=found.at,
+        )
+
+
+def _begins(finding: Finding) -> int:
+    return finding.steps.first if finding.steps else 1 << 60
+
+
+def _averages_parameters(group: Replicas) -> bool:
+    """Local SGD: the parameters part and come together again, with nothing loaded meanwhile."""
+    parameters = divergence(group, "parameters")
+    if parameters is None or parameters.healed < 0:
+        return False
+    return not _causes.reloads(group, "weights", parameters.at)
+
+
+def _cause(group: Replicas, found: Divergence) -> Cause:
+    cause = _causes.edited(group, "gradients", found.first) or _causes.clipped(group)
+    if cause is not None:
+        return cause
+    hook = group.any.seen.hook
+    seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
+    return _causes.unknown(group, f"{seen}, and no edit by hand was seen on any rank")

@@ -1,0 +1,215 @@
+"""DDP405."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ddpdoctor.events import Hyperparameters, SchedulerStep, StepDone
+from ddpdoctor.events.amp import told_at
+from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks
+
+from ._replicas import Member, Replicas, odd_ones, replicas
+
+Groups = tuple[dict[str, float | bool | str], ...]
+
+
+SCHEDULED = ("lr", "momentum", "betas")
+"""What torch's own schedulers change."""
+
+
+class HyperparameterSkew(Check):
+    """The ranks step with different learning rates or other options
+
+    ## What it finds
+    Values of the optimizer's parameter groups (learning rate, weight decay, momentum, ...) that
+    differ between ranks at the same step: a scheduler stepped on one rank only,
+    `ReduceLROnPlateau` fed with a local loss, a rate computed from the rank.
+
+    ## Why it hurts
+    Equal gradients applied with different rates give different models. They drift apart from that
+    step on, and no gradient check sees it.
+
+    ## How to fix it
+    Step schedulers on every rank, and feed them numbers that are equal everywhere: all-reduce the
+    validation loss before `scheduler.step(loss)`.
+
+    ## When it stays quiet
+    Equal values; ranks that train different models or parts of one; optimizers that split their
+    parameters over the ranks.
+    """
+
+    code = "DDP405"
+    name = "hyperparameter-skew"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if not replicas(run):
+            return "no two ranks train copies of one model"
+        return None if run.any(Hyperparameters) else "no optimizer's options were seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[int] = set()
+        for group in replicas(run):
+            if group.any.optimizer not in told and not group.left_out:
+                for finding in self._judge(group):
+                    told.add(group.any.optimizer)
+                    yield finding
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
+            return False
+        return other.steps is None or mine.steps is None or other.steps.first > mine.steps.first
+
+    def _judge(self, group: Replicas) -> Iterator[Finding]:
+        tables = {n: _table(m) for n, m in group.members.items()}
+        skewed = _skewed(tables)
+        if not skewed:
+            return
+        first = skewed[0]
+        values = {n: _at(table, first) for n, table in tables.items()}
+        options = _options(values)
+        told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
+        ranks = odd_ones(told)
+        option, index = options[0]
+        spot, label, cause, related = _why(group, ranks, option, first)
+        shown = {n: groups[index].get(option) for n, groups in values.items()}
+        yield self.finding(
+            ranks=ranks,
+            steps=_extent(group, tables, skewed),
+            subjects=tuple(dict.fromkeys(name for name, _ in options)),
+            location=spot,
+            label=label,
+            related=related,
+            summary=f"{option} differs between ranks at step {first}: {_spell(shown)}",
+            cause=cause,
+            fix="step the scheduler on every rank; feed ReduceLROnPlateau a loss that was "
+            "all-reduced, so that it decides the same everywhere",
+            evidence={
+                "values": [
+                    {"option": name, "group": i, "step": first}
+                    | {f"rank {n}": str(groups[i].get(name)) for n, groups in values.items()}
+                    for name, i in options[:8]
+                ],
+                "changes_after_which_they_differ": len(skewed),
+            },
+            at=min(m.rank.wall(_time(m, first)) for m in group.members.values()),
+        )
+
+
+def _table(member: Member) -> dict[int, Groups]:
+    return {
+        e.step: e.groups for e in member.rank.of(Hyperparameters) if e.optimizer == member.optimizer
+    }
+
+
+def _last(member: Member) -> int:
+    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    return max(steps, default=-1)
+
+
+def _at(table: dict[int, Groups], step: int) -> Groups:
+    return table[max(s for s in table if s <= step)]
+
+
+def _skewed(tables: dict[int, dict[int, Groups]]) -> list[int]:
+    """The steps at which any rank told a change and the values are not equal."""
+    told = sorted({s for table in tables.values() for s in table if told_at(s)})
+    begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
+    found = []
+    for step in begun:
+        values = [_at(table, step) for table in tables.values()]
+        shapes = {len(groups) for groups in values}
+        if len(shapes) == 1 and any(v != values[0] for v in values):
+            found.append(step)
+    return found
+
+
+def _options(values: dict[int, Groups]) -> list[tuple[str, int]]:
+    """(option, group) that differ; the learning rate first."""
+    tables = list(values.values())
+    found = [
+        (name, i)
+        for i in range(len(tables[0]))
+        for name in tables[0][i]
+        if len({str(t[i].get(name)) for t in tables}) > 1
+    ]
+    return sorted(found, key=lambda o: o[0] != "lr")
+
+
+def _extent(group: Replicas, tables: dict[int, dict[int, Groups]], skewed: list[int]) -> Steps:
+    """Values stand until the next change that is told."""
+    told = sorted({s for table in tables.values() for s in table})
+    last = max(skewed[-1], min(_last(m) for m in group.members.values()))
+    ends = [next((s for s in told if s > step), last + 1) for step in skewed]
+    count = sum(max(1, end - step) for step, end in zip(skewed, ends, strict=True))
+    return Steps(skewed[0], max(skewed[-1], ends[-1] - 1), count)
+
+
+def _set_by_hand(
+    group: Replicas, ranks: tuple[int, ...], option: str, step: int
+) -> Location | None:
+    """The user's own line that gave an option its new value."""
+    for number in (*ranks, *group.members):
+        member = group.members[number]
+        for event in member.rank.of(Hyperparameters):
+            known = event.optimizer == member.optimizer and event.step <= step
+            spot = member.rank.location(event.set_sites.get(option, -1)) if known else None
+            if spot is not None:
+                return spot
+    return None
+
+
+def _why(
+    group: Replicas, ranks: tuple[int, ...], option: str, first: int
+) -> tuple[Location | None, str, str, tuple[Related, ...]]:
+    """The scheduler that only some ranks step, or the one that decides locally."""
+    members = group.members
+    calls = {n: m.rank.of(SchedulerStep) for n, m in members.items()}
+    stepping = [n for n, c in calls.items() if c]
+    step = _step_line(group, ranks)
+    related = (Related("stepped here", step),) if step else ()
+    by_hand = _set_by_hand(group, ranks, option, first)
+    if by_hand is not None and (not stepping or option not in SCHEDULED):
+        return by_hand, "set here, not alike on all ranks", "the options were set per rank", related
+    if stepping and len(stepping) < len(members):
+        call = calls[stepping[0]][0]
+        who = fold_ranks(stepping)
+        text = f"{call.kind}.step is called on rank {who} only"
+        spot = members[stepping[0]].rank.location(call.site)
+        return spot, f"only rank {who} comes here", text, related
+    if stepping:
+        call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
+        spot = members[stepping[0]].rank.location(call.site)
+        if "Plateau" in call.kind:
+            text = "ReduceLROnPlateau is fed another metric on each rank and decides by itself"
+            return spot, "decides from this rank's own metric", text, related
+        text = f"the ranks step {call.kind} at different times, or made it differently"
+        return spot, "steps on every rank, but not alike", text, related
+    return step, "steps with different options", "the options were set per rank", ()
+
+
+def _step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
+    for number in (*ranks, *group.members):
+        rank = group.members[number].rank
+        for event in rank.of(Hyperparameters):
+            if event.optimizer == group.members[number].optimizer:
+                return rank.location(event.site)
+    return None
+
+
+def _time(member: Member, step: int) -> float:
+    events = [e for e in member.rank.of(Hyperparameters) if e.optimizer == member.optimizer]
+    return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)
+
+
+def _spell(shown: Mapping[int, object]) -> str:
+    by_value: dict[object, list[int]] = {}
+    for number, value in shown.items():
+        by_value.setdefault(value, []).append(number)
+    parts = [
+        f"{v:g} on rank {fold_ranks(r)}" if isinstance(v, float) else f"{v} on rank {fold_ranks(r)}"
+        for v, r in by_value.items()
+    ]
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")

@@ -1,0 +1,99 @@
+"""DDP410."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import BatchSeen, StepDone
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Run
+
+from ._replicas import Member, Replicas, replicas
+
+
+class LossScaleMismatch(Check):
+    """The loss is a sum over local batches of unequal size
+
+    ## What it finds
+    A loss reduced with `sum` while the ranks' batches of one step have different sizes. The
+    reduction is read from autograd's graph, the sizes from the inputs of the wrapped forward.
+
+    ## Why it hurts
+    DDP averages over ranks, not over samples: the step is the sum over all samples divided by the
+    number of ranks, so its size follows the number of samples at hand, and a short last batch takes
+    a short step.
+
+    ## How to fix it
+    Divide the local sum by the global number of samples and multiply by the world size:
+    `loss = local_sum * world_size / global_count`.
+
+    ## When it stays quiet
+    Mean-reduced losses; batches of equal size.
+    """
+
+    code = "DDP410"
+    name = "loss-scale-mismatch"
+    family = "drift"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        if not replicas(run):
+            return "no two ranks train copies of one model"
+        return None if run.any(BatchSeen) else "no loss was seen whose reduction can be told"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[int] = set()
+        for group in replicas(run):
+            if group.any.model not in told:
+                told.add(group.any.model)
+                yield from self._judge(group)
+
+    def _judge(self, group: Replicas) -> Iterator[Finding]:
+        tables = {n: _sizes(m) for n, m in group.members.items()}
+        if not all(tables.values()):
+            return
+        moments = sorted({f for table in tables.values() for f in table})
+        unequal = {
+            f: sizes
+            for f in moments
+            if len(set((sizes := {n: _at(t, f) for n, t in tables.items()}).values())) > 1
+            and None not in sizes.values()
+        }
+        if not unequal:
+            return
+        first, sizes = next(iter(unequal.items()))
+        event = next(e for e in group.any.rank.of(BatchSeen) if e.model == group.any.model)
+        spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
+        yield self.finding(
+            ranks=tuple(group.members),
+            steps=Steps.of([min(first, _last(group.any))]),
+            subjects=(group.any.wrapped.kind,),
+            location=group.any.rank.location(event.site),
+            label="the loss is a sum over the local batch",
+            summary=f"the loss is a sum and the batches of one step are unequal: {spelled}",
+            cause="DDP averages the ranks' sums; with unequal batches that is no mean over samples",
+            fix="`loss = local_sum * world_size / global_count`",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={"sizes": [{"forward": f, **_row(s)} for f, s in list(unequal.items())[:8]]},
+            at=group.any.rank.wall(event.at),
+        )
+
+
+def _row(sizes: dict[int, int | None]) -> dict[str, int | None]:
+    return {f"rank {n}": size for n, size in sizes.items()}
+
+
+def _sizes(member: Member) -> dict[int, int]:
+    """By forward: the size of the batch from then on, where the loss is a sum."""
+    mine = [e for e in member.rank.of(BatchSeen) if e.model == member.model]
+    return {} if any(e.reduction != "sum" for e in mine) else {e.forward: e.size for e in mine}
+
+
+def _at(table: dict[int, int], forward: int) -> int | None:
+    known = [f for f in table if f <= forward]
+    return table[max(known)] if known else None
+
+
+def _last(member: Member) -> int:
+    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    return max(steps, default=0)

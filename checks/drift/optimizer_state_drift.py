@@ -1,0 +1,97 @@
+"""DDP404."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.run import Run
+
+from . import _causes
+from ._replicas import Divergence, Replicas, divergence, kinds, replicas
+
+
+class OptimizerStateDrift(Check):
+    """The optimizer's state is not the same on all ranks
+
+    ## What it finds
+    Momentum, second moments or step counts that differ between ranks which train copies of one
+    model: typically an optimizer that was resumed from a checkpoint on one rank only. Digests of
+    the state are recorded at some steps and compared afterwards.
+
+    ## Why it hurts
+    The same gradients then give different updates, and the models drift apart although every
+    gradient agrees.
+
+    ## How to fix it
+    Load the optimizer's state on every rank, from the same file. DDP copies parameters and buffers
+    at the wrap; it never copies the optimizer.
+
+    ## When it stays quiet
+    Sharded state (`ZeroRedundancyOptimizer`, FSDP); state that differs because the gradients did
+    is told with those.
+    """
+
+    code = "DDP404"
+    name = "optimizer-state-drift"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        groups = replicas(run)
+        if not groups:
+            return "no two ranks train copies of one model"
+        if not any(kinds(g, "state:") for g in groups):
+            return "no optimizer's state was digested (it has none, or there was one step only)"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for group in replicas(run):
+            if not group.left_out:
+                yield from self._judge(run, group)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        later = ("parameter-drift", "buffer-drift")
+        return other.check in later and bool(mine.evidence.get("loaded"))
+
+    def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
+        if not parted:
+            return
+        first = min(parted, key=lambda d: d.first)
+        if first.healed >= 0:
+            return
+        cause = _causes.loaded(group, "optimizer", first.at)
+        if cause is None:
+            if _gradients_differ(group, first):
+                return
+            cause = _causes.unknown(group, "gradients agree, no state was loaded")
+        wrapped = _causes.wrap_line(group)
+        what = ", ".join(d.kind.partition(":")[2] for d in parted)
+        yield self.finding(
+            ranks=cause.ranks or first.minority,
+            steps=Steps.of(first.keys),
+            subjects=tuple(first.names),
+            location=cause.location or _causes.step_line(group, first.minority),
+            label=cause.label,
+            related=(Related("wrapped here", wrapped),) if wrapped else (),
+            summary=f"the optimizer's {what} of {_causes.some(first.names)} differ "
+            f"{_causes.between(first.split, run)}, first seen at step {first.first}",
+            cause=cause.text,
+            fix=cause.fix,
+            evidence={"loaded": cause.known}
+            | {
+                d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}"
+                for d in parted
+            },
+            at=first.at,
+        )
+
+
+def _gradients_differ(group: Replicas, found: Divergence) -> bool:
+    """Whether the state followed gradients that were not equal: another check tells of those."""
+    for kind in ("gradients", "local"):
+        gradients = divergence(group, kind)
+        if gradients is not None and gradients.first < found.first:
+            return True
+    return False

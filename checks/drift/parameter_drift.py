@@ -1,0 +1,154 @@
+"""DDP402."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks
+
+from . import _causes
+from ._causes import Cause
+from ._replicas import Divergence, Replicas, compared, divergence, out_of_step, replicas
+
+
+class ParameterDrift(Check):
+    """The ranks' copies of the parameters are not the same
+
+    ## What it finds
+    Parameters that differ between ranks which should hold equal copies, to the last bit: weights
+    loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
+    not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
+    compared afterwards; nothing is communicated for it.
+
+    ## Why it hurts
+    DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
+    while gradients agree: each rank computes gradients of another model, and the checkpoint is
+    whatever rank 0 happens to hold.
+
+    ## How to fix it
+    Load weights before `DistributedDataParallel(...)`, which then copies those of rank 0, or load
+    the same file on every rank. Edit parameters on all ranks alike.
+
+    ## When it stays quiet
+    Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
+    are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
+    Copies that differ only when the run is over are a note.
+    """
+
+    code = "DDP402"
+    name = "parameter-drift"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        groups = replicas(run)
+        if not groups:
+            return "no two ranks train copies of one model"
+        if not any(compared(g, "parameters", p) for g in groups for p in ("step", "eval")):
+            return "the ranks have no step in common at which parameters were digested"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[object] = set()
+        for group in replicas(run):
+            key = (group.any.wrapped.site, tuple(group.members))
+            if key in told:
+                continue
+            for finding in self._judge(run, group):
+                told.add(key)
+                yield finding
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if mine.severity is not Severity.ERROR or not mine.subjects:
+            return False
+        if other.check == "optimizer-state-drift" and other.evidence.get("loaded"):
+            return False
+        return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
+
+    def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        if group.left_out:
+            return
+        if (skipped := out_of_step(group)) is not None:
+            yield self._skipped(group, *skipped)
+            return
+        steps = divergence(group, "parameters")
+        found = steps or divergence(group, "parameters", "eval")
+        if found is not None:
+            if found.healed >= 0 and not _causes.reloads(group, "weights", found.at):
+                return  # averaged again by the program: local SGD
+            yield self._finding(run, group, found, _cause(group, found))
+            return
+        if (last := divergence(group, "parameters", "end")) is not None:
+            yield self._finding(run, group, last, _cause(group, last), severity=Severity.NOTE)
+
+    def _skipped(self, group: Replicas, step: int, made: dict[int, int]) -> Finding:
+        """Ranks that needed more backwards for as many steps left some out."""
+        least = min(made.values())
+        ranks = tuple(n for n, count in made.items() if count > least)
+        spot = _causes.step_line(group, ranks)
+        who = fold_ranks(ranks)
+        return self.finding(
+            ranks=ranks,
+            steps=Steps.of([step]),
+            subjects=tuple(group.names("parameters")),
+            location=spot,
+            label=f"left out on rank {who} at least once",
+            summary=f"rank {who} skips optimizer steps of {group.any.wrapped.kind} that the others "
+            f"take: step {step} comes after {made[ranks[0]]} averaging backwards, not {least}",
+            cause="the ranks averaged the same gradients, and not all of them applied them: their "
+            "parameters are that many updates apart",
+            fix="take the step on every rank; decide what to skip from numbers that are equal on "
+            "all ranks (all-reduce the condition)",
+            evidence={
+                "averaging_backwards_before_the_step": [
+                    {"rank": n, "backwards": count} for n, count in made.items()
+                ]
+            },
+            at=min(m.rank.wall(_causes.step_time(m, step)) for m in group.members.values()),
+        )
+
+    def _finding(
+        self,
+        run: Run,
+        group: Replicas,
+        found: Divergence,
+        cause: Cause,
+        severity: Severity = Severity.ERROR,
+    ) -> Finding:
+        when = {"step": f"from step {found.first} on", "eval": "at evaluation", "end": "at the end"}
+        wrapped = _causes.wrap_line(group)
+        ranks = cause.ranks or found.minority
+        return self.finding(
+            severity=severity,
+            confidence=Confidence.PROVEN,
+            ranks=ranks,
+            steps=Steps.of(found.keys) if found.point == "step" else None,
+            subjects=tuple(found.names),
+            location=cause.location or _causes.step_line(group, found.minority),
+            label=cause.label,
+            related=(Related("wrapped here", wrapped),) if wrapped else (),
+            summary=f"{_causes.some(found.names)} of {group.any.wrapped.kind} differ "
+            f"{_causes.between(found.split, run)}{_causes.largest(group, found)}, "
+            f"{when[found.point]}",
+            cause=cause.text,
+            fix=cause.fix,
+            evidence=_causes.evidence(group, found) | cause.evidence,
+            at=found.at,
+        )
+
+
+def _cause(group: Replicas, found: Divergence) -> Cause:
+    if (cause := _causes.loaded(group, "weights", found.at)) is not None:
+        return cause
+    if found.point == "step" and (cause := _causes.edited(group, "parameters", found.first)):
+        return cause
+    if found.point == "step" and (cause := _causes.edited_once(group, found)):
+        return cause
+    agree = "agree" if divergence(group, "gradients") is None else "differ too"
+    place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
+    cause = _causes.unknown(
+        group, f"gradients {agree}, {place} on ranks {fold_ranks(found.minority)}"
+    )
+    return replace(cause, evidence={"gradients": agree})

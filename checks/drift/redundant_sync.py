@@ -1,0 +1,109 @@
+"""DDP408."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import StepDone, SyncPattern
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Run
+
+from ._patterns import Span, patterns
+from ._replicas import Member, Replicas, replicas
+
+LEAST_STEPS = 2
+
+
+class RedundantSync(Check):
+    """Gradient accumulation averages the gradients in every micro-batch
+
+    ## What it finds
+    Several backwards from one line between two optimizer steps that each all-reduce the gradients
+    of the same parameters. Only the last of them needs to.
+
+    ## Why it hurts
+    All but one of these all-reduces are wasted: the result is the same, and each one takes network
+    time and makes every rank wait for the slowest.
+
+    ## How to fix it
+    Run forward and backward of all but the last micro-batch under `model.no_sync()`.
+
+    ## When it stays quiet
+    One averaging backward per step; gradients that are cleared in between (line searches, several
+    optimizers); losses of different parameters. Backwards from different lines (a GAN's two losses)
+    are a note.
+    """
+
+    code = "DDP408"
+    name = "redundant-sync"
+    family = "drift"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        if not replicas(run):
+            return "no two ranks train copies of one model"
+        return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for group in replicas(run):
+            yield from self._judge(group)
+
+    def _judge(self, group: Replicas) -> Iterator[Finding]:
+        for number, member in group.members.items():
+            spans = [s for s in patterns(member) if s.pattern.synced > 1 and s.pattern.once]
+            steps = sum(s.count for s in spans)
+            if steps < LEAST_STEPS:
+                continue
+            same_line = any(s.pattern.once > 1 for s in spans)
+            yield self._finding(group, number, member, spans, steps, same_line)
+            return
+
+    def _finding(
+        self,
+        group: Replicas,
+        number: int,
+        member: Member,
+        spans: list[Span],
+        steps: int,
+        same_line: bool,
+    ) -> Finding:
+        typical = max(spans, key=lambda s: s.count).pattern
+        wasted = typical.synced - 1
+        latest = [s.pattern for s in patterns(member)][-1]
+        exposed = min(latest.exposed_s, latest.backward_s)
+        step_s = member.rank.step_time() or 0.0
+        saving = wasted * exposed
+        share = 100 * saving / step_s if step_s else 0.0
+        estimate = (
+            f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
+            if saving and share < 100
+            else "time that DDP did not measure"
+        )
+        return self.finding(
+            severity=Severity.WARNING if same_line else Severity.NOTE,
+            ranks=tuple(group.members),
+            steps=Steps(spans[0].first, spans[-1].last, steps),
+            subjects=(group.any.wrapped.kind,),
+            location=member.rank.location(typical.line),
+            label=f"averages the gradients {typical.synced} times per step",
+            summary=f"{typical.synced} backwards per optimizer step all-reduce the same "
+            f"gradients, {wasted} of them for nothing; `no_sync` would save {estimate}",
+            cause="gradients only need to agree when the optimizer steps; DDP averages in every "
+            "backward unless it is told not to",
+            fix="`with model.no_sync():` around forward and backward of all but the last "
+            "micro-batch",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "averaging_backwards_per_step": typical.synced,
+                "steps": f"{steps} of {_steps(member)}",
+                "waiting_for_communication_per_backward_s": round(exposed, 6),
+                "step_time_s": round(step_s, 6),
+                "saving_percent": round(share, 1) if share < 100 else None,
+            },
+            at=member.rank.wall(spans[0].pattern.at),
+        )
+
+
+def _steps(member: Member) -> int:
+    mine = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    return max(mine, default=-1) + 1

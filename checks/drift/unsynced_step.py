@@ -1,0 +1,156 @@
+"""DDP407."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import SyncPattern
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from . import _causes
+from ._patterns import Span, patterns
+from ._replicas import Divergence, Replicas, divergence, replicas
+
+CAUSES = {
+    "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
+    "that backward kept its gradients to itself",
+    "forward only": "synchronisation was off during the forward and on again at the backward; DDP "
+    "decides in the forward",
+    "second backward": "DDP averages in the first backward after a forward; this one came after "
+    "that and added each rank's own gradients",
+    "autograd.grad": "`torch.autograd.grad` returns gradients without telling DDP; they were "
+    "written to `.grad` by hand",
+    "not reduced": "the backward should have averaged the gradients and did not communicate",
+}
+FIXES = {
+    "no_sync": "synchronise the micro-batch that steps: enter `no_sync()` only while "
+    "`(i + 1) % accumulation != 0`",
+    "forward only": "put forward *and* backward inside `no_sync()`, or neither",
+    "second backward": "add the losses and call backward once, or run another forward for the "
+    "second one",
+    "autograd.grad": "use `loss.backward()`, or average the gradients with `dist.all_reduce`",
+    "not reduced": "call the wrapper, not `model.module`, and wrap again after changing the model",
+}
+LABELS = {
+    "no_sync": "still off for the micro-batch that steps",
+    "forward only": "covers the forward only",
+    "second backward": "not averaged: DDP is done with this forward",
+    "autograd.grad": "DDP never sees these gradients",
+    "not reduced": "communicates nothing",
+}
+
+
+class UnsyncedStep(Check):
+    """The optimizer steps with gradients that were not averaged
+
+    ## What it finds
+    Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
+    under `no_sync`, synchronisation switched between forward and backward, a second backward over
+    one forward, gradients from `torch.autograd.grad`. Whether a backward communicated is read from
+    the process group's own counter.
+
+    ## Why it hurts
+    Every rank takes a step of its own. The models drift apart and nothing raises; the checkpoint
+    is that of rank 0, trained on its share of the data.
+
+    ## How to fix it
+    Make the last backward before `optimizer.step()` a synchronising one: forward and backward
+    outside `no_sync()`, one backward per forward.
+
+    ## When it stays quiet
+    Micro-batches before the last one; gradients that are averaged by hand; local SGD, where the
+    parameters are averaged instead.
+    """
+
+    code = "DDP407"
+    name = "unsynced-step"
+    family = "drift"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if not replicas(run):
+            return "no two ranks train copies of one model"
+        return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        told: set[object] = set()
+        for group in replicas(run):
+            key = (group.any.wrapped.site, tuple(group.members))
+            for finding in self._judge(run, group) if key not in told else ():
+                told.add(key)
+                yield finding
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        later = (
+            "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
+            "grad-scaler-skew", "model-not-wrapped",
+        )  # fmt: skip
+        if other.check not in later or mine.steps is None:
+            return False
+        return other.steps is None or other.steps.first >= mine.steps.first
+
+    def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        if group.left_out:
+            return
+        bad = {
+            n: spans
+            for n, m in group.members.items()
+            if (spans := [s for s in patterns(m) if s.pattern.reason])
+        }
+        if not bad:
+            return
+        differ = divergence(group, "local")
+        if not _proven(group, bad, differ):
+            return
+        number, spans = next(iter(bad.items()))
+        rank, pattern = group.members[number].rank, spans[0].pattern
+        count = sum(s.count for s in spans)
+        total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
+        reason = pattern.reason
+        yield self.finding(
+            ranks=tuple(sorted(bad)),
+            steps=Steps(spans[0].first, spans[-1].last, count),
+            subjects=(group.any.wrapped.kind,),
+            location=rank.location(pattern.site) or rank.location(pattern.backward_site),
+            label=LABELS[reason],
+            related=_related(rank, pattern),
+            summary=f"rank-local gradients reach optimizer.step on "
+            f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
+            cause=CAUSES[reason],
+            fix=FIXES[reason],
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "backwards_before_the_step": f"{pattern.synced} averaged, {pattern.unsynced} not, "
+                "the last one not",
+                "collectives_between_backward_and_step": "some" if pattern.talked else "none",
+                **_difference(group, differ),
+            },
+            at=rank.wall(pattern.at),
+        )
+
+
+def _who(bad: dict[int, list[Span]], run: Run) -> str:
+    return "all ranks" if len(bad) == run.world_size else f"rank {fold_ranks(bad)}"
+
+
+def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | None) -> bool:
+    """Silent for gradients that were averaged in another way, and for local SGD."""
+    parameters = divergence(group, "parameters")
+    if parameters and parameters.healed >= 0:
+        return _causes.reloads(group, "weights", parameters.at)
+    if differ is not None:
+        return True
+    return not any(s.pattern.talked for spans in bad.values() for s in spans)
+
+
+def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]:
+    if differ is None:
+        return {"gradients": "not seen to differ: all ranks had the same data, or were not sampled"}
+    return _causes.evidence(group, differ)
+
+
+def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
+    places = (("its forward", pattern.forward_site), ("its backward", pattern.backward_site))
+    spots: list[tuple[str, Location | None]] = [(t, rank.location(s)) for t, s in places]
+    return tuple(Related(text, spot) for text, spot in spots if spot and spot)

@@ -1,0 +1,91 @@
+"""DDP411."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import Carried, OptimizerSeen, StepDone
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+LEAST_STEPS = 2
+
+
+class ZeroGradMissing(Check):
+    """Gradients are never cleared between optimizer steps
+
+    ## What it finds
+    An optimizer whose gradients are still those of the step before when the next backward adds to
+    them: no `zero_grad()`, no `grad = None`, in any step. The gradients themselves are looked at,
+    so it does not matter how a program clears them.
+
+    ## Why it hurts
+    Every step applies the sum of all gradients since the run began. Training resembles a momentum
+    that never decays: it is unstable, and the effective learning rate grows with time.
+
+    ## How to fix it
+    `optimizer.zero_grad()` once per optimizer step, before the (first) backward or after the step.
+
+    ## When it stays quiet
+    Accumulation over micro-batches; other losses that leave gradients behind which are cleared
+    before their own backward (GANs); several optimizers; a program that clears in some steps.
+    """
+
+    code = "DDP411"
+    name = "zero-grad-missing"
+    family = "drift"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(Carried) else "no two optimizer steps with a backward between"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        seen: dict[int, dict[int, Carried]] = {}
+        for rank in run.ranks.values():
+            for optimizer in {e.optimizer for e in rank.of(Carried)}:
+                if (event := _never_cleared(rank, optimizer)) is not None:
+                    seen.setdefault(optimizer, {})[rank.rank] = event
+        for optimizer, events in sorted(seen.items()):
+            yield from self._finding(run, optimizer, events)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return False
+
+    def _finding(self, run: Run, optimizer: int, events: dict[int, Carried]) -> Iterator[Finding]:
+        number, event = next(iter(events.items()))
+        rank = run.ranks[number]
+        made = next((e for e in rank.of(OptimizerSeen) if e.optimizer == optimizer), None)
+        kind = made.kind if made else "the optimizer"
+        last = _last(rank, optimizer)
+        backward = rank.location(event.backward_site)
+        yield self.finding(
+            ranks=tuple(sorted(events)),
+            steps=Steps(event.step, last, last - event.step + 1),
+            subjects=(kind,),
+            location=rank.location(event.site),
+            label="applies the gradients of all steps so far",
+            related=(Related("adds to the gradients of the step before", backward),)
+            if backward
+            else (),
+            summary=f"{kind} steps {last + 1} times and its gradients are never cleared",
+            cause="backward adds to `.grad`; nothing clears it between one step and the next",
+            fix="`optimizer.zero_grad()` before the backward",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "steps_with_old_gradients": f"{last - event.step + 1} of {last + 1}",
+                "parameters_looked_at": event.parameters,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _last(rank: Rank, optimizer: int) -> int:
+    return max((e.step for e in rank.of(StepDone) if e.optimizer == optimizer), default=-1)
+
+
+def _never_cleared(rank: Rank, optimizer: int) -> Carried | None:
+    """The first step with old gradients, where every one that could be judged had them."""
+    told = [e for e in rank.of(Carried) if e.optimizer == optimizer]
+    if not told or not all(e.carried for e in told):
+        return None
+    return told[0] if _last(rank, optimizer) - told[0].step + 1 >= LEAST_STEPS else None

@@ -1,0 +1,200 @@
+"""How ranks failed: on their own, by a signal, or because another one did."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ddpdoctor.events import (
+    CallSite,
+    ExceptionRaised,
+    GroupDestroyed,
+    RankExiting,
+    StepDone,
+    Stopped,
+)
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Rank, Run, shorten
+
+from ._scene import call_failed
+
+LOST_PEER = re.compile(
+    r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
+    r"|remote process|peer is (?:dead|gone)|inconsistent 0 params|ncclRemoteError|ncclSystemError"
+    r"|failed to recv, got 0 bytes|unexpected EOF|Socket Timeout|DistNetworkError|DistStoreError"
+    r"|shut down too early|NCCL communicator was aborted|No backend type associated",
+    re.IGNORECASE,
+)
+TIMED_OUT = re.compile(
+    r"Timed out waiting|wait timeout|Watchdog caught collective operation timeout|timed out after"
+    r"|failed to pass monitoredBarrier|Timeout waiting for|operation timeout|store based barrier"
+    r"|The client socket has timed out|Timed out initializing process group",
+    re.IGNORECASE,
+)
+CLEAN_UP_S = 5.0
+"""A launcher ends the other ranks within that."""
+_TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
+
+TRANSLATIONS = (
+    (r"Connection (?:closed|reset)|Broken pipe", "another rank's process has ended: look at that "
+     "rank; this one only lost the connection"),
+    (r"inconsistent 0 params", "another rank is dead or late, so that nothing came from it: the "
+     "models need not differ"),
+    (r"Timed out waiting|Watchdog caught|wait timeout", "another rank did not come in time: look "
+     "at where that one is"),
+    (r"failed to pass monitoredBarrier", "the ranks named in the message did not come to the "
+     "barrier"),
+    (r"finished reduction in the prior iteration", "some parameters got no gradient in the step "
+     "before"),
+    (r"[Aa]ddress already in use|EADDRINUSE", "another job uses the port: start with --standalone, "
+     "or --rdzv-endpoint=localhost:0"),
+    (r"invalid device ordinal", "there are fewer GPUs than ranks on this node, or the global rank "
+     "was used as a device number"),
+    (r"Default process group has not been initialized", "a collective before "
+     "init_process_group"),
+    (r"device-side assert", "a kernel failed earlier than this line: run with "
+     "CUDA_LAUNCH_BLOCKING=1 to see where"),
+    (r"DataLoader worker .* (?:exited|is killed)", "a DataLoader worker died: out of memory, out "
+     "of /dev/shm, or a crash in the data set's own code"),
+    (r"out of memory|OutOfMemory", "the device's memory is full on this rank"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How and when one rank failed.
+
+    Attributes:
+        at: seconds since the epoch.
+        kind: `exception`, `exit` (a status of its own), `signal`, or `lost`: a consequence of
+            another rank's end.
+    """
+
+    rank: Rank
+    at: float
+    kind: str
+    exception: ExceptionRaised | None = None
+    status: int | None = None
+    site: int = -1
+
+    @property
+    def location(self) -> Location | None:
+        """The innermost line of the user's."""
+        if self.exception is not None:
+            frame = next((f for f in reversed(self.exception.frames) if f.user), None)
+            if frame is not None:
+                return self.rank.location_of(frame.file, frame.line)
+            named = re.search(r"\(([^(),]+), line (\d+)\)$", self.exception.message)
+            if named:
+                return Location(shorten(named[1], self.rank.cwd), int(named[2]))
+        return self.rank.location(self.site)
+
+    @property
+    def text(self) -> str:
+        """`ValueError: boom`, or `exit status 7`."""
+        if self.exception is not None:
+            lines = self.exception.message.strip().splitlines()
+            return f"{self.exception.kind}: {lines[0][:200]}" if lines else self.exception.kind
+        return f"exit status {self.status}"
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What makes two ranks' failures the same."""
+        if self.exception is not None:
+            frames = tuple((f.file, f.line) for f in self.exception.frames if f.user)
+            return self.exception.kind, frames
+        return self.kind, self.status, self.site
+
+
+def failure(rank: Rank) -> Failure | None:
+    """How a rank failed, or None where it did not."""
+    raised, ended = rank.exception, rank.ended
+    if raised is not None:
+        at = call_failed(rank, raised) or raised.at
+        kind = "lost" if lost_peer(raised) or timed_out(rank) else "exception"
+        if raised.kind in ("KeyboardInterrupt", "SystemExit"):
+            kind = "lost"
+        return Failure(rank, rank.wall(at), kind, raised)
+    if ended is not None and ended.by_launcher:
+        return None
+    if ended is not None and ended.signal is not None:
+        return Failure(rank, rank.wall(ended.at), "signal")
+    leaving = rank.latest(RankExiting)
+    status = ended.status if ended is not None else leaving.status if leaving else None
+    if not status:
+        return None
+    at = leaving.at if leaving else ended.at if ended else 0.0
+    return Failure(rank, rank.wall(at), "exit", None, status, leaving.site if leaving else -1)
+
+
+def lost_peer(raised: ExceptionRaised) -> bool:
+    """Whether torch raised it because another rank's process ended."""
+    return raised.kind.startswith(_TORCHS) and LOST_PEER.search(raised.message) is not None
+
+
+def timed_out(rank: Rank) -> bool:
+    """Whether torch raised because another rank did not come."""
+    raised = rank.exception
+    return (
+        raised is not None
+        and raised.kind.startswith(_TORCHS)
+        and TIMED_OUT.search(raised.message) is not None
+    )
+
+
+def left_waiting(run: Run, failed: tuple[int, ...]) -> bool:
+    """Whether others still wait, in a run that goes on, although nobody ended them."""
+    return run.now is not None and any(
+        rank.rank not in failed
+        and rank.ended is None
+        and rank.ring is not None
+        and run.now - rank.ring.progress_at >= CLEAN_UP_S
+        and any(call.inside for call in rank.ring.last_calls)
+        for rank in run.ranks.values()
+    )
+
+
+def failures(run: Run) -> list[Failure]:
+    """Of all ranks, the earliest first; none where somebody stopped the run."""
+    if stopped(run):
+        return []
+    found = [f for r in run.ranks.values() if (f := failure(r)) is not None]
+    return sorted(found, key=lambda f: f.at)
+
+
+def stopped(run: Run) -> bool:
+    """Whether the user or the doctor ended the run, so that how ranks end says nothing."""
+    return any(node.of(Stopped) for node in run.nodes.values())
+
+
+def at_teardown(run: Run, found: Failure) -> bool:
+    """Whether a process aborted after all work was done, as torch does now and then."""
+    rank = found.rank
+    if found.kind != "signal" or rank.signal not in ("SIGABRT", "SIGSEGV", "SIGBUS"):
+        return False
+    over = rank.of(RankExiting) or any(not g.name for g in rank.of(GroupDestroyed))
+    if not over or rank.exception is not None:
+        return False
+    return rank.steps >= max(r.steps for r in run.ranks.values())
+
+
+def translate(message: str) -> str:
+    """What a misleading text means; empty where it says it itself."""
+    return next((said for pattern, said in TRANSLATIONS if re.search(pattern, message)), "")
+
+
+def whereabouts(rank: Rank) -> Location | None:
+    """The last line a rank was seen at."""
+    ring = rank.ring
+    if ring is not None:
+        call = next((c for c in reversed(ring.last_calls) if c.inside), None)
+        site = next((s for s in rank.of(CallSite) if call and s.id == call.site), None)
+        if site is not None and (found := rank.location(site.places[0].site)):
+            return found
+        if found := rank.location(ring.phase_site):
+            return found
+    step = rank.latest(StepDone)
+    if step is not None and (found := rank.location(step.site)):
+        return found
+    sites = rank.of(CallSite)
+    return rank.location(sites[-1].places[0].site) if sites else None

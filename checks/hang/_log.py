@@ -1,0 +1,292 @@
+"""The calls of every rank, group by group, aligned by their number in the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ddpdoctor.events import CallBlock, CallRun, CallSite, GroupReady, Signature
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Call, Rank, Run, State
+
+NEW_GROUPS = -2
+"""The pseudo group in whose order groups are made (see the probe's tape)."""
+
+What = tuple[object, ...]
+Text = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """A process group as all its ranks know it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str = ""
+
+    def __str__(self) -> str:
+        if self.name == "new_group":
+            return "the order in which groups are made"
+        return "the default group" if self.name == "0" else f"group {self.name} {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """One call of one rank.
+
+    Attributes:
+        what: everything that must agree between the ranks.
+        text: the lines that led to it, as written, innermost first.
+        call: its slot in the ring, while it was there.
+    """
+
+    rank: Rank
+    index: int
+    signature: Signature
+    site: CallSite | None
+    step: int
+    what: What
+    text: Text
+    call: Call | None = None
+
+    @property
+    def location(self) -> Location | None:
+        return self.location_at(0)
+
+    def location_at(self, depth: int) -> Location | None:
+        """The line `depth` callers up."""
+        places = self.site.places if self.site else ()
+        return self.rank.location(places[depth].site) if depth < len(places) else None
+
+    @property
+    def place(self) -> str:
+        """`all_reduce (train.py:88)`."""
+        where = self.location
+        return f"{self.signature.op} ({where})" if where else self.signature.op
+
+
+@dataclass
+class Segment:
+    """`repeat` times the same calls, from index `first` on."""
+
+    first: int
+    whats: tuple[int, ...]
+    tokens: tuple[int, ...]
+    codes: tuple[tuple[int, int], ...]
+    repeat: int = 1
+    step: int = -1
+    every: int = 0
+    call: Call | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.whats) * self.repeat
+
+
+@dataclass
+class Log:
+    """The calls of one rank in one group."""
+
+    rank: Rank
+    group: int
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def issued(self) -> int:
+        """How many calls the rank has begun in this group."""
+        return self.segments[-1].end if self.segments else 0
+
+    def segment_at(self, index: int) -> Segment | None:
+        low, high = 0, len(self.segments)
+        while low < high:
+            middle = (low + high) // 2
+            if self.segments[middle].end <= index:
+                low = middle + 1
+            else:
+                high = middle
+        found = self.segments[low] if low < len(self.segments) else None
+        return found if found is not None and found.first <= index else None
+
+
+class Book:
+    """The logs of all ranks, by group."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.logs: dict[GroupKey, dict[int, Log]] = {}
+        self._whats: dict[What, int] = {}
+        self._tokens: dict[tuple[What, Text], int] = {}
+        self._known: dict[int, dict[tuple[int, int], Made]] = {}
+        for rank in run.ranks.values():
+            self._read(rank)
+
+    def at(self, log: Log, index: int) -> Made | None:
+        """The call with that number, where it is on record."""
+        segment = log.segment_at(index)
+        if segment is None:
+            return None
+        times, place = divmod(index - segment.first, len(segment.codes))
+        known = self._made(log.rank, *segment.codes[place], log.group)
+        step = segment.step + times * segment.every if log.rank.steps else -1
+        call = segment.call or _in_ring(log, index)
+        return Made(
+            log.rank, index, known.signature, known.site, step, known.what, known.text, call
+        )
+
+    def point_to_point(self, rank: Rank, call: Call) -> Made:
+        """A call that has no number in its group."""
+        known = self._made(rank, call.signature, call.site, call.group)
+        return Made(rank, -1, known.signature, known.site, call.step, known.what, known.text, call)
+
+    def window(self, log: Log, first: int, count: int) -> Iterator[Made]:
+        for index in range(first, first + count):
+            made = self.at(log, index)
+            if made is None:
+                return
+            yield made
+
+    def key(self, rank: Rank, group: int) -> GroupKey | None:
+        """What all ranks know a group of this rank by."""
+        if group == NEW_GROUPS:
+            return GroupKey("new_group", tuple(range(self.run.world_size)))
+        ready = next((g for g in rank.of(GroupReady) if g.group == group and g.member), None)
+        return GroupKey(ready.name, ready.ranks, ready.backend) if ready else None
+
+    def _read(self, rank: Rank) -> None:
+        blocks = {b.id: b.codes for b in rank.of(CallBlock)}
+        by_group: dict[int, Log] = {}
+        for run in rank.of(CallRun):
+            codes = blocks.get(run.block)
+            if codes:
+                self._add(by_group, rank, run, codes)
+        for call in rank.ring.calls if rank.ring else ():
+            if call.index < 0 or call.state is State.VOID:
+                continue
+            log = by_group.setdefault(call.group, Log(rank, call.group))
+            if call.index >= log.issued:
+                self._append(log, call.index, ((call.signature, call.site),), 1, call.step, 0, call)
+        for group, log in by_group.items():
+            key = self.key(rank, group)
+            if key is not None:
+                self.logs.setdefault(key, {})[rank.rank] = log
+
+    def _add(self, logs: dict[int, Log], rank: Rank, run: CallRun, codes: tuple[int, ...]) -> None:
+        log = logs.setdefault(run.group, Log(rank, run.group))
+        pairs = tuple(zip(codes[::2], codes[1::2], strict=False))
+        last = log.segments[-1] if log.segments else None
+        if (
+            last
+            and (last.codes, last.end, last.every) == (pairs, run.first, run.every)
+            and last.step + last.repeat * last.every == run.step
+        ):
+            last.repeat += run.repeat
+            return
+        self._append(log, run.first, pairs, run.repeat, run.step, run.every, None)
+
+    def _append(
+        self,
+        log: Log,
+        first: int,
+        codes: tuple[tuple[int, int], ...],
+        repeat: int,
+        step: int,
+        every: int,
+        call: Call | None,
+    ) -> None:
+        made = [self._made(log.rank, signature, site, log.group) for signature, site in codes]
+        whats = tuple(self._whats.setdefault(m.what, len(self._whats)) for m in made)
+        tokens = tuple(self._tokens.setdefault((m.what, m.text), len(self._tokens)) for m in made)
+        log.segments.append(Segment(first, whats, tokens, codes, repeat, step, every, call))
+
+    def _made(self, rank: Rank, signature: int, site: int, group: int) -> Made:
+        """What stands behind two numbers of a rank, without index."""
+        known = self._known.setdefault(rank.rank, {})
+        if (signature, site) not in known:
+            meant = next((s for s in rank.of(Signature) if s.id == signature), None)
+            where = next((s for s in rank.of(CallSite) if s.id == site), None)
+            meant = meant or Signature(at=0, id=-1, op="unknown call")
+            text = _text(rank, where)
+            known[signature, site] = Made(
+                rank, -1, meant, where, -1, _what(meant, self.key(rank, group)), text
+            )
+        return known[signature, site]
+
+
+@lru_cache(maxsize=1)
+def book(run: Run) -> Book:
+    """The book of a run; the checks of the family share one."""
+    return Book(run)
+
+
+def first_difference(a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]]) -> int | None:
+    """The first index at which two ranks' calls differ, as far as both are on record."""
+    xs = [(s.first, part(s), s.repeat) for s in a.segments]
+    ys = [(s.first, part(s), s.repeat) for s in b.segments]
+    i = j = 0
+    while i < len(xs) and j < len(ys):
+        (first_x, x, times_x), (first_y, y, times_y) = xs[i], ys[j]
+        if first_x == first_y and x == y:
+            times = min(times_x, times_y)
+            i = _consume(xs, i, times)
+            j = _consume(ys, j, times)
+            continue
+        end_x, end_y = first_x + len(x), first_y + len(y)
+        for index in range(max(first_x, first_y), min(end_x, end_y)):
+            if x[index - first_x] != y[index - first_y]:
+                return index
+        if end_x <= end_y:
+            i = _consume(xs, i, 1)
+        if end_y <= end_x:
+            j = _consume(ys, j, 1)
+    return None
+
+
+def _consume(parts: list[tuple[int, tuple[int, ...], int]], at: int, times: int) -> int:
+    first, values, repeat = parts[at]
+    if repeat <= times:
+        return at + 1
+    parts[at] = (first + times * len(values), values, repeat - times)
+    return at
+
+
+def _in_ring(log: Log, index: int) -> Call | None:
+    ring = log.rank.ring
+    if ring is None:
+        return None
+    return next(
+        (
+            c
+            for c in reversed(ring.calls)
+            if c.group == log.group and c.index == index and c.state is not State.VOID
+        ),
+        None,
+    )
+
+
+def _what(signature: Signature, key: GroupKey | None) -> What:
+    numel = signature.numel
+    if (
+        signature.op in ("all_gather", "gather", "scatter")
+        and key is not None
+        and "gloo" not in key.backend
+    ):
+        numel = -1  # NCCL takes tensors of different sizes
+    return (
+        signature.op,
+        numel,
+        signature.dtype,
+        signature.device,
+        signature.reduce_op,
+        signature.root,
+        signature.ranks,
+    )
+
+
+def _text(rank: Rank, site: CallSite | None) -> Text:
+    lines = []
+    for place in site.places if site else ():
+        found = rank.location(place.site)
+        if found is not None:
+            lines.append(found.source.strip() or f"{found.file}:{found.line}")
+    return tuple(lines)

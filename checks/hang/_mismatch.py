@@ -1,0 +1,332 @@
+"""Where the ranks' calls part: at one number of one group they are not in the same call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+
+from ddpdoctor.events import Enclosing, Place
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Run
+
+from ._log import Book, GroupKey, Log, Made, book, first_difference
+
+WINDOW = 64
+ON_RANK = re.compile(
+    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|\bRANK|\bis_main|\bmain_process|\bis_master"
+    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|process_index|\bis_first|\bprimary\b",
+)
+_ARMS = ("else:", "elif ", "except")
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first call of a group in which ranks differ.
+
+    Attributes:
+        made: what each rank called there (only ranks with that call on record).
+        differs: names of what differs (`op`, `numel`, `dtype`, ...); empty where everything
+            agrees but the lines: the ranks call the same things in another order.
+        shifted: the ranks' sequences are the same but for calls made by some only, or swapped.
+        depth: how many callers up the ranks' lines differ (all may go through one helper).
+        extra: a call that one side makes and the other does not, where that can be told.
+        elsewhere: the ranks are on different lines: it is not one call with other arguments.
+        odd: ranks at fault; place: the call a person would point at.
+    """
+
+    key: GroupKey
+    index: int
+    made: dict[int, Made]
+    differs: tuple[str, ...]
+    shifted: bool
+    extra: bool
+    odd: tuple[int, ...]
+    place: Made
+    depth: int = 0
+    elsewhere: bool = False
+
+    @property
+    def location(self) -> Location | None:
+        """The line to point at: of a helper that all ranks share, the line that called it."""
+        return self.place.location_at(self.depth)
+
+
+_PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")
+
+
+@lru_cache(maxsize=1)
+def partings(run: Run) -> tuple[Parting, ...]:
+    """One for every group whose ranks part."""
+    known = book(run)
+    found = []
+    for key, logs in known.logs.items():
+        if len(logs) > 1 and (parting := _part(known, key, logs)) is not None:
+            found.append(parting)
+    return tuple(found)
+
+
+def _part(known: Book, key: GroupKey, logs: dict[int, Log]) -> Parting | None:
+    ranks = sorted(logs)
+    first = logs[ranks[0]]
+    others = [logs[r] for r in ranks[1:]]
+    hard = [i for o in others if (i := first_difference(first, o, lambda s: s.whats)) is not None]
+    soft = [i for o in others if (i := first_difference(first, o, lambda s: s.tokens)) is not None]
+    # A swap of calls that look alike shows in their lines before it shows in anything else.
+    for index in sorted(set(soft)):
+        parting = _judge(known, key, logs, index)
+        if parting is not None:
+            return parting
+    return _judge(known, key, logs, min(hard)) if hard else None
+
+
+def _judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Parting | None:
+    made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
+    sides = _sides(made)
+    if len(sides) < 2:
+        return None
+    # The two largest sides stand for all: who else differs, differs from the larger one too.
+    one, other = sides[1], sides[0]
+    a = list(known.window(logs[one[0]], index, WINDOW))
+    b = list(known.window(logs[other[0]], index, WINDOW))
+    differs = tuple(
+        name
+        for n, name in enumerate(_PARTS)
+        if len({m.what[n] for m in made.values()}) > 1
+    )  # fmt: skip
+    if "op" in differs:
+        differs = ("op",)
+    shift = _shift(a, b)
+    if not differs and (shift is None or _harmless(a, b, shift)):
+        return None
+    place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
+    return Parting(
+        key=key,
+        index=index,
+        made=made,
+        differs=differs,
+        shifted=shift is not None,
+        extra=shift is not None and shift.only_one_side,
+        elsewhere=bool(differs) and a[0].text != b[0].text and _arms(a[0], b[0]) is None,
+        odd=odd,
+        place=place,
+        depth=_depth(place, [m for m in made.values() if m.rank.rank not in odd] or b),
+    )
+
+
+def _sides(made: dict[int, Made]) -> list[list[int]]:
+    """Ranks that made the same call from the same lines, the largest side first."""
+    sides: dict[object, list[int]] = {}
+    hard = len({m.what for m in made.values()}) > 1
+    for rank, m in made.items():
+        sides.setdefault(m.what if hard else (m.what, m.text), []).append(rank)
+    return sorted(sides.values(), key=lambda s: (-len(s), s))
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How two sequences differ: calls of `a` (or of `b`) that the other side has not there."""
+
+    side: str
+    start: int
+    end: int
+    only_one_side: bool
+
+
+def _shift(a: list[Made], b: list[Made]) -> Shift | None:
+    """The first calls that one side has and the other not; None where the calls only differ.
+
+    `if rank == 0: broadcast(x) else: broadcast(y)` puts different lines at the same numbers and is
+    right: nothing is inserted, nothing left out.
+    """
+    xs, ys = _alike(a, b)
+    blocks = SequenceMatcher(None, xs, ys, autojunk=False).get_opcodes()
+    for at, (kind, i1, i2, j1, j2) in enumerate(blocks):
+        if kind == "equal" or (kind == "replace" and i2 - i1 == j2 - j1):
+            continue
+        after = next(((i, j) for k, i, _, j, _ in blocks[at + 1 :] if k == "equal"), None)
+        if after is None:
+            return None  # the tail: one side is just further on
+        if a[after[0]].step != b[after[1]].step:
+            return None  # the same lines again, in another step
+        longer_a = (i2 - i1) >= (j2 - j1)
+        only = kind in ("insert", "delete") and not _moved(xs, ys, longer_a, i1, i2, j1, j2)
+        return Shift("a" if longer_a else "b", *((i1, i2) if longer_a else (j1, j2)), only)
+    return None
+
+
+def _depth(place: Made, others: list[Made]) -> int:
+    """How far up the stack of callers the lines differ; 0 where the innermost do, or none."""
+    ours = place.site.places if place.site else ()
+    for depth in range(len(ours)):
+        here = place.location_at(depth)
+        if any(m.location_at(depth) != here for m in others if m.index == place.index):
+            return depth
+    return 0
+
+
+def _moved(
+    xs: list[object], ys: list[object], longer_a: bool, i1: int, i2: int, j1: int, j2: int
+) -> bool:
+    """Whether what one side has more is made by the other as well, at another place near by."""
+    if longer_a:
+        return any(x in ys[j1 : j1 + 16] for x in xs[i1:i2])
+    return any(y in xs[i1 : i1 + 16] for y in ys[j1:j2])
+
+
+def _alike(a: list[Made], b: list[Made]) -> tuple[list[object], list[object]]:
+    """Tokens of both sides; the arms of one `if` that stand for each other count as equal."""
+    same: dict[object, object] = {}
+
+    def token(m: Made) -> object:
+        found: object = (m.signature.op, m.text)
+        while found in same:
+            found = same[found]
+        return found
+
+    for m, n in zip(a, b, strict=False):
+        x, y = token(m), token(n)
+        heads = _arms(m, n) if x != y else None
+        if heads is None:
+            continue
+        ours = {token(o) for o in (*a, *b) if _within(o, heads[0])}
+        theirs = {token(o) for o in (*a, *b) if _within(o, heads[1])}
+        # `if r: f(a), f(b)` and `else: f(b), f(a)` are no alternatives but another order.
+        if x not in theirs and y not in ours:
+            same[y] = x
+    return [token(m) for m in a], [token(n) for n in b]
+
+
+def _arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
+    """The arms of one statement that two calls stand in, where that is so."""
+    if m.site is None or n.site is None:
+        return None
+    ours, theirs = list(m.site.places), list(n.site.places)
+    while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
+        ours.pop()
+        theirs.pop()
+    x, y = ours[-1].inside, theirs[-1].inside
+    depth = 0
+    while depth < min(len(x), len(y)) and x[-1 - depth] == y[-1 - depth]:
+        depth += 1
+    if depth == len(x) or depth == len(y):
+        return None
+    heads = (x[-1 - depth], y[-1 - depth])
+    arms = heads[0].line != heads[1].line and _opener(heads[0]) == _opener(heads[1])
+    return heads if arms and any(h.text.startswith(_ARMS) for h in heads) else None
+
+
+def _opener(head: Enclosing) -> str:
+    """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
+    if head.text.startswith(("try:", "except")):
+        return "try:"
+    if head.text.startswith(("else:", "elif ")):
+        return head.text.rpartition("  # ")[2]
+    return head.text
+
+
+def _within(made: Made, head: Enclosing) -> bool:
+    return any(head in place.inside for place in (made.site.places if made.site else ()))
+
+
+def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
+    return m.rank.location(p.site) == n.rank.location(q.site)
+
+
+def _harmless(a: list[Made], b: list[Made], shift: Shift) -> bool:
+    """Barriers carry nothing that could get mixed up."""
+    side = a if shift.side == "a" else b
+    return all(m.signature.op in ("barrier", "DDP()") for m in side[shift.start : shift.end])
+
+
+def _fault(
+    known: Book,
+    logs: dict[int, Log],
+    index: int,
+    a: list[Made],
+    b: list[Made],
+    one: list[int],
+    other: list[int],
+    shift: Shift | None,
+    made: dict[int, Made],
+) -> tuple[Made, tuple[int, ...]]:
+    """The call to point at, and the ranks at fault."""
+    if shift is not None:
+        extra = (a if shift.side == "a" else b)[shift.start]
+        callers = one if shift.side == "a" else other
+        rest = other if shift.side == "a" else one
+        if not shift.only_one_side and len(one) == len(other):
+            for side, first in ((one, a[0]), (other, b[0])):
+                if condition(first) is not None:
+                    return first, tuple(sorted(side))
+            return a[0], tuple(sorted(made))
+        return extra, _minority(callers, rest, extra, known)
+    x, y = a[0], b[0]
+    if x.what[0] == y.what[0] and x.text == y.text:
+        if len(one) < len(other):
+            return x, tuple(sorted(one))
+        new = [_new(m, logs, known, index) for m in (x, y)]
+        if new[0] != new[1]:
+            return (x, tuple(sorted(one))) if new[0] else (y, tuple(sorted(other)))
+        return x, tuple(sorted(made))
+    odd_x, odd_y = (
+        _oddness(x, logs[other[0]], known, index),
+        _oddness(y, logs[one[0]], known, index),
+    )
+    if odd_y > odd_x:
+        return y, _minority(other, one, y, known)
+    return x, _minority(one, other, x, known)
+
+
+def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:
+    """Whether nobody passed these arguments on that line before."""
+    start = max(0, index - WINDOW)
+    return not any(
+        m.text == made.text and m.what == made.what
+        for log in list(logs.values())[:8]
+        for m in known.window(log, start, index - start)
+    )
+
+
+def _oddness(made: Made, others: Log, known: Book, index: int) -> int:
+    """How much a call looks like the one that should not be there (or not alone)."""
+    branches = condition(made) is not None
+    seen = any(
+        m.text == made.text
+        for m in known.window(others, max(0, index - WINDOW), min(index, WINDOW))
+    )
+    composite = made.signature.op.startswith("DDP")
+    return 4 * branches + 2 * (not seen) - composite
+
+
+def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> tuple[int, ...]:
+    if len(rest) < len(callers):
+        return tuple(sorted(rest))
+    return tuple(sorted(callers))
+
+
+def condition(made: Made) -> tuple[Place, Enclosing] | None:
+    """The statement around a call that only some ranks enter, as its text suggests."""
+    for place in made.site.places if made.site else ():
+        for enclosing in place.inside:
+            branch = enclosing.text.startswith(("if ", "elif ", "while "))
+            if branch and ON_RANK.search(enclosing.text):
+                return place, enclosing
+    return None
+
+
+def branch(made: Made) -> tuple[Place, Enclosing] | None:
+    """The innermost branch around a call."""
+    for place in made.site.places if made.site else ():
+        for enclosing in place.inside:
+            if enclosing.text.startswith(("if ", "elif ", "else:", "except")):
+                return place, enclosing
+    return None
+
+
+def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:
+    """Who was in which call, the ranks at fault first."""
+    for side in sorted(_sides(parting.made), key=lambda s: s[0] not in parting.odd):
+        yield side, parting.made[side[0]]

@@ -1,0 +1,271 @@
+"""Where every rank was when the run stood still or began to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    FlightLog,
+    GroupDestroyed,
+    GroupReady,
+    MonitorStarted,
+    ProcessEnded,
+    RankExiting,
+    RankStood,
+    StallSeen,
+)
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Call, Phase, Rank, Run, State, shorten
+
+from ._log import Book, GroupKey, Made, book
+
+STALL_S = 10.0
+"""What counts as a stall where no monitor was there to learn it."""
+QUIET_S = 1.0
+_JUST_BEFORE_S = 60.0
+
+DOING = {
+    Phase.START: "starting",
+    Phase.USER: "in the program's own code",
+    Phase.DATA: "waiting for a batch of its DataLoader",
+    Phase.FORWARD: "in a forward",
+    Phase.BACKWARD: "in a backward",
+    Phase.OPTIMIZER: "in optimizer.step",
+    Phase.INIT: "in init_process_group",
+    Phase.LEAVING: "leaving",
+}
+
+
+@dataclass(frozen=True)
+class Stand:
+    """One rank at that moment.
+
+    Attributes:
+        gone: its process had ended, or was leaving, or had destroyed its groups.
+        call, key: the call it was in, and whose group; made: the same with its lines.
+        still_s: how long it had made no progress.
+        stood: what the monitor saw of it.
+    """
+
+    rank: Rank
+    gone: bool
+    call: Call | None
+    key: GroupKey | None
+    made: Made | None
+    phase: Phase | None
+    phase_site: int
+    still_s: float
+    stood: RankStood | None
+
+    @property
+    def blocked(self) -> bool:
+        """In a collective or in a point-to-point call."""
+        return self.call is not None and not self.gone
+
+    @property
+    def stopped(self) -> bool:
+        return self.stood is not None and self.stood.state in ("T", "t")
+
+    @property
+    def location(self) -> Location | None:
+        """The user's line it was at."""
+        if self.made is not None and self.made.location:
+            return self.made.location
+        frame = self.stood.user_frame if self.stood else None
+        if frame is not None:
+            file = shorten(frame.file, self.rank.cwd)
+            return Location(file, frame.line, frame.function, frame.text)
+        return self.rank.location(self.phase_site)
+
+    @property
+    def doing(self) -> str:
+        """In words, with the line."""
+        where = self.location
+        at = f" at {where}" if where else ""
+        if self.gone:
+            return "gone"
+        if self.stopped:
+            return f"stopped by a signal (SIGSTOP){at}"
+        if self.made is not None:
+            return f"in {self.made.place}"
+        what = DOING.get(self.phase, "") if self.phase is not None else "not seen in torch"
+        if where and where.source.strip():
+            return f"{what}{at} `{where.source.strip()}`"
+        return f"{what}{at}"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All ranks at one moment.
+
+    Attributes:
+        at: seconds since the epoch; stall: the monitor's record, where it saw the run stand still.
+        failed: the moment is that of the first failure.
+    """
+
+    at: float
+    stall: StallSeen | None
+    failed: bool
+    stands: dict[int, Stand]
+    known: Book
+
+    @property
+    def hang_after(self) -> float:
+        return self.stall.hang_after if self.stall else STALL_S
+
+    @property
+    def blocked(self) -> list[Stand]:
+        return [s for s in self.stands.values() if s.blocked]
+
+    def absent(self, stand: Stand) -> list[Stand]:
+        """Members of the group of this rank's call that had not begun that call."""
+        if stand.key is None or stand.call is None or stand.call.index < 0:
+            return []
+        return [
+            other
+            for r in stand.key.ranks
+            if (other := self.stands.get(r)) is not None
+            and r != stand.rank.rank
+            and not self._has_begun(other, stand.key, stand.call.index)
+        ]
+
+    def _has_begun(self, other: Stand, key: GroupKey, index: int) -> bool:
+        if other.rank.ring is None:
+            return True  # its calls are not on record: nothing can be said
+        log = self.known.logs.get(key, {}).get(other.rank.rank)
+        if log is None or log.issued <= index:
+            return False
+        made = self.known.at(log, index)
+        if made is None or made.call is None:
+            return True
+        return other.rank.wall(made.call.began) <= self.at
+
+
+@lru_cache(maxsize=1)
+def scene(run: Run) -> Scene:
+    """The moment that matters: of the stall, else of the first failure, else the last on record."""
+    stall, at = run.stall or (None, 0.0)
+    failed = False
+    if stall is None:
+        first = _first_failure(run)
+        failed = first is not None
+        at = first if first is not None else _last(run)
+    known = book(run)
+    stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
+    return Scene(at=at, stall=stall, failed=failed, stands=stands, known=known)
+
+
+def failures(rank: Rank) -> Iterator[float]:
+    """When this rank failed, on its own clock: its exception, or a bad end."""
+    raised = rank.exception
+    if raised is not None:
+        yield call_failed(rank, raised) or raised.at
+    ended = rank.ended
+    if ended and not ended.by_launcher and (ended.signal is not None or ended.status):
+        yield ended.at
+
+
+def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
+    """When the call ended that raised this exception."""
+    last = rank.ring.last_calls[-1] if rank.ring and rank.ring.last_calls else None
+    if last is None or last.state is not State.FAILED:
+        return None
+    return last.ended if 0 <= raised.at - last.ended < _JUST_BEFORE_S else None
+
+
+def _first_failure(run: Run) -> float | None:
+    times = [r.wall(t) for r in run.ranks.values() for t in failures(r)]
+    return min(times, default=None)
+
+
+def _last(run: Run) -> float:
+    """The last moment on record, or now while the run goes on."""
+    times = []
+    for rank in run.ranks.values():
+        if run.now is not None:
+            times.append(rank.wall(run.now))
+        if rank.last is not None:
+            times.append(rank.wall(rank.last.at))
+        if rank.ring is not None:
+            times.append(rank.wall(rank.ring.progress_at))
+    for node in run.nodes.values():
+        began = node.first(MonitorStarted)
+        if began and node.last:
+            times.append(node.last.at - began.at + began.wall)
+    return max(times, default=0.0)
+
+
+def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
+    at = wall - rank.wall(0.0)
+    ring = rank.ring
+    call = None
+    if ring is not None:
+        opened = [c for c in ring.calls if c.open_at(at)]
+        call = opened[-1] if opened else None
+    key = known.key(rank, call.group) if call else None
+    if call is not None and key is not None and _only_computes(known, rank, key, call):
+        call = key = None
+    made = None
+    if call is not None and key is not None and call.index >= 0:
+        log = known.logs.get(key, {}).get(rank.rank)
+        made = known.at(log, call.index) if log else None
+    elif call is not None:
+        made = known.point_to_point(rank, call)
+    return Stand(
+        rank=rank,
+        gone=_gone(rank, at),
+        call=call,
+        key=key,
+        made=made,
+        phase=ring.phase if ring else None,
+        phase_site=ring.phase_site if ring else -1,
+        still_s=_still(rank, call, at),
+        stood=_stood(run, rank),
+    )
+
+
+def _only_computes(known: Book, rank: Rank, key: GroupKey, call: Call) -> bool:
+    """Whether a forward or backward of a wrapped model has nothing under way in its group.
+
+    Of these the log knows when they begin, not when they communicate; the flight recorder does.
+    """
+    log = known.logs.get(key, {}).get(rank.rank)
+    made = known.at(log, call.index) if log and call.index >= 0 else None
+    if made is None or not made.signature.op.startswith("DDP "):
+        return False
+    seen = [f for f in rank.of(FlightLog) if f.group == key.name and f.at >= call.began]
+    if not seen or (call.ended and seen[-1].at > call.ended):
+        return False
+    return all(entry.retired for entry in seen[-1].entries)
+
+
+def _still(rank: Rank, call: Call | None, at: float) -> float:
+    """Seconds without progress: what was done after `at` does not count."""
+    quiet = at - rank.ring.progress_at if rank.ring else 0.0
+    if call is not None:
+        inside = at - call.began
+        return max(0.0, min(inside, quiet) if quiet > 0 else inside)
+    return max(0.0, quiet)
+
+
+def _gone(rank: Rank, at: float) -> bool:
+    marks: list[Event] = [*rank.of(RankExiting)]
+    formed = max((g.at for g in rank.of(GroupReady) if g.at <= at), default=0.0)
+    marks += [e for e in rank.of(GroupDestroyed) if not e.name and e.at >= formed]
+    if isinstance(rank.ended, ProcessEnded):
+        marks.append(rank.ended)
+    return any(e.at <= at for e in marks)
+
+
+def _stood(run: Run, rank: Rank) -> RankStood | None:
+    seen: Iterable[RankStood] = (
+        e
+        for node in run.nodes.values()
+        for e in node.of(RankStood)
+        if e.rank == rank.rank and e.attempt == run.attempt
+    )
+    return max(seen, key=lambda e: e.at, default=None)

@@ -1,0 +1,141 @@
+"""How a parting of the ranks is told: who was where, on which lines, and since when."""
+
+from __future__ import annotations
+
+from ddpdoctor.events import CallSite
+from ddpdoctor.findings import Evidence, Location, Related
+from ddpdoctor.run import Run, fold_ranks
+
+from ._log import Made
+from ._mismatch import Parting, branch, condition, describe_sides
+from ._scene import QUIET_S, Scene, Stand, scene
+
+
+def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
+    """`rank 1`, `ranks 0,2-3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"
+
+
+def sides_text(parting: Parting) -> str:
+    """`rank 1 is in all_reduce (train.py:88), ranks 0,2-3 are in barrier (train.py:92)`."""
+    parts = []
+    for side, made in describe_sides(parting):
+        be = "are" if len(side) > 1 else "is"
+        where = made.location_at(parting.depth)
+        at = f" ({where})" if where else ""
+        parts.append(f"{ranks_text(side)} {be} in {made.signature.op}{at}")
+    return ", ".join(parts)
+
+
+def related(parting: Parting, place: Made) -> tuple[Related, ...]:
+    """The lines of the other ranks, and the branch that parted them."""
+    found = []
+    shown = {parting.location}
+    branched = condition(place) or branch(place)
+    if branched is not None:
+        spot = place.rank.location(branched[0].site)
+        here = parting.location
+        if spot is not None and not (here and here.line == branched[1].line):
+            head = type(spot)(
+                file=spot.file,
+                line=branched[1].line,
+                function=spot.function,
+                source=branched[1].text.partition("  # ")[0]
+                if branched[1].text.startswith("else")
+                else branched[1].text,
+            )
+            found.append(Related("the branch that leads there", head))
+    left = left_loop(parting)
+    if left is not None:
+        found.append(Related(f"{ranks_text(left[0])} left this loop", left[1]))
+    for side, made in describe_sides(parting):
+        where = made.location_at(parting.depth)
+        if where is not None and where not in shown:
+            shown.add(where)
+            found.append(Related(f"{ranks_text(side)} here", where))
+    return tuple(found[:4])
+
+
+def evidence(run: Run, parting: Parting) -> Evidence:
+    """The calls of every side at that number, and whether the run stands still because of it."""
+    now = scene(run)
+    made = parting.made.values()
+    return {
+        "group": str(parting.key),
+        "call_number": parting.index,
+        "calls": [
+            {
+                "ranks": fold_ranks(side),
+                "call": m.signature.text,
+                "line": str(m.location_at(parting.depth) or ""),
+                "step": m.step,
+            }
+            for side, m in describe_sides(parting)
+        ],
+        "differs": list(parting.differs) or ["order"],
+        **_progress(run, parting),
+        **standing(now, parting, sorted({m.rank.rank for m in made})),
+    }
+
+
+def _progress(run: Run, parting: Parting) -> Evidence:
+    """Optimizer steps of each rank, where they differ: one has skipped some, or left its loop."""
+    steps = {r: run.ranks[r].steps for r in parting.made}
+    if len(set(steps.values())) < 2:
+        return {}
+    return {"steps_taken": {str(r): n for r, n in steps.items()}}
+
+
+def left_loop(parting: Parting) -> tuple[list[int], Location] | None:
+    """A loop that ranks are still in and others have left, and who left it."""
+    inside: dict[tuple[str, int, str], list[int]] = {}
+    heads: dict[tuple[str, int, str], Location] = {}
+    for rank, made in parting.made.items():
+        for place in made.site.places if made.site else ():
+            spot = made.rank.location(place.site)
+            for around in place.inside if spot else ():
+                if spot and around.text.startswith(("for ", "while ")):
+                    key = (spot.file, around.line, spot.function)
+                    inside.setdefault(key, []).append(rank)
+                    heads[key] = Location(spot.file, around.line, spot.function, around.text)
+    for key, ranks in inside.items():
+        rest = [r for r in parting.made if r not in ranks]
+        if rest and all(_was_in(parting.made[r], key) for r in rest):
+            return rest, heads[key]
+    return None
+
+
+def _was_in(made: Made, loop: tuple[str, int, str]) -> bool:
+    """Whether a rank made calls in a loop before."""
+    for site in made.rank.of(CallSite):
+        for place in site.places:
+            spot = made.rank.location(place.site)
+            lines = [e.line for e in place.inside]
+            if spot and (spot.file, spot.function) == (loop[0], loop[2]) and loop[1] in lines:
+                return True
+    return False
+
+
+def standing(now: Scene, parting: Parting, ranks: list[int]) -> Evidence:
+    """`stuck`: every rank concerned waits, or is gone, and none has made progress."""
+    stands = [now.stands[r] for r in ranks if r in now.stands]
+    members = [s for r, s in now.stands.items() if r in parting.key.ranks]
+    waiting = [s for s in members if _waits_near(s, parting)]
+    stuck = bool(waiting) and all(
+        s.gone or (s.blocked and s.still_s >= QUIET_S) for s in (*members, *stands)
+    )
+    if not stuck:
+        return {"stuck": False}
+    found: Evidence = {"stuck": True, "waited_s": round(max(s.still_s for s in waiting), 2)}
+    began = [s.rank.wall(s.call.began) for s in members if s.call is not None]
+    if now.stall is not None and began:
+        found["time_to_verdict_s"] = round(now.at - max(began), 2)
+    return found
+
+
+def _waits_near(stand: Stand, parting: Parting) -> bool:
+    """Whether a rank waits in the call at which they part, or in one of the next."""
+    call = stand.call
+    if call is None or stand.gone or stand.key != parting.key:
+        return False
+    return parting.index <= call.index <= parting.index + 4

@@ -1,0 +1,149 @@
+"""Who waits for whom: the wait-for graph of a moment, and what it proves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import Signature
+from ddpdoctor.findings import Evidence
+from ddpdoctor.run import Phase, State, fold_ranks
+
+from ._scene import QUIET_S, Scene, Stand
+
+_SENDS = ("send", "isend", "send_object_list")
+_RECEIVES = ("recv", "irecv", "recv_object_list")
+
+
+def awaited(scene: Scene, stand: Stand) -> list[Stand]:
+    """The ranks without which this one cannot leave its call."""
+    call, made = stand.call, stand.made
+    if call is None or stand.gone:
+        return []
+    if call.index >= 0:
+        return scene.absent(stand)
+    peer = scene.stands.get(call.peer)
+    if peer is None or made is None:
+        return []
+    sends = made.signature.op in _SENDS
+    mine = _count(stand, _SENDS if sends else _RECEIVES, call.peer)
+    theirs = _count(peer, _RECEIVES if sends else _SENDS, stand.rank.rank)
+    return [peer] if theirs < mine else []
+
+
+def _count(stand: Stand, ops: tuple[str, ...], peer: int) -> int:
+    """Point-to-point calls with a peer that were not given up."""
+    ring = stand.rank.ring
+    known = {s.id: s.op for s in stand.rank.of(Signature)}
+    calls = ring.calls if ring else ()
+    return sum(
+        c.peer == peer and known.get(c.signature) in ops and c.state is not State.FAILED
+        for c in calls
+    )
+
+
+def graph(scene: Scene) -> dict[int, list[int]]:
+    """Rank to the ranks it waits for."""
+    return {
+        s.rank.rank: [o.rank.rank for o in awaited(scene, s)]
+        for s in scene.blocked
+        if awaited(scene, s)
+    }
+
+
+def cycle(scene: Scene) -> list[int]:
+    """Ranks that wait for each other in a ring, so that none can go on; empty where there is none.
+
+    Only ranks that make no progress count: a call may be in flight.
+    """
+    edges = {
+        r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
+        for r, others in graph(scene).items()
+        if scene.failed or scene.stands[r].still_s >= QUIET_S
+    }
+    for start in sorted(edges):
+        if found := _walk(edges, [start]):
+            return found
+    return []
+
+
+def across_groups(ring: list[Stand]) -> bool:
+    """Whether a ring of waiting ranks runs over collectives of several groups."""
+    return all(s.call is not None and s.call.index >= 0 for s in ring)
+
+
+def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
+    for following in edges.get(path[-1], []):
+        if following in path:
+            return path[path.index(following) :]
+        if following in edges and (found := _walk(edges, [*path, following])):
+            return found
+    return []
+
+
+def missing(scene: Scene) -> list[Stand]:
+    """Ranks that others wait for and that are in no call themselves, nor gone."""
+    return _unique(
+        o for s in scene.blocked for o in awaited(scene, s) if not o.gone and not o.blocked
+    )
+
+
+def gone(scene: Scene) -> list[Stand]:
+    """Ranks that others wait for and that have left."""
+    return _unique(o for s in scene.blocked for o in awaited(scene, s) if o.gone)
+
+
+def waiting_for(scene: Scene, stand: Stand) -> list[Stand]:
+    """The ranks that wait for one, directly."""
+    return [s for s in scene.blocked if any(o is stand for o in awaited(scene, s))]
+
+
+def in_init(scene: Scene) -> list[Stand]:
+    return [s for s in scene.stands.values() if s.phase is Phase.INIT and not s.gone]
+
+
+def _unique(stands: Iterable[Stand]) -> list[Stand]:
+    return list({s.rank.rank: s for s in stands}.values())
+
+
+def victims(waiting: list[Stand]) -> Evidence:
+    """Who waits where, since when."""
+    rows: dict[str, list[Stand]] = {}
+    for stand in waiting:
+        rows.setdefault(stand.doing, []).append(stand)
+    return {
+        "waiting": [
+            {
+                "ranks": fold_ranks(s.rank.rank for s in stands),
+                "where": doing,
+                "seconds": round(max(s.still_s for s in stands), 1),
+            }
+            for doing, stands in rows.items()
+        ]
+    }
+
+
+def merged_stacks(scene: Scene) -> list[dict[str, object]]:
+    """The ranks' stacks, equal ones folded, the least progressed first."""
+    classes: dict[tuple[str, ...], list[Stand]] = {}
+    for stand in scene.stands.values():
+        frames = stand.stood.frames if stand.stood else ()
+        lines = tuple(
+            f"{f.function} ({f.file.rpartition('/')[2]}:{f.line})"
+            for n, f in enumerate(frames)
+            if f.user or n == 0
+        )
+        classes.setdefault(lines[:6], []).append(stand)
+    ordered = sorted(classes.items(), key=lambda item: min(_progress(s) for s in item[1]))
+    return [
+        {
+            "ranks": fold_ranks(s.rank.rank for s in stands),
+            "stack": " <- ".join(lines) or "no stack could be taken",
+            "step": min(s.rank.steps for s in stands),
+            "calls": min(s.rank.ring.count if s.rank.ring else 0 for s in stands),
+        }
+        for lines, stands in ordered
+    ]
+
+
+def _progress(stand: Stand) -> tuple[int, int]:
+    return stand.rank.steps, stand.rank.ring.count if stand.rank.ring else 0

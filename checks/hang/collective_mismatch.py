@@ -1,0 +1,171 @@
+"""DDP601."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import CallSite
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Run
+
+from ._mismatch import Parting, condition, partings
+from ._scene import Scene, Stand, scene
+from ._telling import evidence, left_loop, ranks_text, related, sides_text
+from ._waiting import across_groups, cycle, victims
+
+CONSEQUENCES = (
+    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
+)  # fmt: skip
+
+
+class CollectiveMismatch(Check):
+    """The ranks are in different collectives at the same time
+
+    ## What it finds
+    Collectives pair by their order in the group, not by their line. This compares every rank's own
+    list of calls, number by number: one rank in `barrier` while the others are in `all_reduce`, a
+    collective that only some ranks make (`if rank == 0:` around it), two collectives in another
+    order. The last is found also where shapes agree and nothing hangs.
+
+    ## Why it hurts
+    The run hangs until the backend's timeout (half an hour), or gloo aborts. Where both calls look
+    alike there is no error at all: the numbers of one get mixed into the other, and training goes
+    on with them.
+
+    ## How to fix it
+    Let every rank of the group make the same calls in the same order: move the collective out of
+    the branch, or compute the condition from a value that all ranks share.
+
+    ## When it stays quiet
+    Point-to-point calls; the two arms of `if rank == 0: broadcast(...) else: broadcast(...)`, which
+    are different lines but the same call; ranks outside the group; a rank that is only behind.
+    """
+
+    code = "DDP601"
+    name = "collective-mismatch"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(CallSite) else "no collective was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for parting in partings(run):
+            if parting.key.name != "new_group" and _other_call(parting):
+                yield self._tell(run, parting)
+        now = scene(run)
+        ring = [now.stands[r] for r in cycle(now)]
+        if ring and across_groups(ring):
+            yield self._tell_ring(now, ring)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == self.name:
+            return False
+        return other.check in CONSEQUENCES and _concerns(mine, other)
+
+    def _tell(self, run: Run, parting: Parting) -> Finding:
+        place = parting.place
+        proof = evidence(run, parting)
+        steps = Steps.of([place.step]) if place.step >= 0 else None
+        return self.finding(
+            ranks=parting.odd,
+            steps=steps,
+            subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
+            location=parting.location,
+            label=_label(parting),
+            related=related(parting, place),
+            summary=_summary(parting),
+            cause=_cause(parting, bool(proof["stuck"])),
+            fix=_fix(parting),
+            fix_kind=FixKind.CHECK,
+            evidence=proof,
+            at=min(m.rank.wall(m.call.began) for m in parting.made.values() if m.call)
+            if any(m.call for m in parting.made.values())
+            else run.started,
+        )
+
+    def _tell_ring(self, now: Scene, ring: list[Stand]) -> Finding:
+        """Every rank is in a collective of another group than the one it waits for."""
+        first = ring[0]
+        told = ", ".join(f"rank {s.rank.rank} is {s.doing} of {s.key}" for s in ring)
+        other = next((s.location for s in ring if s.location != first.location), None)
+        return self.finding(
+            ranks=tuple(sorted(s.rank.rank for s in ring)),
+            subjects=tuple(sorted({s.made.signature.op for s in ring if s.made})),
+            location=first.location,
+            label=f"rank {first.rank.rank} waits here",
+            related=(Related("the other rank here", other),) if other else (),
+            summary=f"ranks use their groups in opposite order: {told}",
+            cause="each waits in one group for a rank that waits in another; none of them can ever "
+            "finish",
+            fix="use the groups in one order on all ranks",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
+                "stuck": not now.failed,
+                **victims(ring),
+            },
+            at=now.at - max(s.still_s for s in ring),
+        )
+
+
+def _other_call(parting: Parting) -> bool:
+    """Whether it is another call, not the same one with other arguments."""
+    return "op" in parting.differs or parting.shifted or parting.elsewhere
+
+
+def _concerns(mine: Finding, other: Finding) -> bool:
+    """Failures that came before the ranks parted have another cause."""
+    return other.at == 0.0 or other.at >= mine.at - 1.0
+
+
+def _label(parting: Parting) -> str:
+    if parting.extra:
+        return "not called by every rank"
+    return "in another order than on the other ranks" if parting.shifted else "not what others call"
+
+
+def _summary(parting: Parting) -> str:
+    number = f"call {parting.index} of {parting.key}"
+    if parting.extra:
+        op = parting.place.signature.op
+        return f"only some ranks call {op} here: at {number}, {sides_text(parting)}"
+    if parting.shifted:
+        return f"ranks make the same calls in another order: at {number}, {sides_text(parting)}"
+    return f"ranks are in different collectives: at {number}, {sides_text(parting)}"
+
+
+def _cause(parting: Parting, stuck: bool) -> str:
+    effect = (
+        "none of them can ever finish"
+        if stuck
+        else "each call pairs with another one, so that values get mixed up or the run hangs later"
+    )
+    branched = condition(parting.place)
+    left = left_loop(parting)
+    if left is not None:
+        who, loop = left
+        return f"{ranks_text(who)} left the loop at {loop} before the others; {effect}"
+    if branched is not None:
+        return f"only some ranks enter `{branched[1].text}`; {effect}"
+    return f"collectives pair by their order in the group, and the orders differ; {effect}"
+
+
+def _fix(parting: Parting) -> str:
+    branched = condition(parting.place)
+    op = parting.place.signature.op
+    if left_loop(parting) is not None:
+        return (
+            "let all ranks do the same number of rounds (`DistributedSampler`, `drop_last=True`), "
+            "or share the decision to stop with `all_reduce`"
+        )
+    if parting.shifted and not parting.extra:
+        return "issue the collectives in one order on every rank (sort the keys you loop over)"
+    if branched is not None and op.startswith("DDP"):
+        return (
+            f"run the wrapped model on every rank, or use `model.module(...)` under "
+            f"`{branched[1].text}`"
+        )
+    if branched is not None:
+        return f"call {op} on every rank: move it out of `{branched[1].text}`"
+    return f"make every rank of the group call {op}, or none"

@@ -1,0 +1,176 @@
+"""DDP608."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ddpdoctor.events import LoaderSeen, RankStood
+from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Phase, Rank, Run
+
+from ._failures import failures
+from ._overdue import overdue
+from ._scene import Scene, Stand, scene
+from ._telling import ranks_text
+from ._waiting import merged_stacks, missing, victims, waiting_for
+
+WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
+
+
+class DataStall(Check):
+    """A rank waits for a batch that does not come
+
+    ## What it finds
+    Ranks that stand in their DataLoader's `next` longer than the stall time, and what their workers
+    do: gone, stuck in a lock, sleeping, reading, or computing. Also a worker that died, where
+    torch raises for it.
+
+    ## Why it hurts
+    A worker that is stuck (a lock held when the process was forked, a file system that does not
+    answer) never delivers; the other ranks wait in a collective, and torch waits without a limit.
+
+    ## How to fix it
+    Start workers with `multiprocessing_context="forkserver"`, start no threads before the loader,
+    open files inside the worker, and give the loader a `timeout=` so that it says so itself.
+
+    ## When it stays quiet
+    A slow first batch that comes; data that is merely slow.
+    """
+
+    code = "DDP608"
+    name = "data-stall"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(LoaderSeen) else "no DataLoader was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        yield from self._died(run)
+        now = scene(run)
+        stuck = [s for s in missing(now) if s.phase is Phase.DATA]
+        if not stuck and now.stall is not None and not now.blocked:
+            stuck = [s for s in now.stands.values() if s.phase is Phase.DATA and not s.gone]
+        if stuck and (now.stall is not None or overdue(run, now, stuck)):
+            yield self._tell(now, stuck)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in ("rank-missing", "stall", "first-failure")
+
+    def _died(self, run: Run) -> Iterable[Finding]:
+        """A worker's process ended, and torch said so."""
+        found = [
+            f for f in failures(run) if f.exception and WORKER_DIED.search(f.exception.message)
+        ]
+        if not found:
+            return
+        first = found[0]
+        loader = _loader(first.rank)
+        message = first.exception.message if first.exception else ""
+        ranks = tuple(sorted(f.rank.rank for f in found))
+        yield self.finding(
+            ranks=ranks,
+            subjects=(loader.dataset,) if loader else (),
+            location=first.location,
+            label="its worker died here",
+            summary=f"a DataLoader worker of {ranks_text(ranks)} died: {message.splitlines()[0]}",
+            cause=_worker_end(message),
+            fix="try `num_workers=0` to see an error of the data set itself; for lack of memory "
+            "use fewer workers, for /dev/shm start the container with `--shm-size=8g`",
+            fix_kind=FixKind.CHECK,
+            evidence={"message": message[:1000], "workers": loader.workers if loader else None},
+            at=first.at,
+        )
+
+    def _tell(self, now: Scene, stuck: list[Stand]) -> Finding:
+        first = stuck[0]
+        ranks = tuple(s.rank.rank for s in stuck)
+        waiting = [s for one in stuck for s in waiting_for(now, one)]
+        where = first.rank.location(first.phase_site) or first.location
+        loader = _loader(first.rank)
+        here = next((s.made.location for s in waiting if s.made), None)
+        others = sorted({s.rank.rank for s in waiting})
+        who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
+        waited = max(s.still_s for s in stuck)
+        verb = "waits" if len(ranks) == 1 else "wait"
+        return self.finding(
+            ranks=ranks,
+            confidence=Confidence.SUSPECTED,
+            subjects=(loader.dataset,) if loader else (),
+            location=where,
+            label=f"no batch for {waited:.0f} s",
+            related=(Related(f"{who} here", here),) if here else (),
+            summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
+            + _workers_text(first.stood, loader),
+            cause=_cause(first.stood, loader),
+            fix='start the workers with `multiprocessing_context="forkserver"`, open files and '
+            "locks inside the worker, and pass `timeout=60` to the DataLoader",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                **_workers(first.stood),
+                **victims(waiting),
+                "hang_after_s": round(now.hang_after, 1),
+                "stacks": merged_stacks(now),
+            },
+            at=now.at - waited,
+        )
+
+
+def _worker_end(message: str) -> str:
+    if "Killed" in message:
+        return "it was killed from outside, most often for lack of memory"
+    if "Bus error" in message:
+        return "it ran out of shared memory (/dev/shm)"
+    if "Segmentation" in message or "Aborted" in message:
+        return "it crashed in native code"
+    return "its process ended without a Python error: killed, out of shared memory, or `os._exit`"
+
+
+def _loader(rank: Rank) -> LoaderSeen | None:
+    return rank.latest(LoaderSeen)
+
+
+def _workers(stood: RankStood | None) -> Evidence:
+    rows = [
+        {"pid": w.pid, "state": w.state, "cpu_s": w.cpu_s, "waits_in": w.waits_in}
+        for w in (stood.workers if stood else ())
+    ]
+    return {"workers": rows}
+
+
+def _workers_text(stood: RankStood | None, loader: LoaderSeen | None) -> str:
+    if stood is None:
+        return "what its workers do was not seen"
+    if not loader or not loader.workers:
+        return "it has no workers: the data set itself does not return"
+    alive = [w for w in stood.workers if w.state not in ("Z", "X")]
+    lost = loader.workers - len(alive)
+    if lost > 0:
+        return f"{lost} of its {loader.workers} workers are gone"
+    states = fold_states(stood)
+    return f"its {loader.workers} workers are alive: {states}"
+
+
+def fold_states(stood: RankStood) -> str:
+    """`2 sleeping in futex_wait_queue`."""
+    words = {"S": "sleeping", "D": "in a system call", "R": "running", "T": "stopped", "Z": "dead"}
+    counts: dict[str, int] = {}
+    for worker in stood.workers:
+        inside = f" in {worker.waits_in}" if worker.waits_in else ""
+        key = words.get(worker.state, worker.state) + inside
+        counts[key] = counts.get(key, 0) + 1
+    return ", ".join(f"{n} {what}" for what, n in counts.items())
+
+
+def _cause(stood: RankStood | None, loader: LoaderSeen | None) -> str:
+    if stood is None or not loader or not loader.workers:
+        return "the code that makes the batch does not return"
+    if any(w.state == "T" for w in stood.workers):
+        return "a worker was stopped by a signal"
+    if any("futex" in w.waits_in for w in stood.workers):
+        return (
+            "a worker waits for a lock: typically one that another thread held when the worker "
+            "was forked"
+        )
+    return "the workers do not deliver the next batch"

@@ -1,0 +1,212 @@
+"""DDP606."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import ProcessEnded
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks
+
+from ._failures import Failure, at_teardown, failures, left_waiting, stopped, translate
+from ._telling import ranks_text
+
+AFTERMATH_S = 0.5
+
+RAISED_BY_US = "ddpdoctor.FaultFound"
+
+
+class FirstFailure(Check):
+    """The rank that failed first, and what the other tracebacks are worth
+
+    ## What it finds
+    Of all ranks that failed, the earliest that failed *on its own*: an exception in its code, or an
+    exit status of its own. Connection errors and timeouts on the others are its consequences and
+    are folded under it; equal exceptions on several ranks are told once.
+
+    ## Why it hurts
+    When one rank fails, the others lose their connections and fail too, some before it is even
+    noticed. torchrun names the process that ended first, which is often one that only waited.
+
+    ## How to fix it
+    Look at the exception and the line given here, not at the connection errors of the others.
+
+    ## When it stays quiet
+    A run that ends well, or that somebody stopped. An abort at teardown, after all work was done,
+    is a note: torch does that now and then.
+    """
+
+    code = "DDP606"
+    name = "first-failure"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        found = failures(run)
+        aborts = [f for f in found if f.kind == "signal" and at_teardown(run, f)]
+        rest = [f for f in found if f not in aborts]
+        own = [f for f in rest if f.kind in ("exception", "exit")]
+        died = [f for f in rest if f.kind == "signal"]
+        lost = [f for f in rest if f.kind == "lost"]
+        if died and (not own or died[0].at < own[0].at):
+            return  # told by rank-died
+        if own and own[0].exception and own[0].exception.kind == RAISED_BY_US:
+            return  # asked for by `raise_on`: the finding that it carries is the failure
+        if own:
+            yield self._tell(run, own, [*lost, *died])
+        elif lost:
+            yield self._tell_lost(run, lost)
+        elif aborts:
+            yield self._tell_abort(aborts)
+        if not found and not stopped(run):
+            yield from self._unseen(run)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if mine.severity is not Severity.ERROR or mine.evidence.get("consequence"):
+            return False
+        if other.check == "data-stall":  # a worker that died is why its own rank raised
+            return not set(mine.ranks) & set(other.ranks)
+        return other.check in ("rank-missing", "rank-exited-early", "rank-died", "stall",
+                               "rendezvous-stall", "group-creation-mismatch")  # fmt: skip
+
+    def _tell(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
+        first = own[0]
+        same = [f for f in own if f.signature == first.signature]
+        ranks = tuple(sorted(f.rank.rank for f in same))
+        where = first.location
+        step = first.exception.step if first.exception else first.rank.steps
+        at_step = f" at step {step}" if step >= 0 and first.rank.steps else ""
+        others = [f for f in own if f not in same] + followers
+        message = first.exception.message if first.exception else ""
+        what = first.exception.kind if first.exception else first.text
+        if first.exception:
+            summary = f"{ranks_text(ranks)} raised {first.text}{at_step}"
+        else:
+            summary = f"{ranks_text(ranks)} left with {first.text}{at_step}"
+        return self.finding(
+            ranks=ranks,
+            steps=Steps.of([step]) if first.rank.steps else None,
+            subjects=(what,),
+            location=where,
+            label="raised here" if first.exception else "left here",
+            summary=summary,
+            cause=_cause(message, ranks, others),
+            fix=_fix(message, where),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "message": message[:2000],
+                **({"stuck": True} if left_waiting(run, ranks) else {}),
+                **_aftermath(first, others),
+                **_named_by_torchrun(run, ranks),
+            },
+            at=first.at,
+        )
+
+    def _tell_lost(self, run: Run, lost: list[Failure]) -> Finding:
+        first = lost[0]
+        message = first.exception.message if first.exception else ""
+        ranks = tuple(sorted(f.rank.rank for f in lost))
+        return self.finding(
+            ranks=ranks,
+            subjects=(first.exception.kind,) if first.exception else (),
+            location=first.location,
+            label="waited here",
+            summary=f"{ranks_text(ranks)} lost the other ranks: {first.text}",
+            cause=(translate(message) or "another rank ended or did not come")
+            + "; no rank was seen to fail on its own",
+            fix="look at the ranks that are not named here, and at the network between them",
+            fix_kind=FixKind.CHECK,
+            evidence={"message": message[:2000], "consequence": True},
+            at=first.at,
+        )
+
+    def _tell_abort(self, aborts: list[Failure]) -> Finding:
+        ranks = tuple(sorted(f.rank.rank for f in aborts))
+        return self.finding(
+            severity=Severity.NOTE,
+            ranks=ranks,
+            subjects=(aborts[0].rank.signal or "",),
+            summary=f"{ranks_text(ranks)} ended with {aborts[0].rank.signal} at teardown, after "
+            "all work was done",
+            cause="torch's own threads are still running when the interpreter goes away; results "
+            "and checkpoints are complete",
+            fix="end with a small collective (`dist.barrier()`) and `dist.destroy_process_group()`",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={"signal": aborts[0].rank.signal, "steps": aborts[0].rank.steps},
+            at=aborts[0].at,
+        )
+
+    def _unseen(self, run: Run) -> Iterable[Finding]:
+        """A rank that the probe did not reach ended with an error."""
+        ends = [
+            e
+            for node in run.nodes.values()
+            for e in node.of(ProcessEnded)
+            if e.attempt == run.attempt and e.rank in run.unobserved and not e.by_launcher
+        ]
+        bad = sorted((e for e in ends if e.status or e.signal), key=lambda e: e.wall)
+        if bad:
+            how = f"exit status {bad[0].status}" if bad[0].status else f"signal {bad[0].signal}"
+            yield self.finding(
+                ranks=(bad[0].rank,),
+                summary=f"rank {bad[0].rank} ended first, with {how}",
+                cause="the probe did not reach this process, so that its exception is not known",
+                fix="look at its output: `--log-dir logs --redirects 3` keeps one file per rank",
+                fix_kind=FixKind.TEMPLATE,
+                evidence={"status": bad[0].status, "signal": bad[0].signal},
+                at=bad[0].wall,
+            )
+
+
+def _cause(message: str, ranks: tuple[int, ...], others: list[Failure]) -> str:
+    meant = translate(message)
+    told = f"the text means: {meant}" if meant else ""
+    if others:
+        late = ranks_text([f.rank.rank for f in others])
+        follow = f"it failed first; what {late} reported came after it"
+        told = f"{told}; {follow}" if told else follow
+    if not told and len(ranks) > 1:
+        return "every one of these ranks fails at the same line: not a fault of one rank"
+    return told or "an error in the program itself; no other rank failed before"
+
+
+def _fix(message: str, where: Location | None) -> str:
+    if "address already in use" in message.lower():
+        return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
+    if "LOCAL_RANK" in message:
+        return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
+    return f"see {where}" if where else "see the message"
+
+
+def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
+    """What the other ranks reported, equal ones folded, with the seconds after the first."""
+    rows: dict[str, list[Failure]] = {}
+    for f in others:
+        text = f.rank.signal or f.text if f.kind == "signal" else f.text
+        rows.setdefault(text or "", []).append(f)
+    if not rows:
+        return {}
+    return {
+        "consequences": [
+            {
+                "ranks": fold_ranks(f.rank.rank for f in fs),
+                "reported": text[:160],
+                "after_s": round(min(f.at for f in fs) - first.at, 3),
+            }
+            for text, fs in rows.items()
+        ]
+    }
+
+
+def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
+    """The rank that torchrun calls the root cause: the first process to end with an error."""
+    ends = [
+        e
+        for node in run.nodes.values()
+        for e in node.of(ProcessEnded)
+        if e.attempt == run.attempt and not e.by_launcher and (e.status or e.signal)
+    ]
+    first = min(ends, key=lambda e: e.wall, default=None)
+    if first is None or first.rank in ranks:
+        return {}
+    return {"torchrun_names": f"rank {first.rank}, whose process was the first to end"}

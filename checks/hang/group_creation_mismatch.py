@@ -1,0 +1,150 @@
+"""DDP607."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import CallSite
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run, fold_ranks
+
+from ._log import Log, Made, book
+from ._mismatch import Parting, partings
+from ._scene import QUIET_S, scene
+from ._telling import evidence, ranks_text, related
+from ._waiting import awaited
+
+CONSEQUENCES = (
+    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
+    "collective-mismatch",
+)  # fmt: skip
+
+
+class GroupCreationMismatch(Check):
+    """Ranks do not make the same process groups in the same order
+
+    ## What it finds
+    `new_group` must be called by *every* rank of the world, members or not, with the same ranks and
+    in the same order. This compares the lists: a group that only its members create, groups made
+    in another order.
+
+    ## Why it hurts
+    Groups are matched by their number in order. A rank that leaves one out shifts all that follow:
+    the others wait for it until the timeout, or ranks of two different groups get paired and reduce
+    each other's numbers.
+
+    ## How to fix it
+    Loop over all groups on every rank and keep the one that holds this rank; or make them with
+    `use_local_synchronization=True`.
+
+    ## When it stays quiet
+    `use_local_synchronization=True`; a rank that is only behind.
+    """
+
+    code = "DDP607"
+    name = "group-creation-mismatch"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(CallSite) else "no collective was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        found = next((p for p in partings(run) if p.key.name == "new_group"), None)
+        if found is not None:
+            yield self._order(run, found)
+        else:
+            yield from self._absent(run)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
+
+    def _order(self, run: Run, parting: Parting) -> Finding:
+        sides: dict[tuple[int, ...], list[int]] = {}
+        for rank, made in parting.made.items():
+            sides.setdefault(made.signature.ranks, []).append(rank)
+        told = ", ".join(
+            f"{ranks_text(r)} make{'s' if len(r) == 1 else ''} {_members(members)}"
+            for members, r in sides.items()
+        )
+        return self.finding(
+            ranks=parting.odd,
+            subjects=tuple(_members(members) for members in sides),
+            location=parting.location,
+            label="other ranks make another group here",
+            related=related(parting, parting.place),
+            summary=f"ranks make different process groups as their number {parting.index}: {told}",
+            cause="new_group is a collective of all ranks of the world, members or not, and its "
+            "calls pair by their order",
+            fix=_FIX,
+            fix_kind=FixKind.TEMPLATE,
+            evidence=evidence(run, parting),
+            at=min((m.rank.wall(m.call.began) for m in parting.made.values() if m.call),
+                   default=run.started),
+        )  # fmt: skip
+
+    def _absent(self, run: Run) -> Iterator[Finding]:
+        """Some ranks made more groups than others, which do something else or are gone."""
+        known = book(run)
+        logs = next((v for k, v in known.logs.items() if k.name == "new_group"), {})
+        made = {r: logs[r].issued if r in logs else 0 for r in run.ranks}
+        most, least = max(made.values(), default=0), min(made.values(), default=0)
+        if most == least or not logs:
+            return
+        now = scene(run)
+        without = [r for r, n in made.items() if n < most]
+        waiting = [s for r, s in now.stands.items() if r not in without and s.blocked]
+        waits = [s for s in waiting if s.made is not None and s.made.signature.op == "new_group"]
+        makers = {id(s) for s in waits}
+        elsewhere = [
+            s
+            for s in (now.stands[r] for r in without)
+            if s.gone or any(id(o) in makers for o in awaited(now, s))
+        ]
+        over = not waits and all(s.gone for s in now.stands.values())
+        if not (waits and len(elsewhere) == len(without)) and not over and not now.failed:
+            return  # they may only be late
+        log: Log = max(logs.values(), key=lambda one: one.issued)
+        place = known.at(log, least)
+        if place is None:
+            return
+        stuck = bool(waits) and all(s.gone or s.still_s >= QUIET_S for s in (*waits, *elsewhere))
+        group = f"new_group({_members(place.signature.ranks)})"
+        most_ranks = [r for r, n in made.items() if n == most]
+        yield self.finding(
+            ranks=tuple(without if len(without) <= len(most_ranks) else most_ranks),
+            subjects=(_members(place.signature.ranks),),
+            location=place.location,
+            label=f"{ranks_text(without)} never {_verb(without, 'make')} this group",
+            summary=f"{ranks_text(without)} never {_verb(without, 'call')} {group}"
+            f", {ranks_text(most_ranks)} {_verb(most_ranks, 'do')}"
+            + _at_present(place, [s.doing for s in elsewhere if not s.gone]),
+            cause="new_group is a collective of all ranks of the world, members or not",
+            fix=_FIX,
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "groups_made": {str(r): n for r, n in made.items()},
+                "waiting": fold_ranks(s.rank.rank for s in waits),
+                "stuck": stuck,
+            },
+            at=place.rank.wall(place.call.began) if place.call else run.started,
+        )
+
+
+_FIX = (
+    "call new_group on every rank, in the same order, and keep the group that holds this rank: "
+    "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
+    "else mine`; or pass `use_local_synchronization=True`"
+)
+
+
+def _verb(ranks: list[int], verb: str) -> str:
+    return verb if len(ranks) > 1 else "does" if verb == "do" else verb + "s"
+
+
+def _at_present(place: Made, doing: list[str]) -> str:
+    return f" (meanwhile {doing[0]})" if doing else ""
+
+
+def _members(ranks: tuple[int, ...]) -> str:
+    return str(list(ranks)) if ranks else "all ranks"

@@ -1,0 +1,126 @@
+"""DDP605."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import MemoryLimit, NodeSample, RankSample
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from ._failures import Failure, at_teardown, failures, whereabouts
+from ._scene import scene
+from ._telling import ranks_text
+from ._waiting import victims
+
+GIB = 1 << 30
+MEANINGS = {
+    "SIGKILL": "killed from outside: by the kernel for lack of memory, a scheduler, or a person",
+    "SIGSEGV": "crashed in native code (an extension, a driver, too deep recursion)",
+    "SIGABRT": "aborted by native code; gloo does that when ranks pass different shapes or dtypes",
+    "SIGBUS": "touched memory that is not there: /dev/shm or a disk is full",
+    "SIGTERM": "told to end from outside (a scheduler, a time limit, `kill`)",
+    "SIGFPE": "an arithmetic fault in native code",
+    "SIGILL": "an instruction that this CPU does not have: a binary built for another one",
+    "SIGHUP": "its terminal or session was closed",
+    "SIGINT": "interrupted from outside",
+}
+
+
+class RankDied(Check):
+    """A rank's process was ended by a signal
+
+    ## What it finds
+    Ranks that a signal ended, with what the signal means, where they were, and how their memory
+    went. A kill for lack of memory is confirmed by the kernel's own counter, where it is readable.
+
+    ## Why it hurts
+    The process leaves no traceback. The other ranks fail with connection errors that look like the
+    cause, and torchrun may name one of them.
+
+    ## How to fix it
+    Lack of memory: fewer DataLoader workers, load data sets and checkpoints once or memory-mapped,
+    smaller batches. A crash in native code: run that line alone, with `python -X faulthandler`.
+
+    ## When it stays quiet
+    The launcher's own clean-up kill of the other ranks; a run that somebody stopped; an abort at
+    teardown after all work was done.
+    """
+
+    code = "DDP605"
+    name = "rank-died"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        found = failures(run)
+        died = [f for f in found if f.kind == "signal" and not at_teardown(run, f)]
+        if not died:
+            return
+        first = died[0]
+        own = next((f for f in found if f.kind in ("exception", "exit")), None)
+        if own is not None and own.at < first.at:
+            return  # it died of another rank's failure
+        yield self._tell(run, [f for f in died if f.rank.signal == first.rank.signal])
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        effects = ("rank-missing", "rank-exited-early", "first-failure", "stall", "data-stall",
+                   "rendezvous-stall", "group-creation-mismatch")  # fmt: skip
+        return other.check in effects
+
+    def _tell(self, run: Run, died: list[Failure]) -> Finding:
+        first = died[0]
+        rank, name = first.rank, first.rank.signal or "a signal"
+        ranks = tuple(f.rank.rank for f in died)
+        memory = _memory(run, rank)
+        starved = bool(memory.get("oom_kills"))
+        where = whereabouts(rank)
+        rest = [s for s in scene(run).stands.values() if s.rank.rank not in ranks and s.blocked]
+        return self.finding(
+            ranks=ranks,
+            steps=Steps.of([rank.steps]) if rank.steps else None,
+            subjects=(name,),
+            location=where,
+            label=f"{ranks_text([rank.rank])} was last seen here",
+            summary=f"{ranks_text(ranks)} died of {name}"
+            + (" for lack of memory" if starved else "")
+            + (f" at step {rank.steps}" if rank.steps else "")
+            + (f", in {where}" if where else ""),
+            cause="the kernel ended it for lack of memory: its counter of such kills went up"
+            if starved
+            else MEANINGS.get(name, f"ended by {name}"),
+            fix=_fix(name, starved),
+            fix_kind=FixKind.CHECK,
+            evidence={"signal": name, **memory, **victims(rest)},
+            at=first.at,
+        )
+
+
+def _memory(run: Run, rank: Rank) -> Evidence:
+    """How the rank's memory went, and whether the kernel killed for lack of it."""
+    told: Evidence = {}
+    for node in run.nodes.values():
+        samples = [s for s in node.of(RankSample) if s.rank == rank.rank]
+        if samples:
+            last = samples[-1]
+            told["memory_first_gib"] = round(samples[0].rss_bytes / GIB, 2)
+            told["memory_last_gib"] = round((last.rss_bytes + last.children_bytes) / GIB, 2)
+            left = node.latest(NodeSample)
+            told["node_available_gib"] = round(left.available_bytes / GIB, 2) if left else None
+        kills = [m.oom_kills for m in node.of(MemoryLimit) if m.oom_kills is not None]
+        if samples and kills and kills[-1] > kills[0]:
+            told["oom_kills"] = kills[-1] - kills[0]
+    return told
+
+
+def _fix(name: str, starved: bool) -> str:
+    if starved:
+        return (
+            "use less host memory on that rank: fewer DataLoader workers, data sets loaded once or "
+            "memory-mapped, `torch.load(..., mmap=True)`"
+        )
+    if name == "SIGKILL":
+        return "look at `dmesg` and the scheduler's log for who sent it; watch the memory figures"
+    if name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE"):
+        return "run the line above alone; rank-R.stacks.txt holds the Python stack at the crash"
+    return "find out who sent the signal: a time limit, a scheduler, another program"

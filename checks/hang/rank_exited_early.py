@@ -1,0 +1,125 @@
+"""DDP604."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from ._failures import failure, stopped
+from ._scene import QUIET_S, Scene, Stand, scene
+from ._telling import ranks_text
+from ._waiting import gone, victims, waiting_for
+
+
+class RankExitedEarly(Check):
+    """A rank is done and has left while the others still wait for it
+
+    ## What it finds
+    Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`)
+    while others are in a collective that needs them.
+
+    ## Why it hurts
+    On gloo the ranks that stay get `Connection closed by peer` and are blamed by torchrun; on NCCL
+    they hang until the timeout. The rank at fault ends with status 0.
+
+    ## How to fix it
+    Let all ranks leave together: the same number of batches on each (`DistributedSampler`,
+    `drop_last=True`), a decision to stop that all share (`all_reduce` the flag), or
+    `with Join([model]):` for uneven inputs.
+
+    ## When it stays quiet
+    Ranks that leave together; a rank that left because it failed (that is another finding).
+    """
+
+    code = "DDP604"
+    name = "rank-exited-early"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(CallSite) else "no collective was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        now = scene(run)
+        if stopped(run) and now.stall is None:
+            return
+        left = [s for s in gone(now) if _well(s.rank)]
+        if left:
+            yield self._tell(now, left)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check in ("rank-missing", "stall", "group-creation-mismatch"):
+            return True
+        return other.check in ("first-failure", "rank-died") and not (
+            set(mine.ranks) & set(other.ranks)
+        )
+
+    def _tell(self, now: Scene, left: list[Stand]) -> Finding:
+        ranks = tuple(s.rank.rank for s in left)
+        waiting = [s for one in left for s in waiting_for(now, one)]
+        others = sorted({s.rank.rank for s in waiting})
+        first = waiting[0]
+        call = first.made.place if first.made else "a collective"
+        spot, label = _left_at(left[0].rank)
+        here = first.made.location if first.made else None
+        leave = "leaves" if len(ranks) == 1 else "leave"
+        steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
+        still = all(s.still_s >= QUIET_S for s in waiting)
+        return self.finding(
+            ranks=ranks,
+            subjects=(first.made.signature.op,) if first.made else (),
+            location=spot or here,
+            label=label if spot else "never reached",
+            related=(Related(f"{ranks_text(others)} still here", here),) if here else (),
+            summary=f"{ranks_text(ranks)} {leave} while {ranks_text(others)} still "
+            f"wait{'s' if len(others) == 1 else ''} for it in {call}",
+            cause=f"{ranks_text(ranks)} made fewer calls and ended with status 0; the errors of "
+            f"{ranks_text(others)} are consequences",
+            fix="let all ranks do the same number of steps (`DistributedSampler`, "
+            "`drop_last=True`), share the decision to stop with `all_reduce`, or wrap the loop in "
+            "`with Join([model]):`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "left": fold_ranks(ranks),
+                "steps": steps,
+                **victims(waiting),
+                "stuck": not now.failed and still,
+            },
+            at=now.at,
+        )
+
+
+def _well(rank: Rank) -> bool:
+    """Whether a rank left without an error of its own."""
+    if failure(rank) is not None or rank.exception is not None:
+        return False
+    leaving = rank.latest(RankExiting)
+    return bool(leaving or rank.of(GroupDestroyed)) and not rank.exit_code
+
+
+def _left_at(rank: Rank) -> tuple[Location | None, str]:
+    """The line by which it left: an explicit exit, the loop that ended, the end of its group."""
+    leaving = rank.latest(RankExiting)
+    if leaving and leaving.how != "return" and (spot := rank.location(leaving.site)):
+        return spot, "left here"
+    sites = rank.of(CallSite)
+    last = _last_call(rank, sites)
+    for place in last.places if last else ():
+        for enclosing in reversed(place.inside):  # the outermost: all within it was left too
+            if enclosing.text.startswith(("for ", "while ")):
+                spot = rank.location(place.site)
+                if spot is not None:
+                    head = Location(spot.file, enclosing.line, spot.function, enclosing.text)
+                    return head, f"rank {rank.rank} left this loop early"
+    destroyed = rank.latest(GroupDestroyed)
+    if destroyed and (spot := rank.location(destroyed.site)):
+        return spot, "already here"
+    return None, ""
+
+
+def _last_call(rank: Rank, sites: list[CallSite]) -> CallSite | None:
+    calls = rank.ring.last_calls if rank.ring else ()
+    return next((s for c in reversed(calls) for s in sites if s.id == c.site), None)

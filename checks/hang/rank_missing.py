@@ -1,0 +1,109 @@
+"""DDP603."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import CallSite
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Phase, Run, fold_ranks
+
+from ._overdue import overdue
+from ._scene import Scene, Stand, scene
+from ._telling import ranks_text
+from ._waiting import merged_stacks, missing, victims, waiting_for
+
+BUSY = 0.3
+"""Share of a core."""
+
+
+class RankMissing(Check):
+    """A rank does not come to the collective in which the others wait
+
+    ## What it finds
+    Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
+    in a loop, a sleep, a lock, a download, or stopped by a signal. Its own stack says where. The
+    stall time is `--hang-after`, or is learned from the run.
+
+    ## Why it hurts
+    Every other rank stands still, and after the backend's timeout the error is raised on the ranks
+    that waited, not on the one that is late.
+
+    ## How to fix it
+    Look at the line where the missing rank is. If what it does is right and only slow (saving,
+    evaluating, preparing data), raise `timeout=` of `init_process_group`, or let all ranks do it.
+
+    ## When it stays quiet
+    A pause shorter than the stall time; rank 0 saving or evaluating that does come back: the
+    suspicion is withdrawn, and a pause of that length is expected from then on.
+    """
+
+    code = "DDP603"
+    name = "rank-missing"
+    family = "hang"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(CallSite) else "no collective was seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        now = scene(run)
+        absent = [s for s in missing(now) if s.phase is not Phase.DATA]
+        if absent and (why := overdue(run, now, absent)):
+            yield self._tell(run, now, absent, why)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in ("stall", "first-failure", "rank-died") and not set(mine.ranks) & set(
+            other.ranks if other.check == "rank-died" else ()
+        )
+
+    def _tell(self, run: Run, now: Scene, absent: list[Stand], why: str) -> Finding:
+        waiting = [s for a in absent for s in waiting_for(now, a)]
+        first = waiting[0]
+        waited = max(s.still_s for s in waiting)
+        ranks = tuple(s.rank.rank for s in absent)
+        call = first.made.place if first.made else "a collective"
+        others = sorted({s.rank.rank for s in waiting})
+        be = "is" if len(ranks) == 1 else "are"
+        does = "does not" if len(ranks) == 1 else "do not"
+        it = "it" if len(ranks) == 1 else "they"
+        have = "has" if len(others) == 1 else "have"
+        here = first.made.location if first.made else None
+        where = absent[0].location
+        return self.finding(
+            ranks=ranks,
+            confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
+            subjects=(first.made.signature.op,) if first.made else (),
+            location=where or here,
+            label=f"{ranks_text(ranks)} {be} here" if where else "never reached",
+            related=(Related(f"{ranks_text(others)} {have} waited here", here),) if here else (),
+            summary=f"{ranks_text(ranks)} {does} come to {call}, "
+            f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
+            f"{it} {be} {absent[0].doing}",
+            cause=_cause(absent[0], why),
+            fix="see what the line does on that rank; if it is right and only slow, give the others"
+            " more time: `init_process_group(..., timeout=timedelta(hours=2))`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "call_number": first.call.index if first.call else -1,
+                "missing": fold_ranks(ranks),
+                **victims(waiting),
+                "cpu_share_of_missing": absent[0].stood.cpu if absent[0].stood else None,
+                "time_to_verdict_s": round(waited, 2),
+                "hang_after_s": round(now.hang_after, 1),
+                "stacks": merged_stacks(now),
+            },
+            at=now.at - waited,
+        )
+
+
+def _cause(stand: Stand, why: str) -> str:
+    if stand.stopped:
+        return "its process was stopped by a signal (SIGSTOP, a debugger, Ctrl-Z) and does nothing"
+    busy = stand.stood is not None and stand.stood.cpu > BUSY
+    what = "it computes all the time" if busy else "it waits there and uses no CPU time"
+    if stand.stood is None:
+        what = "what it does was not seen"
+    if why == "timeout":
+        return f"{what}; the backend's timeout ended the ranks that waited"
+    return f"{what}; whether it ever comes back cannot be told from outside"

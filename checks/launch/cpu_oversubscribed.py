@@ -1,0 +1,158 @@
+"""DDP104."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from ddpdoctor.events import LoaderSeen, MonitorStarted, RankSample, StepDone, ThreadsSeen
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
+from ddpdoctor.run import Rank, Run
+
+FAR_OVER = 2.0
+"""Threads per core beyond which they mostly wait for each other."""
+
+CROWDED = 1.5
+FEWEST_SAMPLES = 3
+
+
+class CpuOversubscribed(Check):
+    """Far more threads than cores
+
+    ## What it finds
+    Ranks on one machine whose threads (those torch computes with, and DataLoader workers) are more
+    than twice the cores they may run on. Cores are counted by affinity and by the CPU quota of the
+    control group, which is what a container really has. Threads are counted while training runs;
+    where nobody chose their number, and for workers, it must also have been seen that so many of
+    them really wanted to run at once.
+
+    ## Why it hurts
+    The threads of one parallel loop wait for each other, and each of them waits for a core: steps
+    take several times as long as with fewer threads, and every rank waits for the slowest.
+
+    ## How to fix it
+    Cores divided by ranks: `OMP_NUM_THREADS=<that>` in the environment, or
+    `torch.set_num_threads(...)` before the first step; fewer DataLoader workers.
+
+    ## When it stays quiet
+    torchrun's `OMP_NUM_THREADS=1`; ranks that each have cores of their own; ranks that train on
+    GPUs; threads that exist but are idle, where nobody asked for them.
+    """
+
+    code = "DDP104"
+    name = "cpu-oversubscribed"
+    family = "launch"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(ThreadsSeen) else "no rank trained long enough to count its threads"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        by_node: dict[str, list[Rank]] = {}
+        for rank in run.ranks.values():
+            if rank.of(ThreadsSeen):
+                by_node.setdefault(rank.node, []).append(rank)
+        for node, ranks in by_node.items():
+            finding = self._judge(run, node, ranks)
+            if finding is not None:
+                yield finding
+
+    def _judge(self, run: Run, node: str, ranks: list[Rank]) -> Finding | None:
+        seen = {r.rank: max(r.of(ThreadsSeen), key=lambda e: e.compute) for r in ranks}
+        on_cpu = {n: e for n, e in seen.items() if e.device == "cpu"}
+        cores = _cores(run, node, ranks)
+        if not cores:
+            return None
+        compute = sum(e.compute for e in on_cpu.values())
+        workers = {r.rank: _workers(run, r) for r in ranks}
+        wanted = _runnable(run, ranks)
+        asked = any(e.asked and e.compute > 1 for e in on_cpu.values())
+        too_many = compute > FAR_OVER * cores and (
+            asked or (wanted is not None and wanted >= CROWDED * cores)
+        )
+        crowded = wanted is not None and wanted > FAR_OVER * cores + 1
+        if not too_many and not (crowded and compute + sum(workers.values()) > FAR_OVER * cores):
+            return None
+        rank = max(ranks, key=lambda r: seen[r.rank].compute)
+        event = seen[rank.rank]
+        share = max(1, int(cores) // len(ranks))
+        return self.finding(
+            ranks=tuple(seen),
+            location=_spot(rank, event, too_many),
+            label="too many threads" if too_many else "too many workers",
+            summary=(
+                f"{len(ranks)} ranks with {compute} threads to compute with and "
+                f"{sum(workers.values())} workers share {cores:g} cores on {node}"
+            ),
+            cause="threads of one rank wait for cores that the threads of another rank hold",
+            fix=(
+                f"OMP_NUM_THREADS={share} in the environment, or "
+                f"`torch.set_num_threads({share})` before the first step"
+                + ("; fewer `num_workers`" if not too_many else "")
+            ),
+            fix_kind=FixKind.SAFE,
+            evidence={
+                "ranks": [
+                    {
+                        "rank": n,
+                        "compute threads": e.compute,
+                        "threads alive": e.alive,
+                        "workers": workers[n],
+                    }
+                    for n, e in seen.items()
+                ],
+                "cores allowed": cores,
+                "threads that wanted to run at once": wanted,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _cores(run: Run, node: str, ranks: list[Rank]) -> float:
+    """Cores that these ranks may use together."""
+    cpus = {c for r in ranks for e in r.of(ThreadsSeen)[-1:] for c in e.cpus}
+    counted = float(len(cpus)) or float(
+        max((r.started.cores for r in ranks if r.started), default=0)
+    )
+    quotas = [
+        m.cpu_quota
+        for n in run.nodes.values()
+        if (m := n.latest(MonitorStarted)) and m.node == node and m.cpu_quota
+    ]
+    return min([counted, *quotas])
+
+
+def _samples(run: Run, rank: Rank) -> list[RankSample]:
+    """What the monitor saw of a rank while it trained."""
+    steps = rank.of(StepDone)
+    pid = rank.started.pid if rank.started else 0
+    return [
+        s
+        for n in run.nodes.values()
+        for s in n.of(RankSample)
+        if s.pid == pid and steps and steps[0].at < s.at <= steps[-1].at
+    ]
+
+
+def _runnable(run: Run, ranks: list[Rank]) -> float | None:
+    """Threads of all these ranks that ran or waited for a core at once, while they trained."""
+    total = 0.0
+    for rank in ranks:
+        known = [s.runnable for s in _samples(run, rank) if s.runnable is not None]
+        if len(known) < FEWEST_SAMPLES:
+            return None
+        total += statistics.median(known)
+    return round(total, 1)
+
+
+def _workers(run: Run, rank: Rank) -> int:
+    seen = [s.children for s in _samples(run, rank)]
+    told = max((e.workers for e in rank.of(LoaderSeen)), default=0)
+    return min(told, max(seen)) if seen else told
+
+
+def _spot(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:
+    loaders = [e for e in rank.of(LoaderSeen) if e.workers]
+    if not compute and loaders:
+        return rank.location(loaders[0].site)
+    return rank.location(event.site)

@@ -1,0 +1,172 @@
+"""DDP103."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from ._claims import processes
+
+_MATTERS = re.compile(
+    r"NCCL_|GLOO_|OMP_NUM_THREADS|MKL_NUM_THREADS|TORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|CUBLAS_|"
+    r"PYTORCH_(CUDA_)?ALLOC_CONF|NVIDIA_TF32_OVERRIDE|CUDA_LAUNCH_BLOCKING|PYTHONHASHSEED"
+)
+_MAY_DIFFER = re.compile(
+    r"RANK|PORT|ADDR|HOST|IFNAME|HCA|NET|TOPO|FILE|DIR|PATH|HOME|CACHE|DEBUG$|DEBUG_|LOG|TRACE|"
+    r"_ID$|PID|NAME|DEVICE|UUID|SOCKET|FR_"
+)
+"""Places and identities, which differ by nature, and what only changes what is printed."""
+
+_MUST_AGREE = ("TORCH_DISTRIBUTED_DEBUG",)
+_TOOLS = ("ddpdoctor", "msgspec")
+
+
+class EnvironmentSkew(Check):
+    """Ranks run different software or settings
+
+    ## What it finds
+    Ranks whose Python, torch, CUDA, NCCL or libraries have other versions, whose script or modules
+    have other contents, or whose settings for communication and computing (`NCCL_*`, `TORCH_*`,
+    `OMP_NUM_THREADS`, ...) differ. What each rank really loaded and ran with is compared.
+
+    ## Why it hurts
+    Ranks that run different code fall out of step: hangs in collectives, models that drift apart,
+    results that cannot be repeated. NCCL settings that differ hang or crash at the first
+    collective.
+
+    ## How to fix it
+    One image or one shared file system for all nodes, one environment file for all ranks.
+
+    ## When it stays quiet
+    What must differ: ranks, addresses, ports, network interfaces, devices, paths, host names; and
+    what only decides about logging.
+    """
+
+    code = "DDP103"
+    name = "environment-skew"
+    family = "launch"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if len(run.ranks) > 1 else "a single rank left a record"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        ranks = [p for p in run.ranks.values() if p.started]
+        if len({p.rank for p in processes(run)}) < 2:
+            return
+        rows = [
+            {"what": what, **_fold(values)}
+            for what, values in sorted(_facts(ranks).items())
+            if len(values) > 1 and len(set(values.values())) > 1
+        ]
+        if not rows:
+            return
+        minority = _minority(ranks, [str(r["what"]) for r in rows])
+        odd = next((r for r in ranks if r.rank in minority), ranks[-1])
+        entered = odd.first(InitEntered)
+        names = [str(row["what"]) for row in rows]
+        yield self.finding(
+            ranks=minority,
+            subjects=tuple(names),
+            location=odd.location(entered.site) if entered else None,
+            label="these ranks join one group",
+            summary=(
+                f"ranks {fold_ranks(minority)} run with other {_kinds(names)} than the rest: "
+                + "; ".join(_short(row) for row in rows[:3])
+                + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+            ),
+            cause="nodes or launch commands that were not set up alike",
+            fix="start every rank from the same image, script and environment",
+            evidence={"differences": rows},
+            at=odd.wall(odd.started.at) if odd.started else 0.0,
+        )
+
+
+def _facts(ranks: list[Rank]) -> dict[str, dict[int, str]]:
+    """What ought to agree: name to value by rank; a rank that could not tell is left out."""
+    facts: dict[str, dict[int, str]] = {}
+
+    def note(what: str, rank: Rank, value: str) -> None:
+        if value:
+            facts.setdefault(what, {})[rank.rank] = value
+
+    names = {n for r in ranks for n in _settings(r)}
+    for rank in ranks:
+        started, torch, program = rank.started, rank.first(TorchLoaded), rank.first(ProgramSeen)
+        note("Python", rank, started.python if started else "")
+        if torch:
+            note("torch", rank, torch.torch)
+            note("CUDA", rank, torch.cuda)
+            note("NCCL", rank, torch.nccl)
+        if program:
+            for file, digest in program.files.items():
+                note(f"file {file}", rank, digest)
+            for name, version in program.versions.items():
+                if name not in (*_TOOLS, "torch"):
+                    note(f"package {name}", rank, version)
+        elif started:
+            note("script", rank, started.script_digest)
+        settings = _settings(rank)
+        for name in names:
+            note(name, rank, settings.get(name, "(not set)"))
+    return facts
+
+
+def _settings(rank: Rank) -> dict[str, str]:
+    """The variables that ought to agree, as they stood when the group was made."""
+    environment: dict[str, str] = dict(rank.started.environment) if rank.started else {}
+    entered = rank.latest(InitEntered)
+    environment.update(entered.changed if entered else {})
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _MUST_AGREE
+        or (
+            _MATTERS.match(name)
+            and not _MAY_DIFFER.search(name)
+            and "/" not in value
+            and not name.startswith("TORCHELASTIC")
+        )
+    }
+
+
+def _fold(values: Mapping[int, str]) -> dict[str, str]:
+    """Values by the ranks that have them."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    return {f"ranks {fold_ranks(ranks)}": value for value, ranks in by_value.items()}
+
+
+def _minority(ranks: list[Rank], names: list[str]) -> tuple[int, ...]:
+    """The ranks that are not with the majority; with rank 0's side where there is none."""
+    facts = _facts(ranks)
+    odd: set[int] = set()
+    for name in names:
+        values = facts[name]
+        first = values[min(values)]
+        counts: dict[str, int] = {}
+        for value in values.values():
+            counts[value] = counts.get(value, 0) + 1
+        usual = max(counts, key=lambda v: (counts[v], v == first))
+        odd |= {rank for rank, value in values.items() if value != usual}
+    return tuple(sorted(odd))
+
+
+def _kinds(names: list[str]) -> str:
+    kinds = {
+        "files": any(n.startswith("file ") or n == "script" for n in names),
+        "versions": any(n.startswith("package ") or n in ("Python", "torch", "CUDA", "NCCL")
+                        for n in names),
+        "settings": any(n.isupper() and n not in ("CUDA", "NCCL") for n in names),
+    }  # fmt: skip
+    return " and ".join(kind for kind, there in kinds.items() if there) or "software"
+
+
+def _short(row: Mapping[str, object]) -> str:
+    values = ", ".join(f"{value} on {key}" for key, value in row.items() if key != "what")
+    return f"{row['what']} is {values}"

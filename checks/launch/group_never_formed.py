@@ -1,0 +1,69 @@
+"""DDP106."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import GroupReady, InitEntered, TrainsAlone
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks
+
+
+class GroupNeverFormed(Check):
+    """Every process trains as if it were alone
+
+    ## What it finds
+    Several processes were launched as ranks of one run and take optimizer steps, but none of them
+    ever made a process group: nothing connects them.
+
+    ## Why it hurts
+    The run costs N devices and trains N unrelated models, each as if it were alone. Nothing fails,
+    and the result of one of them (or of whichever wrote the checkpoint last) is taken for all.
+
+    ## How to fix it
+    `torch.distributed.init_process_group(backend)` before the model is made, and the model in
+    `DistributedDataParallel`. If the processes are meant to be independent, start them without
+    torchrun, or silence this with `--ignore group-never-formed`.
+
+    ## When it stays quiet
+    Programs that do not train; a single training process among helpers; programs that have loaded
+    another means of communication (MPI, Horovod, Ray, DeepSpeed, RPC).
+    """
+
+    code = "DDP106"
+    name = "group-never-formed"
+    family = "launch"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.training_ranks() else "no optimizer step seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        if run.any(GroupReady) or run.any(InitEntered):
+            return
+        alone = {r: e for r in run.ranks.values() if (e := r.first(TrainsAlone)) is not None}
+        if len(alone) < 2 or any(e.layers for e in alone.values()):
+            return
+        rank, event = next(iter(alone.items()))
+        yield self.finding(
+            ranks=tuple(r.rank for r in alone),
+            steps=Steps.of(range(rank.steps)),
+            location=rank.location(event.site),
+            label="steps on gradients that no other rank has seen",
+            summary=(
+                f"{len(alone)} of {run.world_size} processes train, each as if it were alone: no "
+                "process group was ever made"
+            ),
+            cause="WORLD_SIZE says that they belong together, init_process_group was never called",
+            fix=(
+                '`torch.distributed.init_process_group("gloo")` (`"nccl"` on GPUs) at the start '
+                "and `model = DistributedDataParallel(model)`"
+            ),
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "world size": run.world_size,
+                "ranks that train": fold_ranks(r.rank for r in alone),
+                "optimizer steps": {str(r.rank): r.steps for r in alone},
+            },
+            at=rank.wall(event.at),
+        )

@@ -1,0 +1,159 @@
+"""DDP101."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import InitEntered
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.run import Run, fold_ranks
+
+from ._claims import Claim, claims, meetings
+
+_LOCAL = ("localhost", "127.", "::1", "[::1]", "tcp://localhost", "tcp://127.", "file:")
+
+
+class RankMismatch(Check):
+    """Ranks or world size do not fit together
+
+    ## What it finds
+    Processes that tell `init_process_group` a rank or a world size that cannot be right: two
+    processes with one rank, ranks that disagree on how many they are, a rank beyond the world
+    size, a world of more processes than were started. What each process said (arguments, or the
+    environment as the script left it) is compared with what the launcher told it and with what
+    the others said.
+
+    ## Why it hurts
+    The group waits for ranks that do not exist, or two processes answer for one: the run hangs in
+    `init_process_group`, fails there, or each process trains alone on all of the data.
+
+    ## How to fix it
+    Let torchrun say it: call `init_process_group(backend)` without rank and world size. Use
+    `int(os.environ["RANK"])` where a rank is needed and `LOCAL_RANK` for the device alone.
+
+    ## When it stays quiet
+    Explicit arguments that fit together, also where they are not the launcher's: smaller groups
+    that each meet at an address of their own, another order of the ranks, a script that spawns
+    its own processes under a launcher.
+    """
+
+    code = "DDP101"
+    name = "rank-mismatch"
+    family = "launch"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(InitEntered) else "init_process_group was never called"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for members in meetings(claims(run)).values():
+            problem = _problem(members, run)
+            if problem is not None:
+                yield self._tell(members, problem)
+                return  # later meetings stumble over the first
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check in ("rendezvous-stall", "group-never-formed"):
+            return True
+        # Where no group came to exist, whatever else went wrong came of it.
+        return mine.evidence.get("groups formed") == 0 and other.code.startswith("DDP6")
+
+    def _tell(self, members: list[Claim], problem: tuple[str, list[Claim]]) -> Finding:
+        text, wrong = problem
+        first = wrong[0]
+        ranks = {c.process.rank for c in wrong}
+        return self.finding(
+            ranks=tuple(sorted(ranks)),
+            location=first.process.location(first.event.site),
+            label=f"rank {first.rank} of {first.world_size}",
+            summary=text,
+            cause=_cause(wrong),
+            fix=(
+                "let torchrun say it: `init_process_group(backend)` without rank and world_size; "
+                'elsewhere `int(os.environ["RANK"])` and `int(os.environ["WORLD_SIZE"])`, and '
+                "`LOCAL_RANK` for the device alone"
+            ),
+            evidence={
+                "processes": [_row(c) for c in members],
+                "groups formed": sum(c.ready for c in members),
+            },
+            at=first.process.wall(first.event.at),
+        )
+
+
+def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
+    """What is wrong with a meeting, and which claims are at fault."""
+    by_rank: dict[int, list[Claim]] = {}
+    for claim in members:
+        by_rank.setdefault(claim.rank, []).append(claim)
+    doubled = {r: c for r, c in by_rank.items() if len(c) > 1}
+    worlds = sorted({c.world_size for c in members})
+    differing = [c for c in members if c.differs()]
+    if doubled:
+        rank, double = next(iter(doubled.items()))
+        wrong = [c for c in double if c.differs()] or double
+        return (
+            f"{len(double)} processes claim to be rank {rank} of {double[0].world_size}"
+            + (f" (also ranks {fold_ranks(set(doubled) - {rank})})" if len(doubled) > 1 else ""),
+            wrong,
+        )
+    if len(worlds) > 1:
+        said = ", ".join(
+            f"ranks {fold_ranks(c.rank for c in members if c.world_size == w)} say {w}"
+            for w in worlds
+        )
+        return f"the ranks disagree on the world size: {said}", differing or members
+    world = worlds[0]
+    beyond = [c for c in members if c.rank >= world]
+    if beyond:
+        return (f"rank {beyond[0].rank} does not exist in a world of {world}", beyond)
+    if any(c.ready for c in members) or len(members) == world:
+        return None
+    started = _started(members)
+    if differing and len(members) < world:
+        return (
+            f"ranks {fold_ranks(by_rank)} wait for a world of {world}, but the launcher started "
+            f"{differing[0].given_world}",
+            differing,
+        )
+    if started and started < world:
+        return (
+            f"ranks {fold_ranks(by_rank)} wait for a world of {world}, but {started} processes "
+            "were spawned, all on this machine",
+            members,
+        )
+    return None
+
+
+def _started(members: list[Claim]) -> int:
+    """How many processes there can be, where that is certain: spawned to meet on this machine."""
+    counts = {c.process.started.spawned for c in members if c.process.started}
+    launched = any(c.given_world > 0 for c in members)
+    local = all(c.event.rendezvous.startswith(_LOCAL) for c in members)
+    return counts.pop() if len(counts) == 1 and local and not launched else 0
+
+
+def _cause(wrong: list[Claim]) -> str:
+    claim = wrong[0]
+    how = "as an argument" if claim.event.rank >= 0 or claim.event.world_size > 0 else (
+        "in the environment, which the script has changed"
+    )  # fmt: skip
+    if not claim.differs():
+        return f"init_process_group was told so {how}, and other processes do not fit to it"
+    told = f"the launcher had said rank {claim.given_rank} of {claim.given_world}"
+    local = claim.event.env_local_rank
+    if claim.rank != claim.given_rank and claim.rank == local:
+        return f"the local rank ({local}) is used as the rank; {told}"
+    return f"init_process_group was told rank {claim.rank} of {claim.world_size} {how}; {told}"
+
+
+def _row(claim: Claim) -> dict[str, object]:
+    started = claim.process.started
+    told = claim.given_rank >= 0
+    return {
+        "pid": started.pid if started else 0,
+        "node": claim.process.node,
+        "said": f"rank {claim.rank} of {claim.world_size}",
+        "launcher": f"rank {claim.given_rank} of {claim.given_world}" if told else "-",
+        "meets at": claim.event.rendezvous,
+    }

@@ -1,0 +1,156 @@
+"""DDP102."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import GroupReady, InitEntered, RankStood
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.run import Rank, Run, fold_ranks, shorten
+
+TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
+
+
+class RendezvousStall(Check):
+    """Some ranks never reach `init_process_group`
+
+    ## What it finds
+    Ranks that wait in `init_process_group` for others that do not come: they are still in
+    something else before it, they ended, or there are fewer of them than `world_size` says. Names
+    who came, who did not, and where these are.
+
+    ## Why it hurts
+    `init_process_group` waits for everybody, half an hour by default, and then every rank that did
+    come raises an error that names nobody.
+
+    ## How to fix it
+    Look at the line where the missing rank is. If `world_size` is wrong, leave `rank=` and
+    `world_size=` out and let torchrun set them.
+
+    ## When it stays quiet
+    Slow imports and downloads that end in time.
+    """
+
+    code = "DDP102"
+    name = "rendezvous-stall"
+    family = "launch"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(InitEntered) else "init_process_group was never called"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        waiting = [r for r in run.ranks.values() if _waits(r)]
+        if not waiting or any(r.default_group for r in run.ranks.values()):
+            return
+        world = max(expected_world(r) for r in waiting)
+        came = {r.rank for r in waiting}
+        absent = [r for r in range(world) if r not in came]
+        stalled, gave_up = run.stall is not None, [r for r in waiting if _gave_up(r)]
+        if absent and (stalled or gave_up):
+            yield self._tell(run, waiting, absent, world)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in ("stall", "rank-missing") or (
+            other.check == "first-failure" and not set(mine.ranks) & set(other.ranks)
+        )
+
+    def _tell(
+        self,
+        run: Run,
+        waiting: list[Rank],
+        absent: list[int],
+        world: int,
+    ) -> Finding:
+        first = waiting[0]
+        entered = first.latest(InitEntered)
+        here = first.location(entered.site) if entered else None
+        launched = max(len(run.ranks), run.info.world_size)
+        too_many = [r for r in absent if r >= launched]
+        late = [run.ranks[r] for r in absent if r in run.ranks]
+        where = next((w for r in late if (w := _where(run, r))), None)
+        came = fold_ranks(r.rank for r in waiting)
+        evidence = {
+            "came": came,
+            "absent": fold_ranks(absent),
+            "world_size_expected": world,
+            "processes_launched": launched,
+            "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
+        }
+        wrong_size = bool(too_many) and not late
+        return self.finding(
+            ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
+            confidence=Confidence.PROVEN if wrong_size else Confidence.SUSPECTED,
+            subjects=("init_process_group",),
+            location=here if wrong_size else where or here,
+            label="waits for ranks that do not exist"
+            if wrong_size
+            else "not in init_process_group",
+            related=(Related(f"ranks {came} wait here", here),) if here and where else (),
+            summary=_summary(_wait(waiting), absent, world, launched, wrong_size)
+            + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
+            cause=f"world_size is {world}, but {launched} processes were launched"
+            if wrong_size
+            else "a process group forms only when every rank has called init_process_group",
+            fix="leave `rank=` and `world_size=` out: torchrun sets them in the environment"
+            if wrong_size
+            else "see what the line does on the ranks that are missing; do slow work once, before "
+            "the launch, or after init_process_group with a longer `timeout=`",
+            fix_kind=FixKind.CHECK,
+            evidence=evidence,
+            at=first.wall(entered.at) if entered else run.started,
+        )
+
+
+def _waits(rank: Rank) -> bool:
+    """Whether a rank entered `init_process_group` and did not get its group."""
+    return bool(rank.of(InitEntered)) and not rank.of(GroupReady)
+
+
+def expected_world(rank: Rank) -> int:
+    """How many ranks this one waits for."""
+    entered = rank.latest(InitEntered)
+    if entered is None:
+        return 0
+    return entered.world_size if entered.world_size > 0 else max(entered.env_world_size, 0)
+
+
+def _gave_up(rank: Rank) -> bool:
+    raised = rank.exception
+    return raised is not None and any(word in raised.message for word in TIMEOUTS)
+
+
+def _where(run: Run, rank: Rank) -> Location | None:
+    """The line a rank is at, by its stack."""
+    for node in run.nodes.values():
+        stood = [e for e in node.of(RankStood) if e.rank == rank.rank and e.attempt == run.attempt]
+        frame = stood[-1].user_frame if stood else None
+        if frame is not None:
+            file = shorten(frame.file, rank.cwd)
+            return Location(file, frame.line, frame.function, frame.text)
+    return None
+
+
+def _state(run: Run, rank: Rank) -> str:
+    if rank.ended is not None and not rank.ended.by_launcher and rank.stopped is None:
+        how = rank.signal or f"status {rank.exit_code}"
+        return f"gone ({how})"
+    where = _where(run, rank)
+    if where is not None:
+        text = f" `{where.source.strip()}`" if where.source.strip() else ""
+        return f"at {where}{text}"
+    return "somewhere before it"
+
+
+def _wait(ranks: list[Rank]) -> str:
+    folded = fold_ranks(r.rank for r in ranks)
+    return f"ranks {folded} wait" if len(ranks) > 1 else f"rank {folded} waits"
+
+
+def _summary(came: str, absent: list[int], world: int, launched: int, wrong_size: bool) -> str:
+    if wrong_size:
+        return f"{came} in init_process_group for {world} ranks, but only {launched} exist"
+    return (
+        f"rank{'s' if len(absent) > 1 else ''} {fold_ranks(absent)} "
+        f"{'do' if len(absent) > 1 else 'does'} not reach init_process_group, where {came}"
+    )

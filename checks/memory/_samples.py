@@ -1,0 +1,44 @@
+"""Memory of ranks over time: robust figures from noisy samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ddpdoctor.events import RankSample
+from ddpdoctor.run import Rank, Run
+
+MIB = 1 << 20
+
+
+def human(size: float) -> str:
+    """`12 MB`."""
+    for unit, factor in (("GB", 1 << 30), ("MB", MIB), ("KB", 1 << 10)):
+        if abs(size) >= factor:
+            number = size / factor
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def medians(values: Sequence[float], parts: int) -> list[float]:
+    """The median of each of `parts` stretches of equal length."""
+    edges = [len(values) * n // parts for n in range(parts + 1)]
+    return [statistics.median(values[a:b]) for a, b in pairwise(edges) if b > a]
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Theil-Sen: the median of the slopes between pairs that lie half the series apart."""
+    half = len(points) // 2
+    slopes = [
+        (y2 - y1) / (x2 - x1)
+        for (x1, y1), (x2, y2) in zip(points, points[half:], strict=False)
+        if x2 > x1
+    ]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+def seen_from_outside(run: Run, rank: Rank) -> list[RankSample]:
+    """What the node's monitor saw of a rank's process."""
+    pid = rank.started.pid if rank.started else 0
+    return [s for n in run.nodes.values() for s in n.of(RankSample) if s.pid == pid]

@@ -1,0 +1,72 @@
+"""DDP202."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import DataParallelMade
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run
+
+MIGRATION = """\
+torchrun --nproc-per-node {count} train.py, and in it:
+    dist.init_process_group("nccl")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    model = DistributedDataParallel(model.cuda(), device_ids=[local_rank])
+    sampler = DistributedSampler(dataset)  # sampler.set_epoch(epoch) in each epoch
+    loader = DataLoader(dataset, batch_size=batch_size // {count}, sampler=sampler)"""
+
+
+class DpInsteadOfDdp(Check):
+    """DataParallel where DistributedDataParallel would do better
+
+    ## What it finds
+    A model in `torch.nn.DataParallel` that trains on several devices.
+
+    ## Why it hurts
+    One Python process drives all devices: the model is copied to each of them in every forward,
+    inputs are scattered from the first device and outputs gathered on it, and the interpreter lock
+    makes the devices take turns. It does not reach beyond one machine either.
+
+    ## How to fix it
+    One process per device with DistributedDataParallel; the note shows the lines.
+
+    ## When it stays quiet
+    DataParallel over a single device, or without GPUs, where it does nothing.
+    """
+
+    code = "DDP202"
+    name = "dp-instead-of-ddp"
+    family = "memory"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(DataParallelMade) else "torch.nn.DataParallel was not used"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for rank in run.ranks.values():
+            made = [e for e in rank.of(DataParallelMade) if len(e.devices) > 1]
+            if made and rank.steps:
+                event = made[0]
+                yield self.finding(
+                    ranks=(rank.rank,),
+                    subjects=(event.kind,),
+                    location=rank.location(event.site),
+                    label=f"one process drives {len(event.devices)} devices",
+                    summary=(
+                        f"{event.kind} trains through DataParallel on {len(event.devices)} devices"
+                    ),
+                    cause=(
+                        "DataParallel copies the model to every device in each forward and gathers "
+                        f"all outputs on cuda:{event.output_device}"
+                    ),
+                    fix=MIGRATION.format(count=len(event.devices)),
+                    fix_kind=FixKind.TEMPLATE,
+                    evidence={
+                        "devices": list(event.devices),
+                        "copied in each forward": event.parameter_bytes,
+                    },
+                    at=rank.wall(event.at),
+                )
+                return

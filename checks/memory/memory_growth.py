@@ -1,0 +1,242 @@
+"""DDP206."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from ._samples import MIB, human, medians, slope
+
+PARTS = 6
+FEWEST_SAMPLES = 12
+WARM_UP = 0.2
+"""The first part of the run, in which pools, caches and optimizer state come to be."""
+
+FEWEST_STEPS = 30
+UNKNOWN_STEPS, UNKNOWN_GROWTH, HOST_SHARE = 500, 64 * MIB, 0.04
+"""Host memory rises by itself for a while: the allocator's pools, kernels for each new shape."""
+
+DEVICE_GROWTH, DEVICE_SHARE = 8 * MIB, 0.01
+KNOWN_GROWTH = 1 * MIB
+"""Enough where it is known what holds the memory."""
+
+SLOWER = 0.6
+"""What a container gains per step, at last against at most: less than this levels off."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that grew to the end: `where` is `host` or `device`, `levels` its stretches."""
+
+    rank: Rank
+    where: str
+    levels: list[float]
+    per_step: float
+    steps: Steps
+    held: MemoryHeld | None
+    at: float
+
+    @property
+    def total(self) -> float:
+        return self.levels[-1] - self.levels[0]
+
+
+class MemoryGrowth(Check):
+    """Memory grows with every step
+
+    ## What it finds
+    Memory of a rank, on the host or on its device, that rises through all of the run and is still
+    rising at the end, after the warm-up. Where a container that gains a tensor with each step is
+    found (a list of losses that keep their graphs, say), or a sum that drags the graph of every
+    loss along, it is named with the line that adds to it.
+
+    ## Why it hurts
+    The run ends with an out-of-memory error after hours, often on one rank first, and the others
+    wait for it.
+
+    ## How to fix it
+    Keep numbers, not graphs: `losses.append(loss.item())` or `loss.detach()`; run evaluation under
+    `torch.no_grad()`; clear what is collected when it has been used.
+
+    ## When it stays quiet
+    Growth that levels off, as caches do; the first steps; the first epoch of a data set, which may
+    be caching its items, unless graphs are what is kept; memory that goes up and down; a rise
+    of host memory in a short run that nothing the program keeps accounts for.
+    """
+
+    code = "DDP206"
+    name = "memory-growth"
+    family = "memory"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        if not run.any(MemorySample):
+            return "memory was not sampled: no step and no forward of a wrapped model was seen"
+        most = max(len(r.of(MemorySample)) for r in run.ranks.values())
+        return None if most >= FEWEST_SAMPLES else "the run was too short to tell growth from noise"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for where in ("device", "host"):
+            growing = [g for r in run.ranks.values() if (g := _growth(r, where)) is not None]
+            if growing:
+                yield self._tell(run, max(growing, key=lambda g: (g.held is not None, g.total)),
+                                 growing)  # fmt: skip
+                return
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "rank-memory-imbalance":
+            return True
+        killed = other.check in ("rank-died", "first-failure")
+        return killed and "memory" in (other.summary + str(other.evidence)).lower()
+
+    def _tell(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
+        ranks = tuple(g.rank.rank for g in growing)
+        who = "all ranks" if len(ranks) == run.world_size > 1 else f"rank {fold_ranks(ranks)}"
+        held = worst.held
+        return self.finding(
+            ranks=ranks,
+            steps=worst.steps,
+            subjects=(held.name,) if held and held.name else (),
+            location=_spot(worst),
+            label="keeps a tensor with every step" if held else "more memory after each of these",
+            summary=(
+                f"{worst.where} memory of {who} grows by {human(worst.per_step)} a step, "
+                f"{human(worst.total)} from step {worst.steps.first} to {worst.steps.last}"
+            ),
+            cause=_cause(held),
+            fix=_fix(held),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "where": worst.where,
+                "growth per step in bytes": round(worst.per_step),
+                "levels through the run": [human(v) for v in worst.levels],
+                "held by": _holder(held),
+                "ranks": [{"rank": g.rank.rank, "grew by": human(g.total)} for g in growing],
+            },
+            at=worst.at,
+        )
+
+
+def _growth(rank: Rank, where: str) -> Growth | None:
+    held = _held(rank)
+    samples = _after_warm_up(rank, held is not None and held.graphs)
+    if len(samples) < FEWEST_SAMPLES:
+        return None
+    values = [float(s.device_bytes if where == "device" else s.rss_bytes) for s in samples]
+    levels = medians(values, PARTS)
+    if not _rises(levels, known=held is not None and held.graphs):
+        return None
+    total = levels[-1] - levels[0]
+    # Evaluation takes no steps: there the forwards count.
+    counts = [s.step for s in samples]
+    if counts[-1] == counts[0]:
+        counts = [s.forwards for s in samples]
+    done = counts[-1] - counts[0]
+    if held is not None and not held.graphs and not _accounts_for(held, done, total):
+        held = None
+    if done < FEWEST_STEPS or total < _least(where, held, done, levels[0]):
+        return None
+    return Growth(
+        rank=rank,
+        where=where,
+        levels=levels,
+        per_step=slope(list(zip(map(float, counts), values, strict=True))),
+        steps=Steps(counts[0], counts[-1], counts[-1] - counts[0] + 1),
+        held=held,
+        at=rank.wall(samples[0].at),
+    )
+
+
+def _least(where: str, held: MemoryHeld | None, steps: int, level: float) -> float:
+    """Growth that is beyond doubt."""
+    if held is not None:
+        return KNOWN_GROWTH if held.graphs else 8 * KNOWN_GROWTH
+    if where == "device":
+        return max(DEVICE_GROWTH, DEVICE_SHARE * level)
+    return max(UNKNOWN_GROWTH, HOST_SHARE * level) if steps >= UNKNOWN_STEPS else float("inf")
+
+
+def _accounts_for(held: MemoryHeld, steps: int, total: float) -> bool:
+    """Whether what a container gains is most of what the process gained."""
+    return held.entry_bytes * held.grown / max(held.steps, 1) * steps >= 0.4 * total
+
+
+def _held(rank: Rank) -> MemoryHeld | None:
+    """What was found growing; what keeps graphs before what does not."""
+    seen = [e for e in rank.of(MemoryHeld) if e.graphs or not _slows(rank, e)]
+    return max(seen, key=lambda e: (e.graphs, e.grown * e.entry_bytes), default=None)
+
+
+def _slows(rank: Rank, held: MemoryHeld) -> bool:
+    """A container that gains less and less is a cache: what it has not seen gets rare."""
+    same = [e for e in rank.of(MemoryHeld) if (e.site, e.kind) == (held.site, held.kind)]
+    rates = [e.grown / max(e.steps, 1) for e in same]
+    return rates[-1] < SLOWER * max(rates)
+
+
+def _after_warm_up(rank: Rank, graphs: bool) -> list[MemorySample]:
+    """Samples in which growth counts."""
+    samples = rank.of(MemorySample)
+    if not samples:
+        return []
+    begin = samples[0].at + WARM_UP * (samples[-1].at - samples[0].at)
+    if not graphs and rank.of(LoaderSeen):
+        training = [e.at for e in rank.of(EpochEnded) if e.exhausted]
+        begin = max(begin, min(training, default=float("inf")))
+    return [s for s in samples if s.at >= begin]
+
+
+def _rises(levels: list[float], *, known: bool) -> bool:
+    """Whether it goes up from stretch to stretch, and at the end as at the beginning.
+
+    Where something is known to grow (`known`), memory that is taken in lumps will do.
+    """
+    rises = [b - a for a, b in pairwise(levels)]
+    total = levels[-1] - levels[0]
+    if len(rises) < PARTS - 1 or min(rises) < (-0.1 * total if known else 1):
+        return False
+    early, late = sum(rises[:2]), sum(rises[-2:])
+    return late >= (0.25 if known else 0.5) * early and late > 0
+
+
+def _spot(growth: Growth) -> Location | None:
+    if growth.held is not None:
+        found = growth.rank.location(growth.held.site)
+        if found is not None:
+            return found
+    steps = growth.rank.of(StepDone)
+    return growth.rank.location(steps[-1].site) if steps else None
+
+
+def _holder(held: MemoryHeld | None) -> str:
+    if held is None:
+        return "not found"
+    name = held.name or "a container of the program's"
+    if held.kind == "graph":
+        return f"{name}, a sum of {held.length} losses with their graphs"
+    what = "tensors that keep their graphs" if held.graphs else "tensors"
+    return f"{name}, a {held.kind} of {held.length} {what}, {held.grown} more in {held.steps} steps"
+
+
+def _cause(held: MemoryHeld | None) -> str:
+    if held is None:
+        return "something keeps what each step makes; no growing container of tensors was found"
+    if held.kind == "graph":
+        return f"`{held.name}` sums up losses as tensors: the graph of each of them stays with it"
+    what = "tensors, and each of them its autograd graph" if held.graphs else "tensors"
+    return f"`{held.name or held.kind}` keeps {what}"
+
+
+def _fix(held: MemoryHeld | None) -> str:
+    if held is None:
+        return "keep `loss.item()` or `loss.detach()` instead of tensors that the graph hangs on"
+    if held.kind == "graph":
+        return f"`{held.name} += loss.item()`, or `loss.detach()`"
+    if held.graphs:
+        return "append `loss.item()` or `loss.detach()`; evaluate under `torch.no_grad()`"
+    return f"clear `{held.name or 'it'}` when it has been used, or keep numbers instead of tensors"

@@ -1,0 +1,115 @@
+"""DDP204."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import DeviceTouched, DeviceUsed
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from ._devices import monitor_of, no_gpu, plain, used
+from ._samples import human, seen_from_outside
+
+FEWEST_SAMPLES = 2
+
+
+class StrayCudaContext(Check):
+    """Ranks hold memory on a GPU that is not theirs
+
+    ## What it finds
+    Processes that NVML lists on a GPU which their rank neither trains on nor was told to use, and
+    the call after which the context was first there.
+
+    ## Why it hurts
+    Each context takes some hundred megabytes of somebody else's GPU, mostly the first: eight ranks
+    take gigabytes of it, and rank 0 runs out of memory with a batch that fits all others.
+
+    ## How to fix it
+    `torch.load(path, map_location="cpu")` (the checkpoint was saved from `cuda:0`), and
+    `torch.cuda.set_device(local_rank)` before any other call that touches CUDA.
+
+    ## When it stays quiet
+    Devices that hold the rank's parameters or that `set_device` named. Where NVML does not list
+    this container's processes, nothing is said.
+    """
+
+    code = "DDP204"
+    name = "stray-cuda-context"
+    family = "memory"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        reason = no_gpu(run)
+        if reason:
+            return reason
+        if any(s.gpu_bytes for r in run.ranks.values() for s in seen_from_outside(run, r)):
+            return None
+        return "NVML lists none of the ranks' processes (another container, or no permission)"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        strays = [s for r in run.ranks.values() for s in _strays(run, r)]
+        by_device: dict[tuple[str, str], list[tuple[Rank, str, int, int]]] = {}
+        for stray in strays:
+            by_device.setdefault((stray[0].node, stray[1]), []).append(stray)
+        for (node, device), guests in by_device.items():
+            yield self._tell(node, device, guests)
+
+    def _tell(self, node: str, device: str, guests: list[tuple[Rank, str, int, int]]) -> Finding:
+        ranks = tuple(sorted(r.rank for r, *_ in guests))
+        total = sum(size for *_, size in guests)
+        rank, touched = next(
+            ((r, t) for r, uuid, *_ in guests if (t := _touched(r, uuid))), (guests[0][0], None)
+        )
+        index = guests[0][2]
+        spot: Location | None = rank.location(touched.site) if touched else None
+        how = f"after {touched.by}" if touched and touched.by == "torch.load" else (
+            touched.by if touched else ""
+        )  # fmt: skip
+        return self.finding(
+            ranks=ranks,
+            subjects=(f"GPU {index}",),
+            location=spot,
+            label=f"leaves a context on GPU {index}",
+            summary=(
+                f"ranks {fold_ranks(ranks)} hold {human(total)} on GPU {index} of {node}, which is "
+                "not theirs"
+            ),
+            cause=(
+                f"their context there was first seen {how}"
+                if how
+                else "a call touched that GPU before the rank chose its own"
+            ),
+            fix=(
+                '`torch.load(path, map_location="cpu")`, and `torch.cuda.set_device(local_rank)` '
+                "before anything touches CUDA"
+            ),
+            fix_kind=FixKind.SAFE,
+            evidence={
+                "ranks": [{"rank": r.rank, "holds": human(size)} for r, _, _, size in guests],
+                "device": device,
+            },
+            at=rank.wall(touched.at) if touched else 0.0,
+        )
+
+
+def _strays(run: Run, rank: Rank) -> Iterator[tuple[Rank, str, int, int]]:
+    """(rank, identity, NVML's number, bytes) of every device that is not this rank's."""
+    own = {plain(e.uuid) for e in used(rank) if isinstance(e, DeviceUsed)}
+    monitor = monitor_of(run, rank)
+    if not own or "" in own or monitor is None or not monitor.gpu_uuids:
+        return
+    seen: dict[int, list[int]] = {}
+    for sample in seen_from_outside(run, rank):
+        for index, size in sample.gpu_bytes.items():
+            seen.setdefault(index, []).append(size)
+    uuids = [plain(u) for u in monitor.gpu_uuids]
+    if not any(uuids[i] in own for i in seen if i < len(uuids)):
+        return  # NVML and torch do not speak of the same devices (MIG)
+    for index, sizes in seen.items():
+        if index < len(uuids) and uuids[index] not in own and len(sizes) >= FEWEST_SAMPLES:
+            yield rank, uuids[index], index, max(sizes)
+
+
+def _touched(rank: Rank, uuid: str) -> DeviceTouched | None:
+    return next((e for e in rank.of(DeviceTouched) if plain(e.uuid) == uuid), None)

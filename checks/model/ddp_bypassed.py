@@ -1,0 +1,109 @@
+"""DDP304."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import Bypassed
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+
+class DdpBypassed(Check):
+    """Gradients are computed around DistributedDataParallel
+
+    ## What it finds
+    Optimizer steps on gradients of a wrapped model that no forward of the wrapper led to:
+    `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model kept
+    under another name, a wrapper that was made and not used. It names the line of that call.
+
+    ## Why it hurts
+    DDP averages gradients in the backward of its own forward. A forward that goes around it trains
+    every rank on its own data alone, in silence: the models drift apart, and the one that is saved
+    has seen one rank's share of the data.
+
+    ## How to fix it
+    Call the wrapper: `model(x)`. Where another method is needed, let `forward` choose it:
+    `model(x, mode="loss")`.
+
+    ## When it stays quiet
+    Evaluation, generation and saving through `model.module`; copies (EMA); a regulariser on
+    `model.module.weight` in the backward of a proper forward; micro-batches under `no_sync`;
+    gradients that were cleared, or synchronised by hand, before the step; one process.
+    """
+
+    code = "DDP304"
+    name = "ddp-bypassed"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            seen = {r: es for r in run.ranks.values() if (es := _events(r, model))}
+            if not seen:
+                continue
+            discarded = any(e.discarded for es in seen.values() for e in es)
+            if discarded and len(seen) < 2:
+                continue  # one process that goes on alone, after the others are done
+            yield self._tell(run, model, seen)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in (
+            "gradient-drift", "parameter-drift", "unsynced-step", "model-not-wrapped",
+            "optimizer-state-drift", "parameters-changed-after-wrap",
+        )  # fmt: skip
+
+    def _tell(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
+        rank, events = next(iter(seen.items()))
+        first, last = events[0], events[-1]
+        wrapped = models.wrap_of(rank, model)
+        assert wrapped is not None
+        call = next((e.call_site for e in events if e.call_site >= 0), -1)
+        spot = rank.location(call) or rank.location(first.site)
+        return self.finding(
+            ranks=tuple(r.rank for r in seen),
+            steps=Steps(first.step, last.step, last.count),
+            subjects=(wrapped.kind,),
+            location=spot,
+            label="goes around the wrapper" if call >= 0 else "backward of a forward around DDP",
+            related=models.related(
+                rank, (("wrapped here", wrapped.site), ("backward", first.site))
+            ),
+            summary=f"the optimizer stepped {last.count} times on gradients of {wrapped.kind} that "
+            f"went around DistributedDataParallel, {models.on_ranks(run, (r.rank for r in seen))}",
+            cause=_cause(wrapped.kind, last),
+            fix="call the wrapper: `model(x)`, not `model.module(x)` or the model it wraps; "
+            "move other methods behind `forward`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "steps without synchronisation": last.count,
+                "forwards through the wrapper": last.forwards,
+                "collectives in that backward": 0,
+                "first at step": first.step,
+            },
+            at=rank.wall(first.at),
+        )
+
+
+def _events(rank: Rank, model: int) -> list[Bypassed]:
+    wrapped = models.wrap_of(rank, model)
+    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
+        return []
+    return [e for e in rank.of(Bypassed) if e.model == model]
+
+
+def _cause(kind: str, last: Bypassed) -> str:
+    if last.discarded:
+        return (
+            f"the wrapper around {kind} was not kept, and the model itself is trained: nothing "
+            "averages its gradients"
+        )
+    return (
+        f"DDP arms its synchronisation in its own forward; this forward ran on {kind} itself, so "
+        "each rank applied its own gradients"
+    )

@@ -1,0 +1,212 @@
+"""DDP309."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+TOLD = 12
+"""Rows of the table of differences."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One rank's list of parameters.
+
+    Attributes:
+        origin: the record it stands in.
+    """
+
+    rank: Rank
+    origin: Wrapped | Unwrapped
+    parameters: tuple[Tensor, ...]
+
+    def signature(self) -> tuple[object, ...]:
+        return tuple(_signature(p) for p in self.parameters)
+
+
+class ModelMismatch(Check):
+    """Ranks wrap different models
+
+    ## What it finds
+    Lists of parameters that are not the same on all ranks of a group when the model is wrapped (or,
+    where gradients are reduced by hand, when the optimizer first steps): other names, another
+    order, other shapes or dtypes, frozen here and trained there.
+
+    ## Why it hurts
+    DDP broadcasts and reduces by position. Where the shapes differ the constructor raises or
+    hangs; where they happen to agree (layers registered from a `set`, or in the order of a
+    directory listing) it mixes the weights and gradients of different layers in silence.
+
+    ## How to fix it
+    Build the model from the same arguments on every rank, and register layers in a fixed order:
+    `for name in sorted(names)`.
+
+    ## When it stays quiet
+    Parameters in `_ddp_params_and_buffers_to_ignore`; models of different groups (pipeline stages,
+    experts); equal lists.
+    """
+
+    code = "DDP309"
+    name = "model-mismatch"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if run.world_size < 2:
+            return "one rank only"
+        return None if run.any(Wrapped) or run.any(Unwrapped) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for held in [*_wrapped(run), *_reduced_by_hand(run)]:
+            if len({h.signature() for h in held}) > 1:
+                yield self._tell(run, held)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "first-failure":
+            text = str(other.evidence)
+            return "same model across" in text or "to match sizes" in text or "onnection" in text
+        return other.check in (
+            "gradient-drift", "parameter-drift", "buffer-drift", "rank-missing", "stall",
+            "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
+        )  # fmt: skip
+
+    def _tell(self, run: Run, held: list[Held]) -> Finding:
+        usual, _ = Counter(h.signature() for h in held).most_common(1)[0]
+        majority = [h for h in held if h.signature() == usual]
+        others = [h for h in held if h.signature() != usual]
+        here, there = majority[0], others[0]
+        places = _differences(here.parameters, there.parameters)
+        first = places[0]
+        clear = 2 * len(majority) > len(held)
+        odd = there if first < len(there.parameters) else here
+        if (frozen := _at(here.parameters, first)) is not None and not frozen.trainable:
+            odd = here
+        what = _difference(_at(here.parameters, first), _at(there.parameters, first))
+        kind = here.origin.kind or "the model"
+        return self.finding(
+            ranks=tuple(h.rank.rank for h in (others if clear else held)),
+            subjects=tuple(
+                dict.fromkeys(p.name for i in places[:TOLD] if (p := _at(odd.parameters, i)))
+            ),
+            location=_made_at(odd, first),
+            label=f"differs: {what}",
+            related=models.related(odd.rank, (("wrapped here", odd.origin.site),)),
+            summary=f"{kind} is not the same model on all ranks: parameter {first} is "
+            f"{_told(_at(here.parameters, first))} on rank {here.rank.rank} and "
+            f"{_told(_at(there.parameters, first))} on rank {there.rank.rank}",
+            cause=_cause(here.parameters, there.parameters),
+            fix="build the model from the same arguments, in the same order, on every rank: "
+            "`for name in sorted(names)`, not `for name in set(names)`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "differences": f"{len(places)} of "
+                f"{max(len(here.parameters), len(there.parameters))} parameters",
+                "parameters": [
+                    {
+                        "position": i,
+                        f"rank {here.rank.rank}": _told(_at(here.parameters, i)),
+                        f"rank {there.rank.rank}": _told(_at(there.parameters, i)),
+                    }
+                    for i in places[:TOLD]
+                ],
+            },
+            at=min(h.rank.wall(h.origin.at) for h in held),
+        )
+
+
+def _wrapped(run: Run) -> Iterator[list[Held]]:
+    """The n-th models that ranks wrapped for one group of ranks."""
+    found: dict[tuple[object, ...], list[Held]] = {}
+    for rank in run.ranks.values():
+        counts: Counter[tuple[int, ...]] = Counter()
+        for wrapped in rank.of(Wrapped):
+            _, ranks = models.members(rank, wrapped)
+            listed = tuple(p for p in wrapped.parameters if not p.ignored)
+            found.setdefault((ranks, counts[ranks]), []).append(Held(rank, wrapped, listed))
+            counts[ranks] += 1
+    for (members, _), held in found.items():
+        if len(held) > 1 and members:
+            yield held
+
+
+def _reduced_by_hand(run: Run) -> Iterator[list[Held]]:
+    """Models of no wrapper whose gradients the ranks of the default group reduce themselves."""
+    found: dict[int, list[Held]] = {}
+    for rank in run.ranks.values():
+        reducing = {s.optimizer for s in rank.of(UnwrappedState) if s.exchanged == "gradients"}
+        for event in rank.of(Unwrapped):
+            if event.optimizer in reducing:
+                held = Held(rank, event, event.parameters)
+                found.setdefault(event.optimizer, []).append(held)
+    yield from (held for held in found.values() if len(held) > 1)
+
+
+def _signature(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.name, parameter.shape, parameter.dtype, parameter.trainable
+
+
+def _at(parameters: Sequence[Tensor], place: int) -> Tensor | None:
+    return parameters[place] if place < len(parameters) else None
+
+
+def _differences(here: Sequence[Tensor], there: Sequence[Tensor]) -> list[int]:
+    def differ(i: int) -> bool:
+        one, other = _at(here, i), _at(there, i)
+        return one is None or other is None or _signature(one) != _signature(other)
+
+    return [i for i in range(max(len(here), len(there))) if differ(i)]
+
+
+def _difference(one: Tensor | None, other: Tensor | None) -> str:
+    if one is None or other is None:
+        return "not on every rank"
+    if one.name != other.name:
+        return "another parameter at this position"
+    if one.shape != other.shape:
+        return f"shape {_shape(one)} against {_shape(other)}"
+    if one.dtype != other.dtype:
+        return f"{one.dtype} against {other.dtype}"
+    return "frozen on some ranks, trained on others"
+
+
+def _told(parameter: Tensor | None) -> str:
+    if parameter is None:
+        return "absent"
+    frozen = "" if parameter.trainable else " frozen"
+    return f"{parameter.name} {_shape(parameter)} {parameter.dtype}{frozen}"
+
+
+def _shape(parameter: Tensor) -> str:
+    return "x".join(map(str, parameter.shape)) or "scalar"
+
+
+def _cause(here: Sequence[Tensor], there: Sequence[Tensor]) -> str:
+    if {p.name for p in here} == {p.name for p in there}:
+        if [p.name for p in here] != [p.name for p in there]:
+            return (
+                "the same layers were registered in another order (from a set, a directory "
+                "listing, a hash): DDP broadcasts and reduces by position, so it mixes them"
+            )
+        return "the layers have the same names but not the same shapes, dtypes or flags"
+    return "the ranks built the model from different arguments or by different branches"
+
+
+def _made_at(held: Held, place: int) -> Location | None:
+    origin = held.origin
+    if isinstance(origin, Wrapped):
+        if not held.parameters[place].trainable and origin.frozen_site >= 0:
+            return held.rank.location(origin.frozen_site)
+        name = held.parameters[place].name
+        position = next(i for i, p in enumerate(origin.parameters) if p.name == name)
+        part = models.parts_of(origin, [position])[0]
+        owner = models.Part(name.rpartition(".")[0], part.kind, (position,), False)
+        return models.made_at(held.rank, origin, owner)
+    return held.rank.location(origin.site)

@@ -1,0 +1,163 @@
+"""DDP305."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+
+class ModelNotWrapped(Check):
+    """A model is trained that nothing synchronises
+
+    ## What it finds
+    Several ranks with a process group step an optimizer on parameters that no wrapper was given,
+    whose gradients differ between the ranks when they are applied, and that no collective ever
+    carried: each rank trains a model of its own.
+
+    ## Why it hurts
+    The run looks distributed and is N separate runs, each on its share of the data. The model that
+    rank 0 saves has seen 1/N of it.
+
+    ## How to fix it
+    `model = DistributedDataParallel(model)` before the optimizer is built, and call that.
+
+    ## When it stays quiet
+    Gradients or parameters that are exchanged by hand (each alone, as one buffer, in hooks, or
+    averaged now and then); FSDP and tensor parallelism; pipelines; training on one rank only;
+    ranks that hold different models. Where ranks agree bit for bit without exchanging anything
+    (same data, same seed) it is a note.
+    """
+
+    code = "DDP305"
+    name = "model-not-wrapped"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if run.world_size < 2:
+            return "one rank only"
+        if not run.any(GroupReady):
+            return "no process group was formed"
+        return None if run.training_ranks() or run.any(Unwrapped) else "no optimizer step seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
+        for optimizer in sorted(optimizers):
+            for alike in _alike(run, optimizer):
+                yield from self._judge(run, optimizer, alike)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return mine.severity is Severity.ERROR and other.check in (
+            "gradient-drift", "parameter-drift", "unsynced-step"
+        )  # fmt: skip
+
+    def _judge(self, run: Run, optimizer: int, alike: dict[Rank, Unwrapped]) -> Iterator[Finding]:
+        states = {r: {s.step: s for s in _states(r, optimizer)} for r in alike}
+        if any(_exchanged(rank, event) for rank, event in alike.items()):
+            return
+        common = sorted(set.intersection(*(set(rows) for rows in states.values())))
+        apart = [n for n in common if len({rows[n].gradients for rows in states.values()}) > 1]
+        moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
+        if common and len(apart) == len(common):
+            yield self._tell(run, alike, Severity.ERROR, common, moved)
+        elif len(common) > 1 and not apart and not moved:
+            yield self._tell(run, alike, Severity.NOTE, common, moved)
+
+    def _tell(
+        self,
+        run: Run,
+        alike: dict[Rank, Unwrapped],
+        severity: Severity,
+        common: list[int],
+        moved: list[int],
+    ) -> Finding:
+        rank, event = next(iter(alike.items()))
+        kind = event.kind or _loose(len(event.parameters))
+        bad = severity is Severity.ERROR
+        spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
+        steps = max(r.steps for r in alike)
+        where = models.on_ranks(run, (r.rank for r in alike))
+        return self.finding(
+            severity=severity,
+            ranks=tuple(r.rank for r in alike),
+            steps=Steps(0, max(steps - 1, common[-1]), max(steps, 1)),
+            subjects=tuple(p.name for p in event.parameters),
+            location=spot or rank.location(event.step_site),
+            label="never wrapped",
+            related=models.related(rank, (("stepped here", event.step_site),)),
+            summary=f"{kind} is trained {where}, and nothing "
+            + ("synchronises its gradients: they differ" if bad else "is exchanged: ranks agree"),
+            cause=_cause(kind, event, bad),
+            fix="`model = DistributedDataParallel(model)` before the optimizer is built, and train "
+            "through it"
+            if bad
+            else "if each rank is to have its share of the data: shard it, and "
+            "wrap the model in DistributedDataParallel",
+            fix_kind=FixKind.CHECK,
+            evidence=_evidence(event, common, moved, bad),
+            at=rank.wall(event.at),
+        )
+
+
+def _loose(count: int) -> str:
+    """Parameters that stand in no module."""
+    return "a parameter of no module" if count == 1 else f"a set of {count} parameters"
+
+
+def _alike(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
+    """Ranks that train equal lists of parameters under that number; two at least."""
+    kinds: dict[tuple[object, ...], dict[Rank, Unwrapped]] = {}
+    for rank in run.ranks.values():
+        for event in rank.of(Unwrapped):
+            if event.optimizer == optimizer:
+                key = tuple((p.shape, p.dtype) for p in event.parameters)
+                kinds.setdefault(key, {})[rank] = event
+    training = sum(len(k) for k in kinds.values())
+    for alike in kinds.values():
+        if len(alike) > 1 and len(alike) == training:
+            yield alike
+
+
+def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
+    return [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+
+
+def _exchanged(rank: Rank, event: Unwrapped) -> bool:
+    """Whether these parameters were ever exchanged, be it under an optimizer that was made anew for
+    them (for each round of averaging, say)."""
+    model = event.kind, event.parameters
+    same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
+    return any(s.exchanged for s in rank.of(UnwrappedState) if s.optimizer in same)
+
+
+def _made(rank: Rank, optimizer: int) -> int:
+    seen = (o for o in rank.of(OptimizerSeen) if o.optimizer == optimizer)
+    return next((o.site for o in seen), -1)
+
+
+def _cause(kind: str, event: Unwrapped, bad: bool) -> str:
+    if not bad:
+        return (
+            f"{kind} was not given to a wrapper; the ranks hold equal parameters and gradients in "
+            "every step looked at, so they all do the same work on the same data"
+        )
+    beside = " (another model was)" if event.wrapped else ""
+    return (
+        f"{kind} was given to no wrapper{beside} and its gradients to no collective, so every rank "
+        "applies its own"
+    )
+
+
+def _evidence(event: Unwrapped, common: list[int], moved: list[int], bad: bool) -> Evidence:
+    return {
+        "parameters": len(event.parameters),
+        "steps compared": common,
+        "gradients differ at": common if bad else [],
+        "parameters differ at": moved,
+        "collectives that carried them": 0,
+    }

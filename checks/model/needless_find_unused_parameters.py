@@ -1,0 +1,88 @@
+"""DDP303."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import SearchCost
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+ENOUGH = 5
+"""Backwards to look at before the option is called needless."""
+
+
+class NeedlessFindUnusedParameters(Check):
+    """find_unused_parameters=True, but every parameter was used in every step
+
+    ## What it finds
+    A model wrapped with `find_unused_parameters=True` all of whose parameters got a gradient in
+    every synchronising backward that was examined, on every rank.
+
+    ## Why it hurts
+    With the option DDP walks the whole autograd graph after each forward, and exchanges a map of
+    the parameters used in each backward. The finding says how long that took in this run.
+
+    ## How to fix it
+    Wrap without it. Where parameters are unused, but the same ones in every step,
+    `static_graph=True` is cheaper.
+
+    ## When it stays quiet
+    Any rank left a parameter out in any backward examined; fewer than five were examined.
+    """
+
+    code = "DDP303"
+    name = "needless-find-unused-parameters"
+    family = "model"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            ranks = [r for r in run.ranks.values() if models.wrap_of(r, model) is not None]
+            uses = [models.use_of(r, model) for r in ranks]
+            enough = all(u is not None and u.examined >= ENOUGH and not u.unused for u in uses)
+            quiet = all(not e.indices for r in ranks for e in models.sets_of(r, model))
+            asked = all(e.find_unused for r in ranks for e in models.sets_of(r, model))
+            told = all(models.sets_of(r, model) for r in ranks)
+            if ranks and enough and quiet and asked and told:
+                yield self._tell(ranks, model)
+
+    def _tell(self, ranks: list[Rank], model: int) -> Finding:
+        rank = ranks[0]
+        wrapped = models.wrap_of(rank, model)
+        use = models.use_of(rank, model)
+        assert wrapped is not None and use is not None
+        return self.finding(
+            ranks=tuple(r.rank for r in ranks),
+            subjects=(wrapped.kind,),
+            location=rank.location(wrapped.site),
+            label="the search finds nothing",
+            summary=f"find_unused_parameters=True, but all {len(wrapped.parameters)} parameters of "
+            f"{wrapped.kind} were used in each of {use.examined} backwards examined",
+            cause="DDP searches the autograd graph in every step for parameters that are not used, "
+            "and there are none; the graph was the same in every step examined",
+            fix="leave the option out: `DDP(model)`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "backwards examined": use.examined,
+                "backwards": use.backwards,
+                **_cost(rank, model),
+            },
+            at=rank.wall(wrapped.at),
+        )
+
+
+def _cost(rank: Rank, model: int) -> Evidence:
+    costs = [c for c in rank.of(SearchCost) if c.model == model]
+    if not costs or not costs[-1].searches:
+        return {"cost of the search": "not measured"}
+    last = costs[-1]
+    return {
+        "search_ms_per_step": round(1000 * last.seconds / last.searches, 3),
+        "search_s_in_all": round(last.seconds, 3),
+    }

@@ -1,0 +1,115 @@
+"""DDP307."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import Ownership
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+MOST = 0.5
+"""Where more than this share is left out, the rest may be meant to stay as it is."""
+
+
+class OptimizerParameterMismatch(Check):
+    """The optimizer does not hold the parameters that are trained
+
+    ## What it finds
+    Parameters of a wrapped model that get gradients, that are in no optimizer and that nothing
+    changes; and beside them parameters in an optimizer that are not trained. The usual ways:
+    the optimizer was built before the model was copied or a layer re-created, or the parameter
+    groups forgot a part.
+
+    ## Why it hurts
+    The layer stays as it was initialised, or the optimizer polishes a layer that is not used. The
+    loss may still go down, by the rest.
+
+    ## How to fix it
+    Build the optimizer last, from `model.parameters()`, or let the groups cover all of it. What is
+    to stay as it is: `requires_grad_(False)` before the wrap, which also saves its gradients.
+
+    ## When it stays quiet
+    Frozen parameters; several optimizers that together hold all; parameters that are updated by
+    hand; an optimizer or group that is added later. Where most of the model is left out (only a
+    head is trained) it is a note.
+    """
+
+    code = "DDP307"
+    name = "optimizer-parameter-mismatch"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        if not models.numbers(run):
+            return models.NO_DDP
+        return None if run.training_ranks() else "no optimizer step seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            seen = {r: e for r in run.ranks.values() if (e := _latest(r, model)) is not None}
+            if seen:
+                yield self._tell(run, model, seen)
+
+    def _tell(self, run: Run, model: int, seen: dict[Rank, Ownership]) -> Finding:
+        rank, event = next(iter(seen.items()))
+        wrapped = models.wrap_of(rank, model)
+        assert wrapped is not None
+        few = len(event.missing) <= MOST * event.trained
+        bad = bool(event.stale) or few
+        spot = rank.location(event.site)
+        return self.finding(
+            severity=Severity.ERROR if bad else Severity.NOTE,
+            ranks=tuple(r.rank for r in seen),
+            steps=Steps.of(s for s in (0, max(r.steps for r in seen) - 1)),
+            subjects=event.missing,
+            location=spot or rank.location(event.made) or rank.location(wrapped.site),
+            label=_label(event),
+            related=models.related(
+                rank, (("made here", event.made), ("wrapped here", wrapped.site))
+            ),
+            summary=f"{_summary(event)} {models.on_ranks(run, (r.rank for r in seen))}",
+            cause=_cause(event, wrapped.kind),
+            fix="build the optimizer last, from `model.parameters()`"
+            if event.stale
+            else "give the optimizer the rest of the parameters; what is to stay as it is: "
+            "`requires_grad_(False)` before the wrap",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "in no optimizer": len(event.missing),
+                "parameters with gradients": event.trained,
+                "held by the optimizer": event.held,
+                "of these not trained": len(event.stale),
+                "their shapes": list(event.stale[:8]),
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _latest(rank: Rank, model: int) -> Ownership | None:
+    """What holds at the end."""
+    told = [e for e in rank.of(Ownership) if e.model == model]
+    return told[-1] if told and told[-1].missing else None
+
+
+def _label(event: Ownership) -> str:
+    if event.stale:
+        return f"holds {len(event.stale)} parameters that are not trained"
+    return f"leaves out {len(event.missing)} parameters"
+
+
+def _summary(event: Ownership) -> str:
+    names = models.some(event.missing)
+    text = f"{names} got gradients in every step looked at and never changed: no optimizer holds"
+    return f"{text} {'them' if len(event.missing) > 1 else 'it'},"
+
+
+def _cause(event: Ownership, kind: str) -> str:
+    if event.stale:
+        return (
+            f"{event.kind} was built from parameters that are no longer those of {kind}: the model "
+            "was copied, or a layer re-created, after the optimizer was made"
+        )
+    return f"the parameter groups of {event.kind} do not cover {kind}"

@@ -1,0 +1,128 @@
+"""DDP306."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import ParametersChanged, StepDone, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+DONE = {
+    "added": ("was added after the wrap", "the wrapper does not know it, and never averages its "
+              "gradients"),
+    "replaced": ("was replaced after the wrap", "the wrapper holds the parameter that was there "
+                 "before, and never averages the gradients of the new one"),
+    "unfrozen": ("was unfrozen after the wrap", "the wrapper left it out because it needed no "
+                 "gradient then, and never averages its gradients"),
+    "converted": ("was cast or moved after the wrap", "that gave it a new place for its gradient, "
+                  "without the hook by which DDP averages it"),
+    "frozen": ("was frozen after the wrap", "the wrapper still waits for its gradient, and leaves "
+               "those that share its bucket as each rank computed them"),
+}  # fmt: skip
+
+
+class ParametersChangedAfterWrap(Check):
+    """The model was changed after it was wrapped
+
+    ## What it finds
+    Parameters that were added, replaced (a new head, an adapter), cast or moved (`.double()`,
+    `.cpu()`), frozen or unfrozen after `DistributedDataParallel(model)`, once a backward has
+    shown that they are trained (or, if frozen, waited for).
+
+    ## Why it hurts
+    DDP looks at the model once, in its constructor. What it does not know then is trained by each
+    rank on its own, in silence; what is frozen later stops the averaging of its neighbours.
+
+    ## How to fix it
+    Change the model first, wrap it then. Where layers are unfrozen during training, wrap again at
+    that point: `model = DDP(model.module)`.
+
+    ## When it stays quiet
+    `requires_grad` that is back before the next forward; a move to where the model already is; an
+    optimizer built before the wrap; parameters that DDP was told to ignore; with
+    `find_unused_parameters=True`, parameters that are frozen later.
+    """
+
+    code = "DDP306"
+    name = "parameters-changed-after-wrap"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        kinds = {(e.model, e.kind) for r in run.ranks.values() for e in r.of(ParametersChanged)}
+        for model, kind in sorted(kinds):
+            seen = {r: e for r in run.ranks.values() if (e := _event(r, model, kind)) is not None}
+            if seen:
+                yield self._tell(run, model, kind, seen)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "first-failure":
+            return "finished reduction" in str(other.evidence)
+        return other.check in (
+            "unused-parameter", "gradient-drift", "parameter-drift", "unsynced-step",
+            "optimizer-state-drift", "model-not-wrapped",
+        )  # fmt: skip
+
+    def _tell(
+        self, run: Run, model: int, kind: str, seen: dict[Rank, ParametersChanged]
+    ) -> Finding:
+        rank, event = min(seen.items(), key=lambda item: item[1].at)
+        wrapped = models.wrap_of(rank, model)
+        assert wrapped is not None
+        done, why = DONE[kind]
+        spot = rank.location(event.site)
+        return self.finding(
+            ranks=tuple(r.rank for r in seen),
+            steps=_extent(seen),
+            subjects=event.names,
+            location=spot or rank.location(event.forward_site),
+            label=done if spot else "first forward after the change",
+            related=models.related(rank, (("wrapped here", wrapped.site),)),
+            summary=f"{models.some(event.names)} of {wrapped.kind} {_were(done, event.names)} "
+            f"{models.on_ranks(run, (r.rank for r in seen))}",
+            cause=f"DDP registered the parameters of {wrapped.kind} when it was wrapped: {why}",
+            fix="change the model before `DistributedDataParallel(model)`, or wrap it again after "
+            "the change: `model = DistributedDataParallel(model.module)`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "change": kind,
+                "parameters": len(event.names),
+                "of them with a gradient": event.trained,
+                "the group communicated in that backward": event.communicated,
+                "step": event.step,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
+    """What is lost stays lost, unless something is wrapped again. Steps of several optimizers are
+    counted apart, and those that follow cannot be told from one number."""
+    steps = {e.step for e in seen.values()}
+    for rank, event in seen.items():
+        done = rank.of(StepDone)
+        again = any(w.at > event.at for w in rank.of(Wrapped))
+        if not again and event.kind != "frozen" and len({s.optimizer for s in done}) == 1:
+            steps |= {s.step for s in done if s.step >= event.step}
+    return Steps.of(steps)
+
+
+def _were(done: str, names: tuple[str, ...]) -> str:
+    return done.replace("was ", "were ", 1) if len(names) > 1 else done
+
+
+def _event(rank: Rank, model: int, kind: str) -> ParametersChanged | None:
+    wrapped = models.wrap_of(rank, model)
+    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
+        return None
+    for event in rank.of(ParametersChanged):
+        harmless = kind == "frozen" and event.find_unused
+        if event.model == model and event.kind == kind and not harmless:
+            return event
+    return None

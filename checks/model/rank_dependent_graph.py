@@ -1,0 +1,137 @@
+"""DDP302."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import UnusedParameters, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+from . import _graphs as graphs
+from . import _models as models
+
+
+class RankDependentGraph(Check):
+    """Ranks use different parameters in the same step
+
+    ## What it finds
+    A backward in which some ranks produced gradients for parameters that others left out: a branch
+    on the rank, on a random number, or on what the batch holds (no boxes in this image, text only).
+    The sets are compared backward by backward, also where the run then hangs or aborts.
+
+    ## Why it hurts
+    The ranks that have all gradients wait in `backward` for those that do not: the run hangs, or
+    ends with `Connection closed by peer` on the ranks that did nothing wrong.
+
+    ## How to fix it
+    Let every rank use the same modules, if need be with weight zero
+    (`loss + 0.0 * sum(p.sum() for p in branch.parameters())`), or wrap with
+    `find_unused_parameters=True`.
+
+    ## When it stays quiet
+    Ranks that agree in every step. With `find_unused_parameters=True`, or a static graph whose
+    sets stay as they are, training is right and this is a note.
+    """
+
+    code = "DDP302"
+    name = "rank-dependent-graph"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            found = graphs.differing(run, model)
+            if found is not None:
+                yield from self._tell(run, model, *found)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if mine.severity is not Severity.ERROR:
+            return False
+        hang = ("rank-missing", "stall", "rank-exited-early", "collective-mismatch",
+                "collective-shape-mismatch")  # fmt: skip
+        if other.check == "first-failure":
+            text = str(other.evidence)
+            return "finished reduction" in text or "onnection" in text or "imed out" in text
+        return other.check in (*hang, "gradient-drift", "parameter-drift", "unsynced-step")
+
+    def _tell(
+        self,
+        run: Run,
+        model: int,
+        rank: Rank,
+        event: UnusedParameters,
+        left: dict[int, set[int]],
+    ) -> Iterable[Finding]:
+        wrapped = models.wrap_of(rank, model)
+        if wrapped is None:
+            return
+        common = set.intersection(*left.values())
+        disputed = sorted(set.union(*left.values()) - common)
+        names = models.names_of(wrapped, disputed)
+        parts = models.parts_of(wrapped, disputed)
+        without = [r for r, missing in left.items() if missing - common]
+        allowed = event.find_unused or event.static_graph
+        ranks = without if len(without) < len(left) else list(left)
+        spot, label = _spot(run.ranks[without[0]], wrapped, parts[0], without)
+        yield self.finding(
+            severity=Severity.NOTE if allowed else Severity.ERROR,
+            ranks=tuple(ranks),
+            steps=Steps.of(s for r in without for s in graphs.steps_with(run.ranks[r], model)),
+            subjects=names,
+            location=spot,
+            label=label,
+            related=models.related(rank, (("wrapped here", wrapped.site),)),
+            summary=f"{models.some(names)} of {wrapped.kind} got no gradient at step {event.step} "
+            f"{models.on_ranks(run, without)}, but did on the others",
+            cause=_cause(wrapped, parts, allowed),
+            fix=_fix(parts[0], allowed),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "use": [_row(part, left) for part in parts],
+                "backward": event.backward,
+                "find_unused_parameters": event.find_unused,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _spot(
+    rank: Rank, wrapped: Wrapped, part: models.Part, without: list[int]
+) -> tuple[Location | None, str]:
+    """The branch that skips the part, where it was found; else the line that made the part."""
+    for event in models.sets_of(rank, wrapped.model):
+        if (spot := rank.location(models.branch_of(event, part))) is not None:
+            return spot, f"goes another way on rank {fold_ranks(without)}"
+    spot = models.made_at(rank, wrapped, part)
+    return spot, f"takes no part in the loss on rank {fold_ranks(without)}"
+
+
+def _row(part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:
+    """Used or unused, rank by rank."""
+    row = {"parameters": part.module or "(root)", "class": part.kind}
+    for rank, missing in sorted(left.items()):
+        row[f"rank {rank}"] = "unused" if set(part.positions) & missing else "used"
+    return row
+
+
+def _cause(wrapped: Wrapped, parts: list[models.Part], allowed: bool) -> str:
+    text = f"the forward of {wrapped.kind} depends on the rank or on its data: "
+    text += f"{parts[0].title} takes part in the loss on some ranks only"
+    if allowed:
+        return f"{text}; DDP was told to expect that, so training is right"
+    return f"{text}; those that use it wait for its gradients from those that do not"
+
+
+def _fix(part: models.Part, allowed: bool) -> str:
+    if allowed:
+        return "nothing to change, as long as that is meant"
+    name = f"model.{part.module}" if part.module else "model"
+    return (
+        "use it on every rank, with weight zero where it is not wanted: "
+        f"`loss = loss + 0.0 * sum(p.sum() for p in {name}.parameters())`; "
+        "or `DDP(model, find_unused_parameters=True)`"
+    )

@@ -1,0 +1,130 @@
+"""DDP310."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import ReadyTwice as Record
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+CHECKPOINT = "re-entrant checkpoint"
+SECOND = "second backward"
+OUTSIDE = "used beside the forward"
+SHARED = "used more than once"
+
+
+class ReadyTwice(Check):
+    """torch: "Expected to mark a variable ready only once"
+
+    ## What it finds
+    The backward that torch refused with that error, and which of its three causes it was, from
+    what the probe saw: backwards inside the backward (re-entrant checkpointing), a backward over a
+    forward that already had one, or `find_unused_parameters=True` with a parameter that the loss
+    reaches on another way than through the wrapper's output.
+
+    ## Why it hurts
+    The run ends there. The message lists causes without saying which one it is.
+
+    ## How to fix it
+    `checkpoint(..., use_reentrant=False)`; one backward over the sum of the losses; leave out
+    `find_unused_parameters=True`, or `static_graph=True` where the graph never changes.
+
+    ## When it stays quiet
+    Re-entrant checkpointing and shared layers in runs that work.
+    """
+
+    code = "DDP310"
+    name = "ready-twice"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            seen = {r: e for r in run.ranks.values() for e in r.of(Record)[:1] if e.model == model}
+            if seen:
+                yield self._tell(run, model, seen)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "first-failure":
+            text = str(other.evidence)
+            return "ready only once" in text or "onnection" in text
+        return other.check in ("rank-missing", "stall", "rank-exited-early")
+
+    def _tell(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
+        rank, event = next(iter(seen.items()))
+        wrapped = models.wrap_of(rank, model)
+        assert wrapped is not None
+        why = _why(event)
+        name = event.parameter or models.some(event.twice, 1)
+        return self.finding(
+            ranks=tuple(r.rank for r in seen),
+            steps=Steps.of(e.step for e in seen.values()),
+            subjects=tuple(dict.fromkeys([*([name] if name else []), *event.twice])),
+            location=_spot(rank, event, why),
+            label=why,
+            related=models.related(
+                rank, (("backward that torch refused", event.site), ("wrapped here", wrapped.site))
+            ),
+            summary=f"torch refused the backward at step {event.step}: {name or 'a parameter'} of "
+            f"{wrapped.kind} was marked ready twice",
+            cause=_cause(event, why),
+            fix=_fix(why),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "parameter": event.parameter,
+                "ready more than once": list(event.twice[:20]),
+                "backwards inside that backward": event.nested,
+                "forwards it was for": event.forwards,
+                "backwards over them before": event.backwards,
+                "find_unused_parameters": event.find_unused,
+                "static_graph": event.static_graph,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _why(event: Record) -> str:
+    if event.nested:
+        return CHECKPOINT
+    if event.backwards:
+        return SECOND
+    return OUTSIDE if event.find_unused else SHARED
+
+
+def _spot(rank: Rank, event: Record, why: str) -> Location | None:
+    found = rank.location(event.checkpoint_site) if why is CHECKPOINT else None
+    return found or rank.location(event.site)
+
+
+def _cause(event: Record, why: str) -> str:
+    return {
+        CHECKPOINT: "re-entrant checkpointing runs a backward per checkpointed part, and DDP "
+        + (
+            "with find_unused_parameters=True has marked its parameters as unused before"
+            if event.find_unused
+            else "sees a parameter that several parts share once for each"
+        ),
+        SECOND: "a second backward ran over a forward that had one already, before all gradients "
+        "of the first had arrived",
+        OUTSIDE: "with find_unused_parameters=True DDP takes every parameter that the wrapper's "
+        "output does not depend on as unused and marks it ready at once; the loss then reached it "
+        "on another way (a regulariser on the weights, the inner module)",
+        SHARED: "the parameter took part more than once in a way that DDP counts separately",
+    }[why]
+
+
+def _fix(why: str) -> str:
+    return {
+        CHECKPOINT: "`checkpoint(..., use_reentrant=False)`; or `DDP(model, static_graph=True)` "
+        "where the graph is the same in every step",
+        SECOND: "add the losses and run one backward: `(first + second).backward()`",
+        OUTSIDE: "leave out `find_unused_parameters=True`, or return what the loss needs from the "
+        "wrapper's forward",
+        SHARED: "use the layer once per forward, or `DDP(model, static_graph=True)`",
+    }[why]

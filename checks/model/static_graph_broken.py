@@ -1,0 +1,119 @@
+"""DDP311."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import StaticGraphBroken as Record
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+
+class StaticGraphBroken(Check):
+    """static_graph=True, but the graph is not static
+
+    ## What it finds
+    A model wrapped with `static_graph=True` whose backward torch refused because the graph changed
+    or because `no_sync` came first, or - without any error - whose backwards no longer communicate
+    although they should.
+
+    ## Why it hurts
+    With the option DDP learns in the first iteration which gradients to wait for, and trusts that
+    for ever. Where the graph changes, gradients are applied without being averaged; torch notices
+    a step later, or not at all.
+
+    ## How to fix it
+    Leave `static_graph=True` out; where parameters are unused in some steps,
+    `find_unused_parameters=True`. With gradient accumulation let the first backward of the run
+    synchronise.
+
+    ## When it stays quiet
+    Graphs that are static, also with parameters that are never used, also under re-entrant
+    checkpointing.
+    """
+
+    code = "DDP311"
+    name = "static-graph-broken"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            seen = {r: told for r in run.ranks.values() if (told := _events(r, model))}
+            if seen:
+                yield self._tell(run, model, seen)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "first-failure":
+            text = str(other.evidence)
+            return any(
+                t in text for t in ("graph has changed", "expect_autograd_hooks", "onnection")
+            )
+        return other.check in (
+            "gradient-drift", "parameter-drift", "unsynced-step", "unused-parameter",
+            "rank-dependent-graph", "redundant-sync",
+        )  # fmt: skip
+
+    def _tell(self, run: Run, model: int, seen: dict[Rank, list[Record]]) -> Finding:
+        rank, events = next(iter(seen.items()))
+        first, last = events[0], events[-1]
+        wrapped = models.wrap_of(rank, model)
+        assert wrapped is not None
+        accumulates = bool(last.unsynced) and first.kind != "changed"
+        silent = max(e.silent for e in events)
+        return self.finding(
+            ranks=tuple(r.rank for r in seen),
+            steps=Steps.of(e.step for e in events),
+            subjects=(wrapped.kind,),
+            location=rank.location(wrapped.site),
+            label="promises a static graph",
+            related=models.related(
+                rank,
+                (
+                    ("a forward under no_sync", last.unsynced_site),
+                    ("the forward that differs", first.forward_site),
+                ),
+            ),
+            summary=_summary(wrapped.kind, first, silent),
+            cause="`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP "
+            "learns its schedule in the first iteration, which did not synchronise"
+            if accumulates
+            else "the forward does not use the same parameters, equally often, in every step",
+            fix="leave out `static_graph=True`"
+            + (
+                ", or let the first micro-batch of the run synchronise"
+                if accumulates
+                else "; where "
+                "parameters are unused in some steps: `DDP(model, find_unused_parameters=True)`"
+            ),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "seen as": [e.kind for e in events],
+                "backwards without communication": silent,
+                "synchronising backwards": last.backward,
+                "forwards under no_sync": last.unsynced,
+            },
+            at=rank.wall(first.at),
+        )
+
+
+def _events(rank: Rank, model: int) -> list[Record]:
+    wrapped = models.wrap_of(rank, model)
+    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
+        return []
+    return [e for e in rank.of(Record) if e.model == model]
+
+
+def _summary(kind: str, first: Record, silent: int) -> str:
+    if silent:
+        return (
+            f"{kind} is wrapped with static_graph=True, and {silent} backwards that should have "
+            "averaged its gradients did not communicate"
+        )
+    told = "the graph changed" if first.kind == "changed" else "its own assertion failed"
+    return f"{kind} is wrapped with static_graph=True, and torch says that {told}"

@@ -1,0 +1,184 @@
+"""DDP301."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import UnusedParameters, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _graphs as graphs
+from . import _models as models
+from ._models import Part
+
+
+class UnusedParameter(Check):
+    """Parameters take no part in the loss
+
+    ## What it finds
+    Parameters that DistributedDataParallel was told to synchronise but that got no gradient in a
+    backward that should have synchronised them: a layer that is defined and not used, an output
+    that does not reach the loss, a branch that is not taken. It is found in the first such
+    backward, before the optimizer steps.
+
+    ## Why it hurts
+    DDP waits for every parameter's gradient. Where one never comes, the gradients that share its
+    bucket are not averaged either: the optimizer applies each rank's own gradients, the models
+    drift apart, and torch raises only at the next forward - or never, if that was the last step.
+
+    ## How to fix it
+    Use the layer, remove it, or freeze it with `requires_grad_(False)` *before* the wrap. Where the
+    set changes from step to step by design, wrap with `find_unused_parameters=True`.
+
+    ## When it stays quiet
+    Frozen parameters; parameters that DDP was told to ignore; micro-batches under `no_sync`; a
+    model whose backward is still to come; parameters that some ranks use and others do not
+    (`rank-dependent-graph`). With `find_unused_parameters=True`, or a static graph, the run is
+    right and this is a note with the names.
+    """
+
+    code = "DDP301"
+    name = "unused-parameter"
+    family = "model"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if models.numbers(run) else models.NO_DDP
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for model in models.numbers(run):
+            yield from self._judge(run, model)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if mine.severity is not Severity.ERROR:
+            return False
+        if other.check == "first-failure":
+            said = str(other.evidence)  # torch's words, or Lightning's for them
+            return "finished reduction" in said or "not used in producing the loss" in said
+        # The gradients in the bucket of an unused parameter are never averaged.
+        return other.check in ("gradient-drift", "parameter-drift", "unsynced-step")
+
+    def _judge(self, run: Run, model: int) -> Iterator[Finding]:
+        seen = {
+            r: e for r in run.ranks.values() if (e := graphs.first_unused(r, model)) is not None
+        }
+        if not seen or graphs.differing(run, model) is not None:
+            return
+        rank, event = min(seen.items(), key=lambda item: (item[1].backward, item[0].rank))
+        wrapped = models.wrap_of(rank, model)
+        if wrapped is None:
+            return
+        allowed = event.find_unused or event.static_graph
+        names = models.names_of(wrapped, event.indices)
+        parts = models.parts_of(wrapped, event.indices)
+        why = _why(event, parts[0], _share(rank, model, event))
+        yield self.finding(
+            severity=Severity.NOTE if allowed else Severity.ERROR,
+            ranks=tuple(r.rank for r in seen),
+            steps=Steps.of(s for r in seen for s in graphs.steps_with(r, model)),
+            subjects=names,
+            location=models.made_at(rank, wrapped, parts[0]),
+            label=why,
+            related=_related(rank, wrapped, event, parts[0]),
+            summary=f"{models.some(names)} of {wrapped.kind} got no gradient at step {event.step} "
+            f"{models.on_ranks(run, (r.rank for r in seen))}",
+            cause=_cause(parts[0], why, allowed),
+            fix=_fix(parts[0], why, allowed),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "modules": [
+                    {"module": p.module or "(root)", "class": p.kind, "called": _called(event, p)}
+                    for p in parts
+                ],
+                "unused": f"{len(names)} of {len(wrapped.parameters)} parameters",
+                "backward": event.backward,
+                "unused in": _share(rank, model, event),
+                "find_unused_parameters": event.find_unused,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+NEVER = "never called"
+FROZEN = "frozen after the wrap"
+OUTPUT = "called, but its output does not reach the loss"
+BESIDE = "takes no part in the loss, though the rest of its module does"
+PLAIN = "gets no gradient"
+SOMETIMES = "used in some steps only"
+
+
+def _called(event: UnusedParameters, part: Part) -> str:
+    if event.called is None:
+        return "not observed"
+    inside = (c == part.module or c.startswith(f"{part.module}.") for c in event.called)
+    return "yes" if any(inside) else "no"
+
+
+def _share(rank: Rank, model: int, event: UnusedParameters) -> str:
+    """`4 of 20 backwards`, for the parameter that was unused first."""
+    use = models.use_of(rank, model)
+    if use is None:
+        return "1 of 1 backwards"
+    return f"{use.unused.get(event.indices[0], 1)} of {use.examined} backwards examined"
+
+
+def _why(event: UnusedParameters, part: Part, share: str) -> str:
+    words = share.split()
+    if set(part.positions) <= set(event.frozen):
+        return FROZEN
+    if words[0] != words[2]:
+        return SOMETIMES
+    called = _called(event, part)
+    if called == "no":
+        return NEVER
+    if not part.whole or not part.module:
+        return BESIDE
+    return OUTPUT if called == "yes" else PLAIN
+
+
+def _related(
+    rank: Rank, wrapped: Wrapped, event: UnusedParameters, part: Part
+) -> tuple[Related, ...]:
+    places = [("wrapped here", wrapped.site), ("backward without it", event.site)]
+    branch = models.branch_of(event, part)
+    if branch >= 0:
+        places.insert(0, ("this branch is not taken", branch))
+    return models.related(rank, places)
+
+
+def _cause(part: Part, why: str, allowed: bool) -> str:
+    text = {
+        NEVER: f"{part.title} was never called in the forward",
+        OUTPUT: f"{part.title} was called, but what it returned did not reach the loss",
+        SOMETIMES: f"{part.title} takes part in some steps and not in others",
+        FROZEN: f"{part.title} was frozen after the wrap, and DDP still waits for its gradients",
+        BESIDE: f"a parameter of {part.title} was not used in the forward",
+        PLAIN: f"{part.title} took no part in the loss",
+    }[why]
+    if allowed:
+        return f"{text}; DDP was told to expect that, so training is right"
+    return f"{text}; gradients that share a bucket with it are applied without being averaged"
+
+
+def _fix(part: Part, why: str, allowed: bool) -> str:
+    freeze = (
+        f"`model.{part.module}.requires_grad_(False)`"
+        if part.module
+        else "`parameter.requires_grad_(False)`"
+    )
+    if allowed and why != SOMETIMES:
+        return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
+    if allowed:
+        return "nothing to change; `find_unused_parameters=True` is needed for this model"
+    return {
+        NEVER: f"call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some "
+        "steps only: `DDP(model, find_unused_parameters=True)`",
+        OUTPUT: "let its output take part in the loss, or remove it; to keep it unused, freeze it "
+        f"before the wrap: {freeze}",
+        SOMETIMES: "`DDP(model, find_unused_parameters=True)`, or let it take part with weight "
+        "zero in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
+        FROZEN: f"freeze it before the wrap ({freeze}), or wrap again after freezing",
+        BESIDE: "use the parameter in `forward`, or remove it",
+        PLAIN: f"use it, remove it, or freeze it before the wrap: {freeze}",
+    }[why]

@@ -1,0 +1,100 @@
+"""DDP308."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import Wrapped, ZeroGradients
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Rank, Run
+
+from . import _models as models
+
+SAMPLES = 4
+
+
+class ZeroGradient(Check):
+    """A gradient is exactly zero in every step, and the weights decay
+
+    ## What it finds
+    Parameters that take part in the loss with a gradient of exactly zero at every step looked at
+    (steps 0, 1, 2, 4, 8 and so on), while the optimizer applies weight decay to them.
+
+    ## Why it hurts
+    Nothing is learnt there, and the decay shrinks what was there: a pretrained layer that is cut
+    off fades. The usual ways are a dead activation, a loss weight of zero, a product with a mask
+    that is always zero.
+
+    ## How to fix it
+    Find what multiplies by zero on the way from the layer to the loss; or freeze the layer.
+
+    ## When it stays quiet
+    Embeddings; a gradient that is not zero in one of the steps; no weight decay; fewer than four
+    steps looked at; gradients on a GPU, since looking would make it wait.
+    """
+
+    code = "DDP308"
+    name = "zero-gradient"
+    family = "model"
+    severity = Severity.NOTE
+
+    def unobserved(self, run: Run) -> str | None:
+        if not models.numbers(run):
+            return models.NO_DDP
+        return None if run.training_ranks() else "no optimizer step seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(ZeroGradients)}
+        for model, optimizer in sorted(keys):
+            seen = {
+                r: told[-1]
+                for r in run.ranks.values()
+                if (told := _events(r, model, optimizer)) and told[-1].samples >= SAMPLES
+            }
+            for rank, event in list(seen.items())[:1]:
+                wrapped = models.wrap_of(rank, model)
+                left = _worth_telling(wrapped, event) if wrapped is not None else []
+                if wrapped is not None and left and event.weight_decay:
+                    yield self._tell(run, rank, wrapped, event, left, tuple(r.rank for r in seen))
+
+    def _tell(
+        self,
+        run: Run,
+        rank: Rank,
+        wrapped: Wrapped,
+        event: ZeroGradients,
+        left: list[int],
+        ranks: tuple[int, ...],
+    ) -> Finding:
+        names = models.names_of(wrapped, left)
+        part = models.parts_of(wrapped, left)[0]
+        return self.finding(
+            ranks=ranks,
+            subjects=names,
+            location=models.made_at(rank, wrapped, part),
+            label="its gradient is always zero",
+            summary=f"the gradient of {models.some(names)} of {wrapped.kind} was exactly zero at "
+            f"all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
+            cause=f"{part.title} reaches the loss only through something that is zero; weight "
+            f"decay {event.weight_decay:g} still shrinks it",
+            fix="look for a loss weight, a mask or an activation that is zero on its way to the "
+            "loss; or freeze it before the wrap",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "steps looked at": event.samples,
+                "last of them": event.step,
+                "parameters": len(left),
+                "weight decay": event.weight_decay,
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _events(rank: Rank, model: int, optimizer: int) -> list[ZeroGradients]:
+    return [e for e in rank.of(ZeroGradients) if (e.model, e.optimizer) == (model, optimizer)]
+
+
+def _worth_telling(wrapped: Wrapped, event: ZeroGradients) -> list[int]:
+    kinds = {m.name: m.kind for m in wrapped.modules}
+    owners = {i: wrapped.parameters[i].name.rpartition(".")[0] for i in event.indices}
+    return [i for i, owner in owners.items() if "Embedding" not in kinds.get(owner, "")]

@@ -1,0 +1,61 @@
+"""Files that several ranks touch, and whether the ranks have met in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Rank, Run
+
+_DEFAULT = ".default"
+
+
+@dataclass(frozen=True)
+class Touch:
+    """One rank's write or read of a file."""
+
+    rank: Rank
+    event: FileWritten | FileRead
+
+    @property
+    def location(self) -> Location | None:
+        return self.rank.location(self.event.site)
+
+    @property
+    def began(self) -> float:
+        return self.rank.wall(self.event.at)
+
+    @property
+    def ended(self) -> float:
+        """When it was over; for a plain `open` only its begin is known."""
+        return self.rank.wall(self.event.ended or self.event.at)
+
+
+def key(rank: Rank, event: FileWritten | FileRead) -> tuple[str, str]:
+    """What makes a file the same file: on local disks, the machine too."""
+    return ("" if event.shared else rank.node, event.path)
+
+
+def writes(run: Run) -> dict[tuple[str, str], list[Touch]]:
+    """All writes, by file."""
+    found: dict[tuple[str, str], list[Touch]] = {}
+    for rank in run.ranks.values():
+        for event in rank.of(FileWritten):
+            found.setdefault(key(rank, event), []).append(Touch(rank, event))
+    return found
+
+
+def met(first: Touch, second: Touch) -> bool:
+    """Whether the ranks have met between the end of `first` and the begin of `second`."""
+    done, begun = first.event.marks_after, second.event.marks
+    return any(
+        number > done.get(group, -1)
+        for group, number in begun.items()
+        if group in done or group.endswith(_DEFAULT)
+    )
+
+
+def ordered(a: Touch, b: Touch) -> bool:
+    """Whether anything made one of them wait for the other."""
+    return met(a, b) or met(b, a)

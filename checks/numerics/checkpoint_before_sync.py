@@ -1,0 +1,104 @@
+"""DDP803."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks, shorten
+
+from ._files import Touch, key, ordered, writes
+
+
+class CheckpointBeforeSync(Check):
+    """A file is read while another rank may still be writing it
+
+    ## What it finds
+    One rank writes a file, another one reads it, and nothing made the reader wait: no collective
+    of theirs stands between the two. It is found also in runs where the reader was lucky.
+
+    ## Why it hurts
+    The reader finds no file, half a file, or - worst - the one from the run before, and trains on
+    with other weights than the rest.
+
+    ## How to fix it
+    `dist.barrier()` on all ranks after the write and before the read.
+
+    ## When it stays quiet
+    A barrier or any other collective in between; files that were there before and are overwritten
+    later; a rank that reads what it wrote itself; files that appear whole by a rename, where they
+    were found.
+    """
+
+    code = "DDP803"
+    name = "checkpoint-before-sync"
+    family = "numerics"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(FileWritten) else "no rank was seen to write a file"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        written = writes(run)
+        by_place: dict[object, list[tuple[Touch, Touch]]] = {}
+        for rank in run.ranks.values():
+            for event in rank.of(FileRead):
+                read = Touch(rank, event)
+                write = _unordered(read, written.get(key(rank, event), []))
+                if write is not None:
+                    where = read.location
+                    place = (where.file, where.line) if where else None
+                    by_place.setdefault(place, []).append((write, read))
+        for pairs in by_place.values():
+            yield self._tell(pairs)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        failed = bool(mine.evidence.get("the read failed with"))
+        return failed and other.code.startswith("DDP6") and other.at >= mine.at
+
+    def _tell(self, pairs: list[tuple[Touch, Touch]]) -> Finding:
+        # The one that failed tells the story best.
+        write, read = max(pairs, key=lambda p: bool(getattr(p[1].event, "failed", "")))
+        path = shorten(read.event.path, read.rank.cwd)
+        ranks = sorted({r.rank.rank for _, r in pairs})
+        failed = str(getattr(read.event, "failed", ""))
+        saved = write.location
+        who = f"ranks {fold_ranks(ranks)} read" if len(ranks) > 1 else f"rank {ranks[0]} reads"
+        return self.finding(
+            ranks=tuple(ranks),
+            steps=Steps.of(r.event.step for _, r in pairs),
+            subjects=tuple(dict.fromkeys(shorten(r.event.path, r.rank.cwd) for _, r in pairs)),
+            location=read.location,
+            label=f"does not wait for rank {write.rank.rank}",
+            related=(Related(f"rank {write.rank.rank} writes it here", saved),) if saved else (),
+            summary=(
+                f"{who} {path} without waiting for rank "
+                f"{write.rank.rank}, which writes it" + (" - and failed" if failed else "")
+            ),
+            cause="no barrier or other collective stands between the write and the read",
+            fix="`dist.barrier()` on all ranks between the write and the read",
+            fix_kind=FixKind.SAFE,
+            evidence={
+                "write began": 0.0,
+                "write ended": round(write.ended - write.began, 4),
+                "read began": round(read.began - write.began, 4),
+                "the read failed with": failed,
+            },
+            at=read.began,
+        )
+
+
+def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
+    """A write by another rank that this read did not wait for."""
+    if any(t.rank.rank == read.rank.rank and t.began <= read.began for t in touches):
+        return None  # it reads what it wrote itself; who else writes it is a race of writers
+    failed = bool(getattr(read.event, "failed", ""))
+    for write in touches:
+        if write.rank.rank == read.rank.rank or ordered(write, read):
+            continue
+        whole = write.event.how == "rename" and read.began >= write.began
+        if whole and not failed:
+            continue
+        return write
+    return None

@@ -1,0 +1,136 @@
+"""DDP802."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from ddpdoctor.events import FileWritten
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks, shorten
+
+from ._files import Touch, ordered, writes
+
+_LOGS = (".log", ".out", ".err")
+
+
+class CheckpointRace(Check):
+    """Several ranks write the same file
+
+    ## What it finds
+    One path that several ranks write, with nothing that makes one wait for the other: by
+    `torch.save`, by `open(..., "w")` and everything built on it (`Path.write_text`, numpy, pickle,
+    `json.dump`), or by a temporary file that is renamed onto the path. Whether the ranks have met
+    in between is told from their collectives, not from the clock.
+
+    ## Why it hurts
+    The writers overwrite each other in the middle: the file is torn, or holds another rank's state
+    than the one beside it, and that is found when it is loaded, days later.
+
+    ## How to fix it
+    Let one rank write (`if dist.get_rank() == 0:`) and the others wait (`dist.barrier()`), or give
+    each rank a file of its own (`f"state-{rank}.pt"`).
+
+    ## When it stays quiet
+    A file per rank; ranks that take turns around a barrier; appending; files opened exclusively or
+    under a file lock; temporary files; the same path on another machine's own disk; distributed
+    checkpoints; caches of libraries. For log files it is a warning.
+    """
+
+    code = "DDP802"
+    name = "checkpoint-race"
+    family = "numerics"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(FileWritten) else "no rank was seen to write a file"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        by_place: dict[object, list[list[Touch]]] = {}
+        for touches in writes(run).values():
+            racing = _racing(touches)
+            if racing:
+                where = racing[0].location
+                place = (where.file, where.line) if where else None
+                by_place.setdefault(place, []).append(racing)
+        for files in by_place.values():
+            yield self._tell(files)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "checkpoint-before-sync":
+            return bool(set(mine.subjects) & set(other.subjects))
+        message = str(other.evidence.get("message", ""))
+        torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
+        return other.check == "first-failure" and any(text in message for text in torn)
+
+    def _tell(self, files: list[list[Touch]]) -> Finding:
+        first = files[0][0]
+        paths = [_name(touches[0]) for touches in files]
+        ranks = sorted({t.rank.rank for touches in files for t in touches})
+        logs = all(path.endswith(_LOGS) for path in paths)
+        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        return self.finding(
+            severity=Severity.WARNING if logs else Severity.ERROR,
+            ranks=tuple(ranks),
+            steps=Steps.of(t.event.step for touches in files for t in touches),
+            subjects=tuple(paths),
+            location=first.location,
+            label=f"runs on ranks {fold_ranks(ranks)}",
+            summary=f"ranks {fold_ranks(ranks)} write {paths[0]}{more}, none waiting for another",
+            cause=_cause(files[0]),
+            fix=(
+                "write on one rank and let the others wait: `if dist.get_rank() == 0: ...` and "
+                "then `dist.barrier()` on all ranks; or put the rank into the name"
+            ),
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "files": [_row(touches) for touches in files[:10]],
+                "writes": [_write(t) for t in files[0][:8]],
+            },
+            at=first.began,
+        )
+
+
+def _racing(touches: list[Touch]) -> list[Touch]:
+    """The writes that race with one of another rank, oldest first."""
+    free = [t for t in touches if not (isinstance(t.event, FileWritten) and t.event.locked)]
+    racing: dict[int, Touch] = {}
+    for a, b in combinations(free, 2):
+        if a.rank.rank != b.rank.rank and not ordered(a, b):
+            racing[id(a)], racing[id(b)] = a, b
+    return sorted(racing.values(), key=lambda t: (t.event.step, t.rank.rank))
+
+
+def _name(touch: Touch) -> str:
+    return shorten(touch.event.path, touch.rank.cwd)
+
+
+def _cause(touches: list[Touch]) -> str:
+    hows = {t.event.how for t in touches}
+    lines = {(t.location.file, t.location.line) for t in touches if t.location}
+    where = "the line runs on every one of them" if len(lines) == 1 else "they write it in " + (
+        " and ".join(f"{file}:{line}" for file, line in sorted(lines))
+    )  # fmt: skip
+    if hows == {"rename"}:
+        return f"{where}; each rename is whole, but which rank's file stays is left to chance"
+    return f"{where}, and no collective stands between the writes"
+
+
+def _row(touches: list[Touch]) -> dict[str, object]:
+    return {
+        "file": _name(touches[0]),
+        "ranks": fold_ranks(t.rank.rank for t in touches),
+        "times": max(getattr(t.event, "times", 1) for t in touches),
+    }
+
+
+def _write(touch: Touch) -> dict[str, object]:
+    place: Location | None = touch.location
+    return {
+        "rank": touch.rank.rank,
+        "step": touch.event.step,
+        "how": touch.event.how,
+        "line": str(place) if place else "",
+        "collectives before it": sum(touch.event.marks.values()),
+        "seconds": round(touch.ended - touch.began, 4) if touch.event.ended else None,
+    }

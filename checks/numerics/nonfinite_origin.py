@@ -1,0 +1,176 @@
+"""DDP801."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import NonFinite
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+_LOCAL = ("input", "loss", "gradient", "buffer")
+"""What a rank can have by itself; parameters have it from everyone's gradients."""
+
+
+class NonfiniteOrigin(Check):
+    """NaN or infinity: where it came from
+
+    ## What it finds
+    The rank and the step at which the first NaN or infinity appeared, before averaging gave it to
+    all: in the inputs of the wrapped forward, in the loss (and then the operation and the module
+    that made it), or in a rank's own gradients while its loss was still finite.
+
+    ## Why it hurts
+    One step later every rank has it in all parameters, the loss is NaN everywhere, and nothing
+    tells any more that it was one bad sample on one rank.
+
+    ## How to fix it
+    Depends on where it came from: clean the sample that is named; keep the operation away from
+    what it cannot do (`log(x.clamp_min(eps))`, `x / (norm + eps)`, `sqrt(x + eps)`); lower the
+    learning rate or clip gradients where the parameters grew beyond all bounds; skip a step that
+    is not finite on *all* ranks.
+
+    ## When it stays quiet
+    Steps that a GradScaler skips; a loss that is not finite on which no optimizer steps;
+    infinities inside the model (masks) that do not reach the loss.
+    """
+
+    code = "DDP801"
+    name = "nonfinite-origin"
+    family = "numerics"
+    severity = Severity.ERROR
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.training_ranks() else "no optimizer step seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        firsts = {r: e for r in run.ranks.values() if (e := _first(r)) is not None}
+        if not firsts:
+            return
+        step = min(e.step for e in firsts.values())
+        now = {r: e for r, e in firsts.items() if e.step == step}
+        guilty = {r: e for r, e in now.items() if e.kind in _LOCAL} or now
+        rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
+        spot = _spot(rank, event)
+        last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
+        yield self.finding(
+            ranks=tuple(r.rank for r in guilty),
+            steps=Steps(step, max(step, last), max(step, last) - step + 1),
+            subjects=event.names,
+            location=spot,
+            label=_label(event),
+            related=_related(rank, event, spot),
+            summary=_summary(event, guilty, run),
+            cause=_cause(event, rank),
+            fix=_fix(event),
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "first seen": [_row(r, e) for r, e in firsts.items()],
+                "first not finite": event.kind,
+                "operation": event.operation,
+                "module": event.module,
+                "rows of the batch": list(event.rows),
+            },
+            at=rank.wall(event.at),
+        )
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        drifts = ("gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift")
+        began = mine.steps.first if mine.steps else 0
+        later = other.steps is not None and other.steps.first >= began
+        return other.check in drifts and later and "nan" in str(other.evidence).lower()
+
+
+def _first(rank: Rank) -> NonFinite | None:
+    """The first that mattered: a step was taken on it, or the program ended over it."""
+    failed = rank.exception is not None
+    return next((e for e in rank.of(NonFinite) if e.applied or failed), None)
+
+
+def _spot(rank: Rank, event: NonFinite) -> Location | None:
+    for site in (event.origin_site, event.site, event.forward_site):
+        if (found := rank.location(site)) is not None:
+            return found
+    return None
+
+
+def _label(event: NonFinite) -> str:
+    if event.kind == "input":
+        return f"is given {event.value}"
+    if event.kind == "loss":
+        what = f"{event.operation} gives " if event.operation else ""
+        return f"{what}{event.value}"
+    return f"{event.value} in a {event.kind}"
+
+
+def _related(rank: Rank, event: NonFinite, spot: Location | None) -> tuple[Related, ...]:
+    backward = rank.location(event.site)
+    if backward is None or backward == spot:
+        return ()
+    return (Related("the backward that spread it", backward),)
+
+
+def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
+    everyone = len(guilty) == len(run.training_ranks())
+    ranks = "all ranks" if everyone and len(guilty) > 1 else (
+        f"rank {fold_ranks(r.rank for r in guilty)}"
+    )  # fmt: skip
+    some = ", ".join(event.names[:2]) + (f" and {event.count - 2} more" if event.count > 2 else "")
+    value = {"nan": "NaN", "inf": "infinity"}.get(event.value, "NaN or infinity")
+    if event.kind == "input":
+        return f"the first {value} comes with the input of {ranks} at step {event.step} ({some})"
+    if event.kind == "gradient":
+        where = f", from {event.names[0]} down" if event.names else ""
+        return (
+            f"the first {value} is in the gradients of {ranks} at step {event.step}{where}, while "
+            "the loss is finite"
+        )
+    if event.kind in ("parameter", "buffer"):
+        return f"{event.kind}s of {ranks} are not finite at step {event.step} ({some})"
+    made = f": {event.operation} made it" if event.operation else ""
+    after = f" after {event.module}" if event.operation and event.module else ""
+    return f"the first {value} is in the loss of {ranks} at step {event.step}{made}{after}"
+
+
+def _cause(event: NonFinite, rank: Rank) -> str:
+    if event.kind == "input":
+        rows = f", in rows {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
+        return f"{', '.join(event.names)} held it before the forward{rows}"
+    if event.kind == "loss":
+        what = f"`{event.operation}`" if event.operation else "an operation"
+        return f"inputs and parameters were finite; {what} was given values it cannot take"
+    if event.kind == "gradient":
+        return (
+            "an operation has no finite derivative where it was used (a square root or a norm of "
+            "zero, a masked branch that is not finite); averaging then gave it to every rank"
+        )
+    if event.step == 0:
+        return "they were so before the first step: from their initialisation, or a checkpoint"
+    return "the optimizer's own step made them so, or numbers grew beyond what the type can hold"
+
+
+def _fix(event: NonFinite) -> str:
+    if event.kind == "input":
+        return "clean the sample, or `x = torch.nan_to_num(x)` where that is what it means"
+    if event.kind == "loss" and event.operation in ("log", "div", "sqrt", "pow"):
+        return {
+            "log": "`torch.log(x.clamp_min(1e-8))`",
+            "div": "`a / b.clamp_min(1e-8)`, or `a / (b + eps)`",
+            "sqrt": "`torch.sqrt(x.clamp_min(1e-8))`",
+            "pow": "`x.clamp_min(1e-8) ** p`",
+        }[event.operation]
+    if event.kind in ("loss", "gradient"):
+        return (
+            "keep the operation away from such values (`x.clamp_min(eps)`), and let all ranks skip "
+            "the step where one is not finite"
+        )
+    return "lower the learning rate, clip gradients (`clip_grad_norm_`), or check what was loaded"
+
+
+def _row(rank: Rank, event: NonFinite) -> dict[str, object]:
+    return {
+        "rank": rank.rank,
+        "step": event.step,
+        "in": event.kind,
+        "names": ", ".join(event.names[:3]),
+    }

@@ -1,0 +1,123 @@
+"""DDP704."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ddpdoctor.events import BatchSeen, EpochBegan, ForwardInput, GroupReady, Wrapped
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.run import Run
+
+FEWEST = 8
+EXCESS = 0.25
+"""By how much the largest batch of a step exceeds the average one, before it is told."""
+
+
+class ImbalancedBatches(Check):
+    """Ranks work on batches of different size within a step
+
+    ## What it finds
+    Inputs of a wrapped model whose size (tokens, pixels, samples) differs between the ranks within
+    most of the steps that were looked at.
+
+    ## Why it hurts
+    Every step lasts as long as its largest batch; the ranks with less wait. The average over ranks
+    also gives each sample of a small batch more weight than one of a large batch.
+
+    ## How to fix it
+    Give all ranks the same batch size; batch sequences by length, or by a number of tokens, in
+    such a way that the batches of one step are alike on all ranks.
+
+    ## When it stays quiet
+    Equal batches; differences of less than a quarter; single batches, as the last of an epoch;
+    training inside `Join`. Where the loss is weighted so that each sample counts alike on all
+    ranks, the sizes are meant, and it is a note.
+    """
+
+    code = "DDP704"
+    name = "imbalanced-batches"
+    family = "performance"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(ForwardInput) else "no forward of a wrapped model seen"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        if any(e.joined for r in run.ranks.values() for e in r.of(EpochBegan)):
+            return
+        for model, sizes in _by_model(run).items():
+            yield from self._judge(run, model, sizes)
+
+    def _judge(
+        self, run: Run, model: int, given: dict[int, dict[int, ForwardInput]]
+    ) -> Iterator[Finding]:
+        common = sorted(set.intersection(*(set(f) for f in given.values())))
+        common = [n for n in common if all(f[n].numbers for f in given.values())]
+        if len(given) < 2 or len(common) < FEWEST:
+            return
+        excess = []
+        for n in common:
+            sizes = [f[n].numbers for f in given.values()]
+            excess.append(max(sizes) / statistics.mean(sizes) - 1)
+        if statistics.median(excess) < EXCESS:
+            return
+        means = {r: statistics.mean(f[n].numbers for n in common) for r, f in given.items()}
+        rows = {r: statistics.mean(f[n].rows for n in common) for r, f in given.items()}
+        largest = max(means, key=lambda r: means[r])
+        typical = statistics.mean(excess)
+        rank = run.ranks[largest]
+        first = given[largest][common[0]]
+        steady = means[largest] >= (1 + EXCESS / 2) * statistics.mean(means.values())
+        meant = _weighted(run, model)
+        yield self.finding(
+            severity=Severity.NOTE if meant else self.severity,
+            ranks=(largest,) if steady else tuple(given),
+            subjects=(f"inputs of model {model}",),
+            location=rank.location(first.site),
+            label="not equally large on all ranks",
+            summary=f"the largest batch of a step is on average {typical:.0%} larger than the "
+            "mean over ranks" + (f", mostly on rank {largest}" if steady else ""),
+            cause=f"rank {largest} works on larger batches all the time"
+            if steady
+            else "each rank batches its samples by itself, so that sizes differ within a step",
+            fix="the same batch size on all ranks"
+            if steady
+            else "sort samples into buckets of like length, the same bucket on all ranks in a step",
+            evidence={
+                "numbers per input, mean": {r: round(m) for r, m in means.items()},
+                "rows per input, mean": {r: round(m, 1) for r, m in rows.items()},
+                "forwards compared": len(common),
+                "time lost, at most": f"{typical / (1 + typical):.0%}",
+            },
+            at=rank.wall(first.at),
+        )
+
+
+def _weighted(run: Run, model: int) -> bool:
+    """Whether the loss makes up for batches of unequal size: a sum, or a mean times the size."""
+    tables = [
+        {e.forward: e for e in r.of(BatchSeen) if e.model == model} for r in run.ranks.values()
+    ]
+    moments = set.intersection(*(set(t) for t in tables))
+    unequal = 0
+    for moment in moments:
+        batches = [t[moment] for t in tables]
+        shares = [e.weight / (e.size if e.reduction == "mean" else 1) for e in batches if e.size]
+        if len(shares) < len(batches) or max(shares) - min(shares) > 0.01 * abs(max(shares)):
+            return False
+        unequal += len({e.size for e in batches}) > 1
+    return unequal > 0
+
+
+def _by_model(run: Run) -> dict[int, dict[int, dict[int, ForwardInput]]]:
+    """Model to rank to number of the forward, for models that all ranks share."""
+    found: dict[int, dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
+    for rank in run.ranks.values():
+        whole = {g.group for g in rank.of(GroupReady) if len(g.ranks) == run.world_size}
+        shared = {w.model for w in rank.of(Wrapped) if w.group in whole}
+        for event in rank.of(ForwardInput):
+            if event.model in shared:
+                found[event.model].setdefault(rank.rank, {})[event.forward] = event
+    return found

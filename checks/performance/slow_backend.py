@@ -1,0 +1,80 @@
+"""DDP705."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import DeviceUsed, GroupReady, TorchLoaded, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Rank, Run
+
+
+class SlowBackend(Check):
+    """gloo carries the gradients of GPUs
+
+    ## What it finds
+    A model on GPUs, each rank on its own, whose gradients are averaged over a gloo group while
+    this torch has NCCL.
+
+    ## Why it hurts
+    gloo copies every gradient to the host, sends it over sockets and copies it back: the averaging
+    takes ten to a hundred times as long as NCCL between the GPUs.
+
+    ## How to fix it
+    `init_process_group("nccl")`, or without an argument, which takes NCCL for GPU tensors and gloo
+    for the others.
+
+    ## When it stays quiet
+    Models on the CPU; ranks that share a GPU, which NCCL does not allow; a torch without NCCL; a
+    group that has both backends.
+    """
+
+    code = "DDP705"
+    name = "slow-backend"
+    family = "performance"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        return None if _on_gpu(run) else "no wrapped model on a GPU"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        slow = [(r, w, g) for r, w in _on_gpu(run) if (g := _gloo(r, w)) is not None]
+        if not slow or _devices_are_shared(run):
+            return
+        rank, wrapped, group = slow[0]
+        loaded = rank.first(TorchLoaded)
+        if loaded is None or not loaded.nccl:
+            return
+        yield self.finding(
+            ranks=tuple(r.rank for r, _, _ in slow),
+            subjects=(wrapped.kind,),
+            location=rank.location(group.site),
+            label="gloo",
+            summary=f"gradients of {wrapped.kind} on {wrapped.device} are averaged through gloo",
+            cause="the process group was made for gloo, which moves GPU tensors through the host",
+            fix='`init_process_group("nccl")`',
+            fix_kind=FixKind.SAFE,
+            evidence={"backend": group.backend, "device": wrapped.device, "NCCL": loaded.nccl},
+            at=rank.wall(wrapped.at),
+        )
+
+
+def _on_gpu(run: Run) -> list[tuple[Rank, Wrapped]]:
+    return [
+        (r, w) for r in run.ranks.values() for w in r.of(Wrapped) if w.device.startswith("cuda")
+    ]
+
+
+def _gloo(rank: Rank, wrapped: Wrapped) -> GroupReady | None:
+    group = next((g for g in rank.of(GroupReady) if g.group == wrapped.group), None)
+    return group if group is not None and group.backend == "gloo" else None
+
+
+def _devices_are_shared(run: Run) -> bool:
+    seen = [
+        (r.node, e.uuid)
+        for r in run.ranks.values()
+        for e in r.of(DeviceUsed)
+        if e.why == "parameters" and e.uuid
+    ]
+    return len(seen) != len(set(seen))

@@ -1,0 +1,30 @@
+"""What changed between two runs: findings that appeared, went and stayed; step time and the other
+figures that both runs have. Both are examined anew, by the same checks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import render
+from ..comparison import compare
+from ..config import resolve
+from ..postmortem import open_run
+from ..registry import select
+from .parsers import add_settings, given
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="RUN_A", help="folder of the run before")
+    parser.add_argument("after", metavar="RUN_B", help="folder of the run after")
+    add_settings(parser, ("select", "ignore"))
+
+
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    args = parser.parse_args(argv)
+    options = resolve(given(args))
+    checks = select(options.select, options.ignore)
+    before, after = (open_run([path]).report(checks) for path in (args.before, args.after))
+    width, styled = render.width_of(sys.stdout), render.is_terminal(sys.stdout)
+    render.emit(render.comparison(compare(before, after), width, styled=styled), sys.stdout)
+    return 0

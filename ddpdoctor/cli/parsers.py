@@ -1,0 +1,69 @@
+"""What the commands' parsers share: one-line errors, the look of `--help`, the doctor's options."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import NoReturn
+
+from ..config import BY_NAME
+from .split import UsageError
+
+EXAMINING = ("select", "ignore", "fail_on", "json", "html")
+"""Options of `run` that `report` has too."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An error is one line, not a page of usage."""
+
+    commands: tuple[str, ...] = ()
+
+    def error(self, message: str) -> NoReturn:
+        if self.commands and "invalid choice" in message:
+            word = message.partition("invalid choice: ")[2].partition(" (choose")[0].strip("'\"")
+            near = difflib.get_close_matches(word, self.commands, 1)
+            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(self.commands)}"
+            raise UsageError(f"no command is called {word!r}; {known}")
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def formatter(prog: str) -> argparse.HelpFormatter:
+    """rich's look, loaded when a help text is printed."""
+    from rich_argparse import RawDescriptionRichHelpFormatter
+
+    class Formatter(RawDescriptionRichHelpFormatter):
+        text_markup = False
+        help_markup = False
+
+    return Formatter(prog, max_help_position=30)
+
+
+def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
+    """Declare doctor options; what was not given stays out of the namespace."""
+    group = parser.add_argument_group("doctor options")
+    for setting in (BY_NAME[name] for name in names):
+        text = setting.help.replace("%", "%%")
+        if setting.name == "live":
+            action: object = argparse.BooleanOptionalAction
+            group.add_argument(setting.flag, action=action, default=argparse.SUPPRESS, help=text)  # type: ignore[arg-type]
+        elif not setting.metavar:
+            group.add_argument(
+                setting.flag, action="store_true", default=argparse.SUPPRESS, help=text
+            )
+        elif setting.name in ("select", "ignore"):
+            group.add_argument(
+                setting.flag,
+                action="append",
+                metavar=setting.metavar,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+        else:
+            group.add_argument(
+                setting.flag, metavar=setting.metavar, default=argparse.SUPPRESS, help=text
+            )
+
+
+def given(namespace: argparse.Namespace) -> dict[str, object]:
+    """The doctor options in a parsed command line, unread."""
+    return {k: v for k, v in vars(namespace).items() if k in BY_NAME}

@@ -1,0 +1,75 @@
+"""What is wrong with a run, from its folder, also of a run that was killed.
+
+Several folders are the nodes of one run. Exit status: 3 where --fail-on was reached, 2 where a
+folder cannot be used, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import render
+from ..config import resolve
+from ..postmortem import Attempts, open_run
+from ..registry import select
+from ..runfolder import FolderError
+from .parsers import EXAMINING, add_settings, given
+from .split import UsageError
+
+FAILED_ON = 3
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", metavar="RUN_DIR", help="a run folder")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "html", "markdown"),
+        default="text",
+        help="text, json, html or markdown, to stdout (default: text)",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="tell the story of one rank")
+    add_settings(parser, EXAMINING)
+
+
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    args = parser.parse_args(argv)
+    options = resolve(given(args))
+    checks = select(options.select, options.ignore)
+    attempts = open_run(args.folders)
+    report = attempts.report(checks)
+    for name, write in (("json", render.write_json), ("html", render.write_html)):
+        if path := getattr(args, name, None):
+            try:
+                write(report, path)
+            except OSError as error:
+                raise UsageError(f"--{name}: cannot write {path} ({error.strerror})") from error
+    if args.rank is not None:
+        render.emit(_story(attempts, args.rank), sys.stdout)
+    elif args.format == "text":
+        styled = render.is_terminal(sys.stdout)
+        width = render.width_of(sys.stdout)
+        render.emit(render.text(report, width, styled=styled), sys.stdout)
+    elif args.format == "json":
+        render.emit(report.to_json().decode() + "\n", sys.stdout)
+    else:
+        page = render.html if args.format == "html" else render.markdown
+        render.emit(page(report), sys.stdout)
+    return FAILED_ON if options.fails(report.worst()) else 0
+
+
+def _story(attempts: Attempts, number: int) -> str:
+    if not any(number in run.ranks for run in attempts.runs):
+        from ..run import fold_ranks
+
+        known = fold_ranks(r for run in attempts.runs for r in run.ranks)
+        raise FolderError(f"rank {number} left no record; there are ranks {known}")
+    stacks = [
+        path
+        for folder in attempts.folders
+        for run in attempts.runs
+        for path in folder.stacks_files(number, run.attempt)
+    ]
+    width = render.width_of(sys.stdout)
+    runs = [run for run in attempts.runs if number in run.ranks]
+    return render.story(runs, number, stacks, width, styled=render.is_terminal(sys.stdout))

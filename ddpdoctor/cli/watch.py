@@ -1,0 +1,36 @@
+"""Live view of a running run, one row per rank, until it ends or Ctrl-C.
+
+Where stdout is no terminal: the table as it is now, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import render
+from ..alive import goes_on, note_alive
+from ..postmortem import usable
+from ..run import Recording
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN_DIR", help="the run folder")
+
+
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    folder = usable(parser.parse_args(argv).folder)
+    recording = Recording(folder)
+    if not render.is_terminal(sys.stdout):
+        run = recording.refresh(folder.attempts()[-1])
+        note_alive(run)
+        text = render.now(run, str(folder.path), render.PLAIN_WIDTH, gone=not goes_on(run))
+        render.emit(text, sys.stdout)
+        return 0
+    from ..render.watching import watch
+
+    try:
+        watch(recording)
+    except KeyboardInterrupt:
+        print(f"stopped watching; the run goes on. ddpdoctor report {folder.path}")
+    return 0

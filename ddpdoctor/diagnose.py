@@ -1,0 +1,248 @@
+"""Runs the checks over a run and joins what they say into a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from . import __version__
+from .equipment import describe
+from .events import (
+    ProbeCost,
+    ProbeTrouble,
+    ProcessStarted,
+    RankExiting,
+    RankStarted,
+    StepDone,
+    Stopped,
+)
+from .findings import (
+    FINDINGS_SCHEMA,
+    Check,
+    Confidence,
+    Consequence,
+    Coverage,
+    Finding,
+    Overhead,
+    RankState,
+    Report,
+    RunSummary,
+    Severity,
+    Skipped,
+    Table,
+    Tool,
+)
+from .run import Rank, Run, fold_ranks
+
+SHORTEST_MEASURED_S = 2.0
+
+
+def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
+    """Examine a run. The same call serves a live run and a folder from last year."""
+    findings: list[Finding] = []
+    examined: list[str] = []
+    skipped: list[Skipped] = []
+    tables: list[Table] = []
+    makers: dict[str, Check] = {check.name: check for check in checks}
+    for check in checks:
+        try:
+            reason = check.unobserved(run) or run.not_observed(check.name)
+            found = [] if reason else list(check.examine(run))
+            tables += [] if reason else check.tables(run)
+        except Exception as error:  # a broken check must not hide what the others found
+            skipped.append(Skipped(check.name, f"the check itself failed: {error!r}"))
+            findings.append(_about_itself(check, error))
+            continue
+        if reason:
+            skipped.append(Skipped(check.name, reason))
+        else:
+            examined.append(check.name)
+            findings += found
+    findings = fold(findings, makers)
+    findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
+    return Report(
+        schema_version=FINDINGS_SCHEMA,
+        tool=Tool("ddpdoctor", __version__),
+        run=_summary(run, folder),
+        ranks=tuple(row(rank) for rank in run.ranks.values()),
+        findings=tuple(findings),
+        overhead=Overhead(budget_percent=run.info.budget_percent, measured_percent=_overhead(run)),
+        coverage=Coverage(examined=tuple(examined), skipped=tuple(skipped), lost=tuple(_lost(run))),
+        tables=tuple(tables),
+    )
+
+
+def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
+    """Put every finding that another one explains under the root of that explanation."""
+    because: dict[int, int] = {}
+    for i, cause in enumerate(findings):
+        maker = makers.get(cause.check)
+        for j, effect in enumerate(findings):
+            # The first explanation wins; two that explain each other must not both vanish.
+            if maker is None or j in because or _root(i, because) == j:
+                continue
+            if maker.explains(cause, effect):
+                because[j] = i
+    told: dict[int, list[Consequence]] = {i: [] for i in range(len(findings))}
+    for j in sorted(because):
+        effect = findings[j]
+        told[_root(j, because)].append(Consequence(effect.code, effect.check, effect.summary))
+    return [
+        _with_consequences(finding, tuple(told[i]))
+        for i, finding in enumerate(findings)
+        if i not in because
+    ]
+
+
+def _root(i: int, because: dict[int, int]) -> int:
+    while i in because:
+        i = because[i]
+    return i
+
+
+def _with_consequences(finding: Finding, told: tuple[Consequence, ...]) -> Finding:
+    import msgspec
+
+    if not told:
+        return finding
+    return msgspec.structs.replace(finding, consequences=(*finding.consequences, *told))
+
+
+def _about_itself(check: Check, error: Exception) -> Finding:
+    return Finding(
+        code="DDP001",
+        check="check-failed",
+        severity=Severity.NOTE,
+        confidence=Confidence.PROVEN,
+        subjects=(check.name,),
+        summary=f"the check {check.name} failed and says nothing about this run",
+        cause=f"a defect in the check, not in your program: {error!r}",
+        fix=f"report it with this run folder; until then leave it out with --ignore {check.name}",
+        evidence={"error": repr(error)},
+    )
+
+
+def _summary(run: Run, folder: str) -> RunSummary:
+    info = run.info
+    return RunSummary(
+        id=info.id,
+        command=tuple(info.command),
+        started_at=info.started_at,
+        ended_at=info.ended_at,
+        world_size=run.world_size,
+        outcome=run.outcome(),
+        exit_code=info.exit_code,
+        torch=run.torch,
+        backend=run.backend,
+        folder=folder,
+        stopped_by=_stopped_by(run),
+        machine=describe(run),
+    )
+
+
+def _stopped_by(run: Run) -> str:
+    """Who stopped the run, where that is why it ended."""
+    stops = [s for node in run.nodes.values() for s in node.of(Stopped)]
+    if not stops or run.outcome() not in ("killed", "hung"):
+        return ""
+    by = {"interrupt": "Ctrl-C", "doctor": "the doctor"}
+    return by.get(stops[0].by, stops[0].reason or "a signal to ddpdoctor")
+
+
+def row(rank: Rank) -> RankState:
+    """How a rank ended, or where it is."""
+    started = rank.started
+    return RankState(
+        rank=rank.rank,
+        node=rank.node,
+        local_rank=started.local_rank if started else -1,
+        pid=started.pid if started else 0,
+        device=rank.device,
+        state=rank.state,
+        exit_code=rank.exit_code,
+        signal=rank.signal,
+        steps=rank.steps,
+        step_time_s=rank.step_time(),
+        last=_last_thing(rank),
+    )
+
+
+def _last_thing(rank: Rank) -> str:
+    """What this rank did last, in words."""
+    # After an exception, leaving is no news.
+    skipped = RankExiting if rank.exception else ()
+    every = reversed(list(rank))
+    told = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
+    step = rank.latest(StepDone)
+    if step and (told is None or step.at > told.at):
+        place = rank.location(step.site)
+        return f"step {step.step}{f' at {place}' if place else ''}"
+    if isinstance(told, RankStarted):  # its own words hold the rank: equal ranks would differ
+        return "started"
+    return told.describe() if told else ""
+
+
+def _overhead(run: Run) -> float | None:
+    """The largest share any rank measured, in percent; None where the run was too short to tell."""
+    shares = [
+        100 * cost.own_s / cost.wall_s
+        for rank in run.ranks.values()
+        if (cost := rank.latest(ProbeCost)) and cost.wall_s >= SHORTEST_MEASURED_S
+    ]
+    return round(max(shares), 3) if shares else None
+
+
+def _lost(run: Run) -> list[str]:
+    """What is missing from the records, in sentences."""
+    lost = []
+    blind = run.unobserved
+    if blind:
+        lost.append(
+            f"{_ranks(blind)} ran but were not observed: the probe did not reach them "
+            "(python -I, -E or -S, an environment without PYTHONPATH, or not a Python program)"
+        )
+    elif not run.ranks:
+        lost.append(_no_rank(run))
+    missing = sorted(set(run.missing) - set(blind))
+    if missing and run.ranks:
+        other = run.info.nodes > 1 and not any(
+            e.rank in missing for node in run.nodes.values() for e in node.of(ProcessStarted)
+        )
+        hint = (
+            "; they ran on another node: type ddpdoctor report with the folders of all nodes"
+            if other
+            else ""
+        )
+        lost.append(f"no record of {_ranks(missing)}{hint}")
+    dropped = {r.rank: c.dropped for r in run.ranks.values() if (c := r.latest(ProbeCost))}
+    if any(dropped.values()):
+        ranks = [r for r, n in dropped.items() if n]
+        lost.append(f"{_ranks(ranks)} could not record {sum(dropped.values())} events")
+    unreadable = {r.rank: r.unreadable for r in run.ranks.values() if r.unreadable}
+    if unreadable:
+        lines = sum(unreadable.values())
+        lost.append(f"{lines} unreadable lines in the records of {_ranks(unreadable)}")
+    torn = [r.rank for r in run.ranks.values() if r.torn]
+    if torn:
+        lost.append(f"the last line in the records of {_ranks(torn)} is cut short")
+    parts: dict[str, list[int]] = {}
+    for rank in run.ranks.values():
+        for trouble in rank.of(ProbeTrouble):
+            parts.setdefault(trouble.lost or trouble.part, []).append(rank.rank)
+    monitors = [t for node in run.nodes.values() for t in node.of(ProbeTrouble)]
+    lost += sorted({f"the monitor failed: {t.lost or t.part}" for t in monitors})
+    lost += [f"not observed on {_ranks(r)}: {what}" for what, r in parts.items()]
+    return lost
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    told = fold_ranks(numbers)
+    return f"rank{'' if told.isdecimal() else 's'} {told}"
+
+
+def _no_rank(run: Run) -> str:
+    if run.info.launcher == "run":
+        return "torchrun started no rank; what it printed above says why"
+    return (
+        "no Python process of this command had a rank (RANK in its environment, or started by "
+        "mp.spawn)"
+    )

@@ -1,0 +1,186 @@
+"""`ddpdoctor.checkup`, `ddpdoctor.examine`, `ddpdoctor.load`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
+
+from ..config import ConfigError, resolve
+from ..findings import Finding, Report, Severity
+from .rank import RankSession, session
+
+END_OF_BLOCK = 1 << 40
+"""As the number of a call: one that all ranks wait at (see `verdicts`)."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FaultFound(Exception):
+    """A fault that `raise_on` asked to be stopped by. The report is written already.
+
+    Attributes:
+        findings: what was found, worst first.
+    """
+
+    __module__ = "ddpdoctor"
+
+    def __init__(self, findings: Sequence[Finding] = (), folder: str = "") -> None:
+        super().__init__(tuple(findings), folder)
+        self.findings = tuple(findings)
+        self.folder = folder
+
+    def __str__(self) -> str:
+        lines = []
+        for f in self.findings:
+            place = f" at {f.location}" if f.location else ""
+            lines.append(f"{f.severity.value}[{f.code}] {f.check}: {f.summary}{place}")
+            lines.append(f"  fix: {f.fix}")
+        return "\n".join([*lines, f"the report: ddpdoctor report {self.folder}"])
+
+
+@overload
+def checkup(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def checkup(
+    *,
+    select: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    every: int | str | None = None,
+    raise_on: str | None = None,
+    **options: Any,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkup(function: Any = None, /, **options: Any) -> Any:
+    """Examine the run that the decorated function belongs to; it takes one training step.
+
+        @ddpdoctor.checkup(select=["drift"], every=10, raise_on="error")
+        def train_step(batch): ...
+
+    Under `ddpdoctor run` it adds nothing but `raise_on`. Under any other launcher the ranks write
+    the same run folder, and a monitor beside them prints the report when they are done.
+
+    Args:
+        raise_on: `error`, `warning` or `note`: stop every rank, at the same call, by `FaultFound`
+            once such a finding was made and reported.
+        options: any option of `ddpdoctor run`, by name (`out`, `select`, `ignore`, `every`,
+            `budget`, `quiet`, ...).
+
+    Raises:
+        ValueError: an option does not exist or has a value it cannot have.
+    """
+    asked = _checked(options)
+    raise_on = _severity(options)
+    if function is None:
+        return functools.partial(_decorated, asked, raise_on)
+    return _decorated(asked, raise_on, function)
+
+
+def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> Any:
+    if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
+        session().prepare(asked)
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        current = session()
+        if calls == 1:
+            current.begin(asked)
+        if raise_on is not None:
+            _stop_if_told(current, raise_on, asked, calls)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _stop_if_told(current: RankSession, raise_on: str, asked: dict[str, Any], call: int) -> None:
+    verdict = current.verdict(raise_on, asked, call)
+    if verdict is not None:
+        raise FaultFound(verdict.findings, str(current.folder or ""))
+
+
+class examine:
+    """Examine what happens in a `with` block; the report is written when it ends.
+
+        with ddpdoctor.examine(out="runs/a", raise_on="error") as examination:
+            train()
+        examination.report.findings
+
+    Options as in `checkup`. With `raise_on`, every rank raises `FaultFound` when the block ends.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._asked = _checked(options)
+        self._raise_on = _severity(options)
+
+    def __enter__(self) -> examine:
+        session().prepare(self._asked)
+        session().begin(self._asked, block=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        current = session()
+        verdict = None
+        if self._raise_on is not None and error is None:
+            verdict = current.verdict(self._raise_on, self._asked, END_OF_BLOCK)
+        current.end(error, trace)
+        if verdict is not None:
+            raise FaultFound(verdict.findings, str(current.folder or ""))
+
+    @property
+    def report(self) -> Report | None:
+        """What was found; None where it is not known (yet)."""
+        return session().report()
+
+
+def load(*folders: str | os.PathLike[str]) -> Report:
+    """The report on a run from its folder (several: the nodes of one run), examined anew.
+
+    Raises:
+        ddpdoctor.runfolder.FolderError: a folder cannot be used.
+    """
+    from ..postmortem import open_run
+    from ..registry import all_checks
+
+    return open_run(folders).report(all_checks())
+
+
+def _severity(options: dict[str, Any]) -> str | None:
+    value = options.pop("raise_on", None)
+    if value is None or value == "never":
+        return None
+    known = [s.value for s in Severity]
+    if value not in known:
+        raise ValueError(f"raise_on={value!r} is not one of {', '.join(known)}, never")
+    return str(value)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, refused where the command line would refuse them."""
+    from .. import registry
+    from ..config import BY_NAME
+
+    asked = {
+        k: os.fspath(v) if isinstance(v, os.PathLike) else v
+        for k, v in options.items()
+        if v is not None and k != "raise_on"
+    }
+    for name in asked:
+        if name not in BY_NAME:
+            raise ValueError(f"no option is called {name!r}; there are {', '.join(BY_NAME)}")
+    try:
+        known = resolve(asked, environ={})
+        registry.select(known.select, known.ignore)
+    except (ConfigError, registry.SelectionError) as error:
+        raise ValueError(str(error)) from None
+    return asked

@@ -1,0 +1,60 @@
+"""Mixed precision: the loss scale and the steps that it skips; and other hyper-parameters."""
+
+from __future__ import annotations
+
+from .base import Event
+
+
+class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
+    """The values of an optimizer's groups before a step. Told when they change: up to step 256 at
+    every step, later at steps that are a multiple of a growing power of two (see `told_at`).
+
+    Attributes:
+        groups: per group, option to value; tensors are read, sequences are spelled out. Of many
+            groups only the first ones are told.
+        set_sites: by option that changed, the user's line that assigns it, where one was found.
+    """
+
+    optimizer: int
+    step: int
+    groups: tuple[dict[str, float | bool | str], ...]
+    site: int = -1
+    set_sites: dict[str, int] = {}
+
+
+class ScalerStep(Event, frozen=True, tag="scaler-step"):
+    """A `GradScaler.step`: told when the scale changes and when the step is skipped.
+
+    Attributes:
+        scaler: number on this rank, in order of first step; call: zero-based, per scaler.
+        scale: loss scale that these gradients were made with, -1 where it is on a device and
+            could not be read without waiting.
+        skipped: the optimizer did not step.
+    """
+
+    scaler: int
+    optimizer: int
+    call: int
+    step: int
+    scale: float
+    skipped: bool
+    site: int = -1
+    kind: str = "GradScaler"
+
+
+class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
+    """A learning-rate scheduler was stepped; only some calls are recorded.
+
+    Attributes:
+        call: zero-based number of the call at this line.
+    """
+
+    kind: str
+    step: int
+    call: int
+    site: int
+
+
+def told_at(step: int) -> bool:
+    """Whether changed hyper-parameters are told at a step; the same on every rank."""
+    return step < 256 or step % (1 << (step >> 8).bit_length()) == 0

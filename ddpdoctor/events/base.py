@@ -1,0 +1,42 @@
+"""What every record has in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+    """One thing that a rank or a monitor saw. One line of JSON in the run folder.
+
+    Subclasses are the vocabulary: each has a `tag` that is for life. Fields may be added with a
+    default, never renamed or dropped, so that older folders stay readable.
+
+    Attributes:
+        at: seconds on the node's monotonic clock (`time.monotonic`), comparable between the
+            processes of one node; `RankStarted` ties it to the wall clock.
+    """
+
+    at: float
+
+    def describe(self) -> str:
+        """One line for the rank's log, or an empty string where the log need not tell it."""
+        return ""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=True):
+    """A value inside an event; never a record of its own. Written compactly, as an array."""
+
+
+class Site(Event, frozen=True, tag="site"):
+    """A line of the user's code; other events refer to it by `id`. Recorded once per rank.
+
+    Attributes:
+        file: absolute path.
+        text: the line as written, so that a report needs no source beside it.
+    """
+
+    id: int
+    file: str
+    line: int
+    function: str
+    text: str = ""

@@ -1,0 +1,118 @@
+"""Collectives as each rank issued them. The ring (see `ddpdoctor.ring`) holds the last ones."""
+
+from __future__ import annotations
+
+from .base import Event, Part
+
+
+class Signature(Event, frozen=True, tag="signature"):
+    """What a call was made with; calls refer to it by `id`. Recorded before the first such call.
+
+    Attributes:
+        op: torch's name (`all_reduce`), or `DDP()`, `DDP forward`, `DDP backward` for what a
+            wrapped model communicates itself.
+        numel: elements of the tensor, -1 where ranks may differ or there is none.
+        device: its type (`cpu`, `cuda`).
+        root: global rank of source or destination, -1 where there is none.
+        ranks: members, for `new_group`.
+    """
+
+    id: int
+    op: str
+    numel: int = -1
+    dtype: str = ""
+    device: str = ""
+    reduce_op: str = ""
+    root: int = -1
+    shape: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """`all_reduce(SUM, float32[2, 3])`."""
+        parts = [self.reduce_op] if self.reduce_op else []
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        if self.dtype:
+            sizes = ", ".join(map(str, self.shape))
+            parts.append(f"{self.dtype}[{sizes}]")
+        if self.ranks:
+            parts.append(f"ranks {list(self.ranks)}")
+        return f"{self.op}({', '.join(parts)})" if parts else self.op
+
+
+class Enclosing(Part, frozen=True):
+    """A statement around a line (part of `Place`)."""
+
+    line: int
+    text: str
+
+
+class Place(Part, frozen=True):
+    """A line of the user's: the statements around it in its function, innermost first."""
+
+    site: int
+    inside: tuple[Enclosing, ...] = ()
+
+
+class CallSite(Event, frozen=True, tag="call-site"):
+    """A place that communicates, and the user's lines that led to it.
+
+    Calls refer to it by `id`. A helper that every collective goes through tells nothing by itself:
+    who called it does.
+
+    Attributes:
+        places: innermost first; a few only.
+    """
+
+    id: int
+    places: tuple[Place, ...]
+
+
+class CallBlock(Event, frozen=True, tag="call-block"):
+    """A sequence of calls in one group, for `CallRun` to refer to.
+
+    Attributes:
+        codes: signature and call site of each call, one after the other: `s0, p0, s1, p1, ...`.
+    """
+
+    id: int
+    codes: tuple[int, ...]
+
+
+class CallRun(Event, frozen=True, tag="call-run"):
+    """`repeat` times the calls of a block, from index `first` of the group on.
+
+    Attributes:
+        step: optimizer steps taken when the first of them was made; `every` so many steps more at
+            each repetition.
+    """
+
+    group: int
+    first: int
+    block: int
+    repeat: int = 1
+    step: int = -1
+    every: int = 1
+
+
+class FlightEntry(Part, frozen=True):
+    """One collective in torch's flight recorder (part of `FlightLog`)."""
+
+    sequence: int
+    op: str
+    sizes: str
+    dtypes: str
+    retired: bool
+
+
+class FlightLog(Event, frozen=True, tag="flight-log"):
+    """The last collectives of a group in torch's flight recorder, DDP's own included.
+
+    Taken while the main thread stood still.
+    """
+
+    group: str
+    entries: tuple[FlightEntry, ...] = ()
+    last_enqueued: int = -1
+    last_completed: int = -1

@@ -1,0 +1,168 @@
+"""Replicated tensors: digests to compare between ranks, and what may have set them apart."""
+
+from __future__ import annotations
+
+from .base import Event
+
+EARLY = (0, 1, 2, 4, 9)
+"""Steps at which every tensor is digested; later ones follow the series 1, 2, 5, less one."""
+
+
+class Replica(Event, frozen=True, tag="replica"):
+    """An optimizer steps parameters that the ranks of a group hold in equal copies.
+
+    Attributes:
+        model, optimizer: numbers as in `Wrapped` and `OptimizerSeen`.
+        ranks: global ranks of the model's process group.
+        parameters: positions in `Wrapped.parameters`, packed; what `Digests` count through.
+        broadcast: DDP copies rank 0's buffers before each forward.
+        hook: name of DDP's communication hook, empty for none.
+        left_out: why this replica is not to be compared (`local SGD`, ...), empty where it is.
+    """
+
+    model: int
+    optimizer: int
+    ranks: tuple[int, ...]
+    parameters: str
+    broadcast: bool = True
+    hook: str = ""
+    left_out: str = ""
+
+
+class Digests(Event, frozen=True, tag="digests"):
+    """What some tensors were, at some steps: one number each, equal where the bits are.
+
+    Attributes:
+        kind: `parameters`, `gradients` (averaged by the last backward), `local` (gradients that
+            were not), `buffers`, or `state:<key>` of the optimizer.
+        point: `step` (before an optimizer step), `eval` (after the first forward without
+            gradients) or `end`.
+        keys: per row, the number of the moment: the optimizer's step, or for `eval` the forwards
+            with gradients before it.
+        strides: per row, which tensors (see `chosen`).
+        counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".
+        backwards: per row, how many backwards of the model had averaged gradients by then: ranks
+            that differ have not taken the same steps.
+        step: optimizer steps of this process at the last row.
+        site: the line of the forward, for `eval`.
+    """
+
+    model: int
+    optimizer: int
+    kind: str
+    keys: tuple[int, ...]
+    strides: tuple[int, ...]
+    counts: tuple[int, ...]
+    values: str
+    backwards: tuple[int, ...] = ()
+    point: str = "step"
+    step: int = -1
+    site: int = -1
+
+
+class Sketch(Event, frozen=True, tag="sketch"):
+    """A projection of all tensors of a kind at once: the distance of two estimates that of the
+    tensors themselves, within some ten percent.
+
+    Attributes:
+        norm: Euclidean norm of the tensors on this rank.
+        bins: sums over random halves; ranks use the same ones.
+    """
+
+    model: int
+    optimizer: int
+    kind: str
+    step: int
+    norm: float
+    bins: tuple[float, ...]
+
+
+class Loaded(Event, frozen=True, tag="loaded"):
+    """`load_state_dict` on a wrapped model, or on its optimizer (`what`).
+
+    Attributes:
+        model: number of the wrapper, -1 where an optimizer of no wrapper was loaded.
+        step: optimizer steps of this process before it.
+    """
+
+    what: str
+    model: int
+    step: int
+    site: int
+
+    def describe(self) -> str:
+        return f"loaded the {self.what} of model {self.model} (step {self.step})"
+
+
+class StateTaken(Event, frozen=True, tag="state-taken"):
+    """`state_dict` of a wrapped model was taken, as for a checkpoint; only some calls are recorded.
+
+    Attributes:
+        forwards: of the model with gradients before it.
+    """
+
+    model: int
+    step: int
+    forwards: int
+    site: int
+    call: int = 0
+
+
+class Edited(Event, frozen=True, tag="edited"):
+    """Between two moments, something other than the optimizer changed tensors of this rank.
+
+    Told when it begins, changes or ends, so one record may stand for many steps.
+
+    Attributes:
+        kind: `gradients` (between the averaging backward and the step) or `parameters` (between
+            a step and the next).
+        step: of the optimizer. `changed` False: not any more.
+        ratio: gradients now by gradients before, where that is one number for all that were
+            looked at; 0 where it is not.
+        site: the user's line that did it, -1 where it was not traced.
+        functions: what was called meanwhile (`clip_grad_norm_`).
+        divisor: the world size as written, where the line divides by it.
+    """
+
+    model: int
+    optimizer: int
+    kind: str
+    step: int
+    changed: bool
+    ratio: float = 0.0
+    site: int = -1
+    functions: tuple[str, ...] = ()
+    divisor: str = ""
+
+
+class Clipped(Event, frozen=True, tag="clipped"):
+    """`clip_grad_norm_` or `clip_grad_value_` was called; only some calls are recorded.
+
+    Attributes:
+        call: zero-based number of the call at this line.
+    """
+
+    function: str
+    step: int
+    call: int
+    site: int
+
+
+def full(step: int) -> bool:
+    """Whether all tensors are digested at a step, where that is affordable."""
+    if step < 10:
+        return step in EARLY
+    number = step + 1
+    while number % 10 == 0:
+        number //= 10
+    return number in (1, 2, 5)
+
+
+def chosen(key: int, stride: int, count: int) -> range:
+    """Which of `count` tensors are digested at a moment when one in `stride` is.
+
+    `stride` is a power of two: what a larger one chooses, a smaller one chooses too, so that ranks
+    may look at different shares and still have tensors in common.
+    """
+    scattered = key * 0x9E3779B1 & 0xFFFFFFFF
+    return range(int(f"{scattered:032b}"[::-1], 2) % stride, count, stride)

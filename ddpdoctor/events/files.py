@@ -1,0 +1,52 @@
+"""Files that ranks write, and those they read that another rank may write."""
+
+from __future__ import annotations
+
+from .base import Event
+
+
+class FileWritten(Event, frozen=True, tag="file-written"):
+    """A file was opened to be written anew, saved to, or renamed onto.
+
+    Attributes:
+        at: when the writing began; `ended` when it was over, 0 where that cannot be told.
+        path: real path. shared: it lies on a file system that other machines see too.
+        how: `save` (torch.save), `open`, or `rename` (the whole file comes at once).
+        marks: collectives issued so far by each process group of this rank, by a name that its
+            members share; `marks_after` likewise when the writing was over. Two ranks that name a
+            group with different numbers have met in between.
+        locked: the rank held a file lock.
+        times: how often this rank had written the path, this one included.
+    """
+
+    path: str
+    site: int
+    how: str
+    step: int
+    ended: float = 0.0
+    marks: dict[str, int] = {}
+    marks_after: dict[str, int] = {}
+    locked: bool = False
+    shared: bool = False
+    times: int = 1
+
+    def describe(self) -> str:
+        return f"writes {self.path} ({self.how}, step {self.step})"
+
+
+class FileRead(Event, frozen=True, tag="file-read"):
+    """A file of a kind that runs produce was opened for reading.
+
+    Attributes:
+        failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
+    """
+
+    path: str
+    site: int
+    how: str
+    step: int
+    ended: float = 0.0
+    marks: dict[str, int] = {}
+    marks_after: dict[str, int] = {}
+    shared: bool = False
+    failed: str = ""

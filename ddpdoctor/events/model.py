@@ -1,0 +1,296 @@
+"""Wrapped models, their forwards and backwards."""
+
+from __future__ import annotations
+
+from .base import Event, Part
+
+
+class Tensor(Part, frozen=True):
+    """A parameter or buffer as it stood at the wrap (part of `Wrapped`).
+
+    Attributes:
+        site: the user's line that registered it, -1 where a library's module did.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    ignored: bool = False
+    site: int = -1
+
+
+class Submodule(Part, frozen=True):
+    """A submodule that holds parameters, itself or below (part of `Wrapped`).
+
+    Attributes:
+        name: as in `named_modules()`; empty for the wrapped module itself.
+        kind: class name.
+        site: the user's line that made it, -1 where unknown.
+    """
+
+    name: str
+    kind: str
+    site: int = -1
+
+
+class Wrapped(Event, frozen=True, tag="wrapped"):
+    """A module was wrapped for distributed training.
+
+    Attributes:
+        model: number of the wrapper on this rank, in the order of wrapping.
+        wrapper: `DistributedDataParallel`, `DataParallel`, `FSDP` or `fully_shard`.
+        group: number of the process group (see `GroupReady`), -1 for DataParallel.
+        parameters: in the order of `named_parameters()` of the inner module; `ignored` marks
+            those in `_ddp_params_and_buffers_to_ignore`.
+        options: constructor flags that matter.
+        frozen_site: the line that froze parameters before the wrap, -1 where there are none or it
+            was not found.
+    """
+
+    model: int
+    wrapper: str
+    kind: str
+    group: int
+    site: int
+    parameters: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+    modules: tuple[Submodule, ...] = ()
+    options: dict[str, str | int | float | bool | None] = {}
+    device: str = ""
+    frozen_site: int = -1
+
+    def describe(self) -> str:
+        return f"wrapped {self.kind} in {self.wrapper} ({len(self.parameters)} parameters)"
+
+
+class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
+    """After a backward that should have synchronised: which parameters got no local gradient.
+
+    Recorded when the set changes, so an empty `indices` means "all are used again".
+
+    Attributes:
+        model: number of the wrapper.
+        backward: how many synchronising backwards this model has seen, this one included.
+        step: optimizer steps taken before it.
+        indices: positions in `Wrapped.parameters`.
+        called: names of the submodules (those of `Wrapped.modules`) whose forward ran; None where
+            that was not observed.
+        find_unused: whether DDP was told to look for unused parameters.
+        site: the line of the backward; `forward_site` of the forward before it.
+        frozen: those of `indices` that no longer require a gradient, although they did at the wrap.
+        by_torch: torch's own list told it, at the next forward.
+        branches: module to the line of the `if` that skips it, where one was found.
+    """
+
+    model: int
+    backward: int
+    step: int
+    indices: tuple[int, ...]
+    called: tuple[str, ...] | None = None
+    find_unused: bool = False
+    static_graph: bool = False
+    site: int = -1
+    forward_site: int = -1
+    frozen: tuple[int, ...] = ()
+    by_torch: bool = False
+    branches: dict[str, int] = {}
+
+    def describe(self) -> str:
+        if not self.indices:
+            return f"model {self.model}: all parameters have gradients (step {self.step})"
+        count = len(self.indices)
+        return f"model {self.model}: {count} parameters without gradient (step {self.step})"
+
+
+class ModulesSkipped(Event, frozen=True, tag="modules-skipped"):
+    """Which submodules that own parameters a forward did not call. Recorded when it changes.
+
+    Attributes:
+        backward: number of the synchronising backward that this forward leads to.
+        site: the line of the forward.
+    """
+
+    model: int
+    backward: int
+    names: tuple[str, ...] = ()
+    site: int = -1
+
+
+class ParameterUse(Event, frozen=True, tag="parameter-use"):
+    """How often parameters got no gradient, so far; recorded at powers of two and at the end.
+
+    Attributes:
+        examined: synchronising backwards looked at, of `backwards` in all.
+        unused: position in `Wrapped.parameters` to the number of those in which it got none.
+    """
+
+    model: int
+    examined: int
+    backwards: int
+    unused: dict[int, int] = {}
+
+
+class SearchCost(Event, frozen=True, tag="search-cost"):
+    """What `find_unused_parameters=True` cost so far: the walks of the autograd graph that DDP
+    made after its forwards. Recorded at powers of two and at the end."""
+
+    model: int
+    searches: int
+    seconds: float
+
+
+class Bypassed(Event, frozen=True, tag="bypassed"):
+    """An optimizer is about to apply gradients that a backward brought into a wrapped model
+    although no forward of its wrapper led to it, and that nothing synchronised.
+
+    Attributes:
+        count: such steps so far; recorded at powers of two.
+        forwards: forwards of the wrapper so far.
+        site: the line of the backward; `call_site` of the call that went around the wrapper, -1
+            where it was not found.
+        discarded: the wrapper no longer exists.
+    """
+
+    model: int
+    optimizer: int
+    step: int
+    count: int
+    forwards: int
+    site: int = -1
+    call_site: int = -1
+    discarded: bool = False
+
+    def describe(self) -> str:
+        return f"model {self.model}: stepped with gradients that went around its wrapper"
+
+
+class ParametersChanged(Event, frozen=True, tag="parameters-changed"):
+    """Parameters of a wrapped model are no longer what DDP was given, and a backward has run.
+
+    Attributes:
+        kind: `added`, `replaced`, `unfrozen`, `frozen`, or `converted` (cast or moved, so that
+            DDP's hook is on a node that is used no more).
+        trained: how many of them have a gradient now.
+        communicated: whether the model's group communicated in that backward.
+        site: the line that changed them, -1 where it was not found.
+    """
+
+    model: int
+    kind: str
+    names: tuple[str, ...]
+    trained: int
+    communicated: bool
+    step: int
+    site: int = -1
+    forward_site: int = -1
+    find_unused: bool = False
+
+    def describe(self) -> str:
+        return f"model {self.model}: {len(self.names)} parameters {self.kind} since the wrap"
+
+
+class Unwrapped(Event, frozen=True, tag="unwrapped"):
+    """An optimizer trains parameters that no wrapper was given, in a run of several ranks.
+
+    Attributes:
+        kind: class of the module that holds most of them, `site` the line that made it.
+        parameters: in the optimizer's order, names as far as they are known.
+        wrapped: how many models were wrapped so far.
+        step_site: the line of the step.
+    """
+
+    optimizer: int
+    kind: str
+    parameters: tuple[Tensor, ...]
+    wrapped: int = 0
+    site: int = -1
+    step_site: int = -1
+
+    def describe(self) -> str:
+        count = len(self.parameters)
+        return f"optimizer {self.optimizer} trains {count} parameters that no wrapper was given"
+
+
+class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
+    """Digests of such parameters and their gradients before a step: equal where the bits are.
+    Recorded at steps 0, 1, 2, 4, 8 and so on.
+
+    Attributes:
+        exchanged: how they, or about as much as they are, were ever exchanged: `gradients` (on
+            the default group, between backward and step), `gradients of a group`, `parameters`,
+            `point-to-point`, `all-to-all`, `in backward`, `unseen`; empty where they never were.
+    """
+
+    optimizer: int
+    step: int
+    gradients: int
+    parameters: int
+    exchanged: str = ""
+
+
+class ReadyTwice(Event, frozen=True, tag="ready-twice"):
+    """torch refused a backward: a parameter was marked ready twice.
+
+    Attributes:
+        parameter: the one that torch names.
+        twice: those whose gradient became ready more than once, as far as that was watched.
+        nested: backwards inside that backward (re-entrant checkpointing).
+        forwards: forwards of the wrapper that this backward is for; backwards: how many over these
+            forwards came before it.
+        checkpoint_site: the line that checkpoints a part of the model, -1 where none was found.
+    """
+
+    model: int
+    step: int
+    parameter: str
+    twice: tuple[str, ...] = ()
+    nested: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    find_unused: bool = False
+    static_graph: bool = False
+    site: int = -1
+    forward_site: int = -1
+    checkpoint_site: int = -1
+
+    def describe(self) -> str:
+        return f"model {self.model}: {self.parameter} was marked ready twice (step {self.step})"
+
+
+class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
+    """A model wrapped with `static_graph=True` does not do the same in every step.
+
+    Attributes:
+        kind: `changed` (torch says so), `asserted` (torch's own assertion failed), or `silent` (a
+            backward that should have synchronised did not communicate; at powers of two).
+        silent: such backwards so far.
+        unsynced: forwards under `no_sync` so far; `unsynced_site` the line of the last.
+    """
+
+    model: int
+    kind: str
+    step: int
+    backward: int
+    silent: int = 0
+    unsynced: int = 0
+    unsynced_site: int = -1
+    site: int = -1
+    forward_site: int = -1
+
+
+class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
+    """Parameters whose gradient was exactly zero at every step looked at so far.
+
+    Attributes:
+        indices: positions in `Wrapped.parameters`.
+        samples: steps looked at.
+        weight_decay: the largest of the optimizer's groups.
+    """
+
+    model: int
+    optimizer: int
+    step: int
+    samples: int
+    indices: tuple[int, ...] = ()
+    weight_decay: float = 0.0

@@ -1,0 +1,39 @@
+"""Numbers that are none: NaN and infinity."""
+
+from __future__ import annotations
+
+from .base import Event
+
+
+class NonFinite(Event, frozen=True, tag="non-finite"):
+    """A NaN or infinity on this rank, as far back as it could be followed, and a step taken on it.
+
+    Attributes:
+        kind: what was not finite first: `input` of the wrapped forward, `parameter` or `buffer`
+            before it, `loss` (all of these were finite), `gradient` (the loss was finite, and the
+            gradient was this rank's own, before any averaging).
+        step: optimizer steps taken before.
+        value: `nan` or `inf`.
+        names: of the inputs, parameters or buffers; for a gradient, of the parameters nearest to
+            the loss that got it.
+        module, operation: where in the graph it arose, empty where that cannot be told.
+        rows: positions in the batch of an input.
+        site: the backward; origin_site: the line that made it, as near as it is known.
+        applied: the optimizer stepped with gradients that were not finite.
+    """
+
+    kind: str
+    step: int
+    value: str
+    site: int
+    origin_site: int = -1
+    forward_site: int = -1
+    names: tuple[str, ...] = ()
+    count: int = 0
+    module: str = ""
+    operation: str = ""
+    rows: tuple[int, ...] = ()
+    applied: bool = True
+
+    def describe(self) -> str:
+        return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"

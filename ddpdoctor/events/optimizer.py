@@ -1,0 +1,82 @@
+"""Optimizers and the steps they take."""
+
+from __future__ import annotations
+
+from .base import Event
+
+
+class OptimizerSeen(Event, frozen=True, tag="optimizer"):
+    """An optimizer took its first step.
+
+    Attributes:
+        optimizer: number of the optimizer on this rank, in order of first step.
+        models: numbers of the wrappers whose parameters it holds.
+        parameters: how many parameters it holds in all; `foreign` of them belong to no wrapper.
+    """
+
+    optimizer: int
+    kind: str
+    site: int
+    models: tuple[int, ...] = ()
+    parameters: int = 0
+    foreign: int = 0
+
+    def describe(self) -> str:
+        return f"optimizer {self.optimizer} ({self.kind}) holds {self.parameters} parameters"
+
+
+class StepDone(Event, frozen=True, tag="step"):
+    """One optimizer step, the heartbeat of a run.
+
+    Attributes:
+        optimizer: which one; step: zero-based, per optimizer.
+        count: steps that this record stands for, `step` being the last of them (long runs join
+            theirs); the seconds and the backwards are sums over them.
+        data_s, forward_s, backward_s, optimizer_s: time spent in each phase since the
+            previous step of any optimizer; the rest of `wall_s` was spent elsewhere.
+        backwards: outermost backward calls since the previous step of this optimizer.
+        synced: how many of these communicated.
+    """
+
+    optimizer: int
+    step: int
+    site: int
+    wall_s: float
+    count: int = 1
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    backwards: int = 0
+    synced: int = 0
+
+
+class Ownership(Event, frozen=True, tag="ownership"):
+    """Whether the optimizers hold what is trained of a wrapped model. Recorded when it changes.
+
+    Attributes:
+        kind: class of the optimizer; `site` the line that made it; `held` parameters it holds.
+        missing: parameters that got gradients, that no optimizer holds and nothing else changed;
+            `made` is the line that made the first of them. Empty: all is well again.
+        trained: parameters of the model with gradients.
+        stale: shapes of parameters that the optimizer holds and that never got a gradient: of no
+            module any more, or all of another one.
+    """
+
+    model: int
+    kind: str
+    step: int
+    missing: tuple[str, ...] = ()
+    trained: int = 0
+    held: int = 0
+    stale: tuple[str, ...] = ()
+    site: int = -1
+    made: int = -1
+
+    def describe(self) -> str:
+        if not self.missing and not self.stale:
+            return ""
+        return (
+            f"model {self.model}: {len(self.missing)} trained parameters in no optimizer, "
+            f"{len(self.stale)} in one that are not trained"
+        )

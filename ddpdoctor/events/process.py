@@ -1,0 +1,137 @@
+"""The life of a rank's process: start, exceptions, exit, and the probe's own state."""
+
+from __future__ import annotations
+
+from .base import Event, Part
+
+
+class RankStarted(Event, frozen=True, tag="rank-started"):
+    """First record of every rank.
+
+    Attributes:
+        wall: seconds since the epoch at `at`.
+        rank, world_size: -1 where the process did not know them yet.
+        attempt: torchrun's restart count.
+        environment: the variables that matter to training; secrets are left out.
+        script_digest: hash of the script's text, to tell ranks with different code apart.
+        cores: CPU cores this process may run on.
+        spawned: how many processes `torch.multiprocessing.spawn` made with this one, 0 where it
+            was not made like that.
+    """
+
+    schema: int
+    wall: float
+    rank: int
+    local_rank: int
+    world_size: int
+    pid: int
+    node: str
+    attempt: int = 0
+    argv: tuple[str, ...] = ()
+    cwd: str = ""
+    python: str = ""
+    script_digest: str = ""
+    environment: dict[str, str] = {}
+    cores: int = 0
+    spawned: int = 0
+
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} started: pid {self.pid} on {self.node}, "
+            f"Python {self.python}, {self.cores} cores"
+        )
+
+
+class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
+    """What this rank computes with, known once torch is imported."""
+
+    torch: str
+    cuda: str = ""
+    nccl: str = ""
+    threads: int = 0
+    interop_threads: int = 0
+    gpus: int = 0
+
+    def describe(self) -> str:
+        return f"torch {self.torch}, CUDA {self.cuda or 'none'}, {self.threads} threads"
+
+
+class Frame(Part, frozen=True):
+    """A line of a traceback (part of `ExceptionRaised`)."""
+
+    file: str
+    line: int
+    function: str
+    user: bool = False
+
+
+class ExceptionRaised(Event, frozen=True, tag="exception"):
+    """An exception left the user's program (or a spawned rank's function).
+
+    Attributes:
+        kind: qualified class name.
+        message: its text, cut to a few kilobytes.
+        frames: outermost first.
+        caught: the program went on (an exception that DDP's forward or backward raised and the
+            user's code swallowed).
+    """
+
+    kind: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    caught: bool = False
+    step: int = -1
+
+    def describe(self) -> str:
+        first = self.message.strip().splitlines()[:1]
+        return f"{'caught' if self.caught else 'raised'} {self.kind}: {first[0] if first else ''}"
+
+
+class RankExiting(Event, frozen=True, tag="rank-exiting"):
+    """The interpreter is leaving.
+
+    Attributes:
+        how: `return`, `sys.exit`, `os._exit` or `exception`.
+        status: the exit status where the process knew it, else None.
+    """
+
+    how: str
+    status: int | None = None
+    site: int = -1
+    groups_alive: int = 0
+
+    def describe(self) -> str:
+        return f"leaving ({self.how}{'' if self.status is None else f', status {self.status}'})"
+
+
+class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
+    """Something inside the probe failed; training went on without it.
+
+    Attributes:
+        part: which hook.
+        lost: what is therefore not observed.
+    """
+
+    part: str
+    error: str
+    lost: str = ""
+    disabled: bool = False
+
+    def describe(self) -> str:
+        return f"doctor: {self.part} failed ({self.error}); not observed: {self.lost or self.part}"
+
+
+class NotObserved(Event, frozen=True, tag="not-observed"):
+    """The probe chose not to look at something, and why. `check` is a check's name or a family."""
+
+    check: str
+    reason: str
+
+
+class ProbeCost(Event, frozen=True, tag="probe-cost"):
+    """The doctor's own time in this rank since it became active, in seconds."""
+
+    own_s: float
+    wall_s: float
+    events: int = 0
+    dropped: int = 0

@@ -1,0 +1,110 @@
+"""What synchronised between optimizer steps, and what did not."""
+
+from __future__ import annotations
+
+from .base import Event
+
+
+class SyncPattern(Event, frozen=True, tag="sync-pattern"):
+    """How the gradients that an optimizer step applies came about. Told when it changes.
+
+    Attributes:
+        step: of the optimizer; holds until the next record for the same model and optimizer.
+        synced, unsynced: backwards into these gradients since they were cleared, by whether they
+            averaged them over the ranks.
+        reason: empty where the last of them did; else why not: `no_sync` (the forward ran with
+            synchronisation off), `forward only` (off at the forward, on again at the backward),
+            `second backward` (no forward of its own), `autograd.grad` or `not reduced`.
+        site: the line to blame for `reason`; `forward_site` and `backward_site` of the last one.
+        once: a backward at one line synchronised this many times the same parameters, the most
+            of any line; `line` is that line.
+        talked: the program handed the gradients to collectives of its own before the step.
+        exposed_s: DDP's own estimate of the time a backward waits for communication, 0 unknown;
+            backward_s what an averaging backward takes in all.
+    """
+
+    model: int
+    optimizer: int
+    step: int
+    synced: int = 0
+    unsynced: int = 0
+    reason: str = ""
+    site: int = -1
+    forward_site: int = -1
+    backward_site: int = -1
+    once: int = 0
+    line: int = -1
+    talked: bool = False
+    exposed_s: float = 0.0
+    backward_s: float = 0.0
+
+
+class Carried(Event, frozen=True, tag="carried"):
+    """Whether an optimizer step applied gradients that had not been cleared since the step before.
+
+    Told for the first step that can be judged and when it changes.
+
+    Attributes:
+        site: the line of the step; `backward_site` of the first backward onto the old gradients.
+        parameters: how many were looked at.
+    """
+
+    optimizer: int
+    step: int
+    carried: bool
+    site: int = -1
+    backward_site: int = -1
+    parameters: int = 0
+
+
+class LossScaled(Event, frozen=True, tag="loss-scaled"):
+    """The loss was divided by exactly the size of the model's group before a backward.
+
+    Told once per line of the backward.
+
+    Attributes:
+        divisor: the number.
+        site: the user's line that divides, -1 where it could not be found; `backward_site`.
+        expression: the divisor as written.
+    """
+
+    model: int
+    step: int
+    divisor: float
+    site: int
+    backward_site: int
+    expression: str = ""
+
+
+class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
+    """The program itself issued a collective on gradients that DDP averages.
+
+    Told at the first calls of a line, then rarely.
+
+    Attributes:
+        op: the reduction (`SUM`, `AVG`, ...).
+        call: zero-based number of the step in which this line did so.
+    """
+
+    model: int
+    op: str
+    step: int
+    site: int
+    call: int = 0
+
+
+class BatchSeen(Event, frozen=True, tag="batch"):
+    """The leading size of a model's input and how its loss was reduced; told when it changes.
+
+    Attributes:
+        forward: forwards with gradients of this model before it.
+        reduction: `sum`, `mean`, or empty where unknown.
+        weight: what the reduced loss was multiplied by on its way to the backward.
+    """
+
+    model: int
+    forward: int
+    size: int
+    reduction: str = ""
+    weight: float = 1.0
+    site: int = -1

@@ -1,0 +1,250 @@
+"""What a check is, and what it may say."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from .jsontext import to_json
+
+if TYPE_CHECKING:
+    from .run import Run
+
+FINDINGS_SCHEMA = 1
+
+Evidence = dict[str, object]
+"""Figures that prove a finding: names to numbers, texts, lists or tables (lists of dicts)."""
+
+
+class Severity(enum.Enum):
+    """How bad it is: training is wrong or will crash; results or time are lost; advice."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst."""
+        return list(Severity).index(self)
+
+
+class Confidence(enum.Enum):
+    PROVEN = "proven"
+    SUSPECTED = "suspected"
+
+
+class FixKind(enum.Enum):
+    """How a proposed change may be applied."""
+
+    SAFE = "safe"
+    CHECK = "check before use"
+    TEMPLATE = "template"
+
+
+class Location(msgspec.Struct, frozen=True):
+    """A line of the user's code; `source` is its text, `file` relative to the run's folder."""
+
+    file: str
+    line: int
+    function: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Related(msgspec.Struct, frozen=True):
+    """Another line that explains the finding: where it was wrapped, what the others did."""
+
+    label: str
+    location: Location
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """Optimizer steps concerned, zero-based; `count` of them between `first` and `last`."""
+
+    first: int
+    last: int
+    count: int
+
+    @classmethod
+    def of(cls, steps: Iterable[int]) -> Steps | None:
+        known = sorted({s for s in steps if s >= 0})
+        return cls(known[0], known[-1], len(known)) if known else None
+
+
+class Consequence(msgspec.Struct, frozen=True):
+    """A finding that another one explains; it is told under that one, not beside it."""
+
+    code: str
+    check: str
+    summary: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault: what is wrong, where, on whom, why, and what to change.
+
+    Attributes:
+        ranks: the ranks at fault, where that can be told; all ranks where it is everyone's.
+        subjects: names the user knows (parameters, data sets, files, devices).
+        location: the user's line; `label` says what is wrong there, in a few words.
+        summary: one sentence with the numbers, present tense; stands alone.
+        fix: an action, as code where it can be; `fix_kind` says how it may be applied.
+        evidence: the figures that prove it.
+        at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
+    """
+
+    code: str
+    check: str
+    severity: Severity
+    summary: str
+    cause: str
+    fix: str
+    confidence: Confidence = Confidence.PROVEN
+    ranks: tuple[int, ...] = ()
+    steps: Steps | None = None
+    subjects: tuple[str, ...] = ()
+    location: Location | None = None
+    label: str = ""
+    related: tuple[Related, ...] = ()
+    fix_kind: FixKind = FixKind.CHECK
+    evidence: Evidence = {}
+    consequences: tuple[Consequence, ...] = ()
+    at: float = 0.0
+
+
+class Check(ABC):
+    """A rule over a finished or running run. One class, one file, one code.
+
+    The class docstring is the page that `ddpdoctor explain` prints; its headings are *What it
+    finds*, *Why it hurts*, *How to fix it* and *When it stays quiet*. A check is a pure function
+    of the run: no torch, no files, no clock, no printing.
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    family: ClassVar[str]
+    severity: ClassVar[Severity]
+
+    @abstractmethod
+    def examine(self, run: Run) -> Iterable[Finding]:
+        """The findings of this check; one per fault."""
+
+    def unobserved(self, run: Run) -> str | None:
+        """Why this run cannot be judged (`no optimizer step seen`), or None where it can."""
+        return None
+
+    def tables(self, run: Run) -> Iterable[Table]:
+        """Facts to show in the report even when all is well."""
+        return ()
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        """Whether `other`, made by another check, is only a consequence of `mine`."""
+        return False
+
+    def finding(self, **fields: object) -> Finding:
+        """A finding of this check; `code`, `check` and `severity` are filled in."""
+        fields.setdefault("severity", self.severity)
+        return Finding(code=self.code, check=self.name, **fields)  # type: ignore[arg-type]
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the report: how a rank ended and what it did last."""
+
+    rank: int
+    node: str
+    local_rank: int
+    pid: int
+    device: str
+    state: str
+    exit_code: int | None
+    signal: str | None
+    steps: int
+    step_time_s: float | None = None
+    last: str = ""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The head of the report.
+
+    Attributes:
+        stopped_by: in words, where somebody stopped the run: `Ctrl-C`, `SIGTERM`, `the doctor`.
+        earlier: a sentence for each attempt before this one (`--max-restarts`).
+    """
+
+    id: str
+    command: tuple[str, ...]
+    started_at: str
+    ended_at: str | None
+    world_size: int
+    outcome: str
+    exit_code: int | None
+    torch: str
+    backend: str
+    folder: str = ""
+    machine: tuple[str, ...] = ()
+    stopped_by: str = ""
+    earlier: tuple[str, ...] = ()
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    check: str
+    reason: str
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """What was examined and what was not, and why."""
+
+    examined: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """The doctor's own share of the ranks' time; None where no rank could say."""
+
+    budget_percent: float
+    measured_percent: float | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts worth showing even when all is well (what every rank consumed, say)."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is said about a run: `findings.json`, and the source of every rendering."""
+
+    schema_version: int
+    tool: Tool
+    run: RunSummary
+    ranks: tuple[RankState, ...]
+    findings: tuple[Finding, ...]
+    overhead: Overhead
+    coverage: Coverage
+    tables: tuple[Table, ...] = ()
+
+    def worst(self) -> Severity | None:
+        """The worst severity found, or None where nothing was."""
+        return min((f.severity for f in self.findings), key=lambda s: s.rank, default=None)
+
+    def to_json(self) -> bytes:
+        """The content of `findings.json`."""
+        return msgspec.json.format(to_json(self), indent=2)
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as plain dictionaries and lists."""
+        return msgspec.json.decode(to_json(self), type=dict[str, object])

@@ -1,0 +1,86 @@
+"""torchrun itself, in a process of its own: `python -m ddpdoctor.launch.agent -- ARGS`.
+
+Everything is torchrun's (parser, rendezvous, restarts, redirections, exit status); this only
+brings the probe's variables into the ranks and writes down when their processes start and end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from .orders import VARIABLE, Orders
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Be told by SIGTERM when the supervisor is gone, so that no rank is left behind."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    except (OSError, AttributeError):
+        return  # not Linux
+    if os.getppid() != parent:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    text = os.environ.pop(VARIABLE, None)
+    if text is None or sys.argv[1:2] != ["--"]:
+        sys.exit("ddpdoctor.launch.agent is started by `ddpdoctor run`, not by hand")
+    orders = Orders.from_text(text)
+    die_with(orders.supervisor)
+    if orders.safe_path is None:
+        os.environ.pop("PYTHONSAFEPATH", None)
+    os.environ.update(orders.environment)
+    sys.argv = ["torchrun", *sys.argv[2:]]
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from .observe import Observer
+
+    observer = Observer(Path(orders.node_file))
+    observer.install()
+    try:
+        run.main(sys.argv[1:])
+    except Exception as error:
+        if isinstance(error, ChildFailedError):
+            observer.failed(error)
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            sys.stderr.write(told(error))
+            sys.stderr.flush()
+        sys.exit(1)  # as an exception that nobody catches
+
+
+def told(error: Exception) -> str:
+    """What a person needs of an exception that ends torchrun.
+
+    Its frames lie in torchrun and in this file, never in the user's program, so that they are
+    shown only where torchrun fails in a way that it does not foresee.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if os.environ.get("DDPDOCTOR_DEBUG"):
+        return "".join(traceback.format_exception(error))
+    if isinstance(error, ChildFailedError):
+        return f"{str(error).strip()}\n"
+    if type(error).__name__ == "SignalException":
+        return ""  # torchrun has said so when it came
+    if isinstance(error, RendezvousError | DistError | ValueError | OSError):
+        return f"torchrun: {type(error).__name__}: {' '.join(str(error).split())}\n"
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_globals.get("__name__") in ("__main__", __name__):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The variables that bring the probe into the ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..runfolder import RunFolder
+from .devices import visible_gpus
+
+if TYPE_CHECKING:
+    from ..config import Options
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+_FLIGHT_RECORDER_ENTRIES = "2000"
+
+
+class LaunchError(Exception):
+    """The run cannot be started like this. One line that says what to type instead."""
+
+
+def environment(folder: RunFolder, options: Options) -> dict[str, str]:
+    """What to add to a launcher's environment so that its ranks are examined.
+
+    Raises:
+        LaunchError: `--debug-level detail` would crash this run.
+    """
+    shim = str(PACKAGE / "shim")
+    before = os.environ.get("PYTHONPATH")
+    added = {
+        # An empty entry in PYTHONPATH means the current folder: leave no stray separator.
+        "PYTHONPATH": f"{shim}{os.pathsep}{before}" if before else shim,
+        "DDPDOCTOR_DIR": str(folder.path.resolve()),
+        "DDPDOCTOR_HOME": str(PACKAGE.parent),
+        "DDPDOCTOR_PROBE": _probe_options(options),
+    }
+    # Its older name, TORCH_NCCL_TRACE_BUFFER_SIZE, makes torch print a warning on every rank.
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        added["TORCH_FR_BUFFER_SIZE"] = _FLIGHT_RECORDER_ENTRIES
+    level = debug_level(options)
+    if level:
+        added["TORCH_DISTRIBUTED_DEBUG"] = level
+    return added
+
+
+def debug_level(options: Options) -> str | None:
+    """The value to set for TORCH_DISTRIBUTED_DEBUG, None to leave it alone."""
+    if options.debug_level == "off" or "TORCH_DISTRIBUTED_DEBUG" in os.environ:
+        return None
+    if options.debug_level == "detail" and not visible_gpus():
+        raise LaunchError(
+            "--debug-level detail crashes DistributedDataParallel on gloo, which a run without "
+            "GPUs uses; type --debug-level info"
+        )
+    return options.debug_level.upper()
+
+
+def _probe_options(options: Options) -> str:
+    chosen = {
+        "budget": options.budget,
+        "every": options.every,
+        "select": options.select,
+        "ignore": options.ignore,
+        "hang_after": options.hang_after,
+    }
+    return msgspec.json.encode(chosen).decode()

@@ -1,0 +1,137 @@
+"""What `ddpdoctor preflight` runs on every rank: meet the others, compare, measure.
+
+A program like any other: it is launched and examined the way a training script is.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+TIMEOUT_S = 120
+SIZES = (4 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2)
+CPU_LIMIT = 16 * 1024**2
+ROUNDS = 5
+
+Manifest = dict[str, str]
+
+VARIABLES = ("NCCL_", "OMP_", "TORCH_", "GLOO_", "MKL_", "CUDA_", "PYTORCH_")
+MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")
+
+
+def main() -> int:
+    """Rank 0 prints; the status is 1 where a collective gives a wrong result."""
+    import torch
+    import torch.distributed as dist
+
+    local = int(os.environ["LOCAL_RANK"])
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+    if gpu:
+        torch.cuda.set_device(local)
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        everyone: list[Manifest] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, _manifest(device))
+        if dist.get_rank() == 0:
+            _say(_who(everyone))
+        rows, right = _measure(device)
+        if dist.get_rank() == 0:
+            _say(rows)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0 if right else 1
+
+
+def _manifest(device: object) -> Manifest:
+    """What must be equal on all ranks, and `node`."""
+    import torch
+
+    facts = {
+        "node": socket.gethostname(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "device": torch.cuda.get_device_name() if str(device) != "cpu" else "CPU",
+    }
+    if str(device) != "cpu":
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        facts["NCCL"] = ".".join(map(str, version))
+    for name, value in os.environ.items():
+        if name.startswith(VARIABLES) and not name.startswith(MAY_DIFFER):
+            facts[name] = value
+    return facts
+
+
+def _who(everyone: list[Manifest]) -> list[str]:
+    """The ranks that see the same, then what differs."""
+    from ..run import fold_ranks
+
+    nodes = {m["node"] for m in everyone}
+    first = everyone[0]
+    lines = [
+        f"{len(everyone)} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)} can reach each other: "
+        f"torch {first['torch']}, Python {first['Python']}, CUDA {first['CUDA']}, {first['device']}"
+    ]
+    names = sorted({name for m in everyone for name in m} - {"node"})
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, manifest in enumerate(everyone):
+            values.setdefault(manifest.get(name, "not set"), []).append(rank)
+        if len(values) > 1:
+            told = "; ".join(f"{v!r} on ranks {fold_ranks(r)}" for v, r in values.items())
+            lines.append(f"differs: {name} is {told}")
+    return lines
+
+
+def _measure(device: object) -> tuple[list[str], bool]:
+    """The table of speeds, and whether every sum was right."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    lines = [f"{'collective':<12}{'size':>10}{'time':>12}{'bus bandwidth':>16}"]
+    lines.append(f"{'barrier':<12}{'':>10}{_timed(dist.barrier, device) * 1000:>9.3f} ms")
+    right = True
+    for size in SIZES:
+        if str(device) == "cpu" and size > CPU_LIMIT:
+            continue
+        tensor = torch.ones(size // 4, device=device)  # type: ignore[call-overload]
+        dist.all_reduce(tensor)
+        right &= bool((tensor == world).all())
+        seconds = _timed(lambda t=tensor: dist.all_reduce(t), device)  # type: ignore[misc]
+        # As nccl-tests counts it, so that worlds of different size can be compared.
+        speed = size / seconds * 2 * (world - 1) / world / 1e9
+        told = f"{size // 1024} KiB" if size < 1024**2 else f"{size // 1024**2} MiB"
+        lines.append(f"{'all_reduce':<12}{told:>10}{seconds * 1000:>9.3f} ms{speed:>11.3f} GB/s")
+    if not right:
+        lines.append("all_reduce gave a wrong sum: the devices or their links are at fault")
+    return lines, right
+
+
+def _timed(call: Callable[[], object], device: object) -> float:
+    """Median seconds of a call, once it is warm."""
+    import torch
+
+    times = []
+    for _ in range(ROUNDS + 1):
+        began = time.perf_counter()
+        call()
+        if str(device) != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[ROUNDS // 2]
+
+
+def _say(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

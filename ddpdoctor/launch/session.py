@@ -1,0 +1,224 @@
+"""`ddpdoctor run` and `ddpdoctor exec`, from the folder to the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from .. import __version__, registry
+from ..monitor import Monitor
+from ..run import Recording, Run
+from ..runfolder import FolderError, RunFolder, RunInfo
+from . import ending, supervisor, torchrun
+from .environment import LaunchError, environment
+from .orders import VARIABLE, Orders
+
+if TYPE_CHECKING:
+    from ..config import Options
+
+UNUSABLE = 2
+_NO_SUCH_COMMAND = 127
+_NOT_EXECUTABLE = 126
+
+
+@dataclass
+class Session:
+    """One run on one node, ready to start."""
+
+    folder: RunFolder
+    info: RunInfo
+    monitor: Monitor
+    options: Options
+
+    def write_info(self) -> None:
+        """Nodes that share a folder have one `run.json`, that of the first of them."""
+        there = self.folder.read_info()
+        mine = self.info.node_rank
+        if mine == 0 or there is None or there.node_rank == mine:
+            self.folder.write_info(self.info)
+
+    def finish(self, status: int, stopped_by: str) -> int:
+        """Close the records, diagnose, report; returns the status of the whole."""
+        self.monitor.finish()
+        report = None
+        try:
+            run = Recording(self.folder).refresh(self.folder.attempts()[-1])
+            self.info = ending.ended(self.info, run, status, stopped_by)
+            self.write_info()
+            report = ending.examine(self.folder, self.options)
+            ending.publish(self.folder, report, self.options)
+        except Exception as error:  # training's status must come through whatever we got wrong
+            ending.say(f"the report failed ({error!r}); the records are in {self.folder.path}")
+            if os.environ.get("DDPDOCTOR_DEBUG"):
+                traceback.print_exc()
+        return ending.exit_status(status, stopped_by, report, self.options)
+
+
+def run(options: Options, torchrun_args: Sequence[str]) -> int:
+    """Launch through torchrun, examine every rank, report; returns the exit status.
+
+    Args:
+        torchrun_args: torchrun's options, the script and its arguments; none of the doctor's.
+    """
+    args = torchrun.with_defaults(torchrun_args, os.environ)
+    parsed = torchrun.parse(args)
+
+    def start(session: Session, added: dict[str, str]) -> tuple[int, str]:
+        orders = Orders(
+            environment=added,
+            node_file=str(session.folder.node_path(session.monitor.node_rank).resolve()),
+            supervisor=os.getpid(),
+            safe_path=os.environ.get("PYTHONSAFEPATH"),
+        )
+        agents = {
+            **os.environ,
+            VARIABLE: orders.to_text(),
+            # `-m` would put the current folder first: a random.py there must not break torchrun.
+            "PYTHONSAFEPATH": "1",
+        }
+        command = [sys.executable, "-m", "ddpdoctor.launch.agent", "--", *args]
+        return _watched(session, command, agents, supervisor.to_launcher, new_session=True)
+
+    words = [parsed.script or "", *parsed.script_args]
+    stem = _stem(words) if "no-python" in parsed.options else parsed.stem
+    return _examined(options, ["torchrun", *args], "run", stem, start, parsed)
+
+
+def exec_command(options: Options, command: Sequence[str]) -> int:
+    """The same for a command that starts its ranks itself."""
+
+    def start(session: Session, added: dict[str, str]) -> tuple[int, str]:
+        terminal = supervisor.shares_terminal()
+        forward = supervisor.on_terminal if terminal else supervisor.to_group
+        environ = {**os.environ, **added}
+        return _watched(session, command, environ, forward, new_session=not terminal)
+
+    return _examined(options, command, "exec", _stem(command), start, torchrun.TorchrunArgs())
+
+
+def _examined(
+    options: Options,
+    command: Sequence[str],
+    launcher: str,
+    stem: str,
+    start: Callable[[Session, dict[str, str]], tuple[int, str]],
+    parsed: torchrun.TorchrunArgs,
+) -> int:
+    try:
+        registry.select(options.select, options.ignore)
+        session = _prepare(options, command, launcher, stem, parsed)
+        added = environment(session.folder, options)
+    except (FolderError, LaunchError, registry.SelectionError, registry.RegistryError) as error:
+        ending.say(str(error))
+        return UNUSABLE
+    if not options.quiet:
+        ending.say(f"examining this run, records in {session.folder.path}")
+    status, stopped_by = start(session, added)
+    return session.finish(status, stopped_by)
+
+
+def _watched(
+    session: Session,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    forward: Callable[[int, signal.Signals], None],
+    *,
+    new_session: bool,
+) -> tuple[int, str]:
+    """Run the launcher to its end; its status, and who stopped it."""
+    with _live(session) as view:
+        watch = supervisor.Supervisor(session.monitor, forward=forward, view=view, say=ending.say)
+        try:
+            status = watch.run(command, environ, new_session=new_session)
+        except OSError as error:
+            ending.say(f"cannot start {command[0]}: {error.strerror}")
+            missing = isinstance(error, FileNotFoundError)
+            status = _NO_SUCH_COMMAND if missing else _NOT_EXECUTABLE
+    return status, watch.stopped_by
+
+
+@contextlib.contextmanager
+def _live(session: Session) -> Iterator[Callable[[Run], None] | None]:
+    """The table while the run goes on, where one is wanted and the view itself finds a terminal."""
+    if session.options.live is False or session.options.quiet:
+        yield None
+        return
+    from ..render.live import LiveView
+
+    with LiveView(session.folder.path) as view:
+        yield view.update
+
+
+def _prepare(
+    options: Options,
+    command: Sequence[str],
+    launcher: str,
+    stem: str,
+    parsed: torchrun.TorchrunArgs,
+) -> Session:
+    shared = torchrun.shared_id(parsed, os.environ)
+    folder = _open_folder(options.out, stem, shared)
+    number = torchrun.node_rank(parsed, os.environ)
+    monitor = Monitor(folder, number, options, launcher=launcher)
+    while True:
+        try:
+            monitor.start()
+            break
+        except FileExistsError:  # several nodes in one folder, and only the rendezvous numbers them
+            monitor.node_rank += 1
+        except OSError as error:
+            raise FolderError(f"cannot write to {folder.path} ({error.strerror})") from error
+    info = RunInfo(
+        schema_version=1,
+        id=shared or uuid.uuid4().hex,
+        command=list(command),
+        started_at=ending.now(),
+        tool_version=__version__,
+        nodes=torchrun.nodes(parsed, os.environ),
+        node_rank=monitor.node_rank,
+        node=platform.node(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        launcher=launcher,
+        budget_percent=options.budget,
+    )
+    session = Session(folder, info, monitor, options)
+    with contextlib.suppress(OSError):
+        session.write_info()
+    return session
+
+
+def _open_folder(out: Path | None, stem: str, shared: str | None) -> RunFolder:
+    """A new folder, or the one that another node of the same run has made."""
+    if out is not None:
+        there = RunFolder(out).read_info()
+        if there and shared and there.id == shared and there.ended_at is None:
+            return RunFolder(out)
+        return RunFolder.create(out)
+    base = Path("ddpdoctor-runs")
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_plain(stem)}"
+    for number in range(1, 1000):
+        path = base / (name if number == 1 else f"{name}-{number}")
+        if not path.exists():
+            return RunFolder.create(path)
+    raise FolderError(f"too many runs called {name} in {base}; give a folder with --out")
+
+
+def _stem(command: Sequence[str]) -> str:
+    """The script of a command, or the command."""
+    scripts = [PurePath(word).stem for word in command if word.endswith(".py")]
+    return scripts[0] if scripts else PurePath(command[0]).stem
+
+
+def _plain(stem: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in stem)[:60] or "run"

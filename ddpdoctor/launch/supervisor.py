@@ -1,0 +1,237 @@
+"""Waits for the launcher's process: ticks the monitor, passes signals on, keeps the status."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+
+import psutil
+
+from ..monitor import Monitor
+from ..run import Run
+from .ending import say
+
+TICK_S = 0.25
+TICK_WHILE_RANKS_WAIT_S = 0.05
+VIEW_S = 1.0
+_LAST_WORDS_S = 5.0
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Signals:
+    """Collects the signals that come while the block runs; the loop acts on them."""
+
+    def __init__(self) -> None:
+        self.stops: list[signal.Signals] = []
+        self.others: list[signal.Signals] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (*_STOPPING, *_PASSED_ON):
+            self._before[number] = signal.signal(number, self._came)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        which = signal.Signals(number)
+        (self.stops if which in _STOPPING else self.others).append(which)
+
+
+class Supervisor:
+    """One launcher process, from its start to its end.
+
+    Attributes:
+        stopped_by: `doctor`, `interrupt`, `terminate`, or empty.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        *,
+        forward: Callable[[int, signal.Signals], None],
+        view: Callable[[Run], None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.stopped_by = ""
+        self._say = say
+        self._view = view
+        self._viewed = 0.0
+        self._monitor = monitor
+        self._forward = forward
+        self._handled = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str], *, new_session: bool
+    ) -> int:
+        """Start the launcher, wait for it, and return its status as a shell would.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        _adopt_orphans()
+        with Signals() as signals:
+            child = subprocess.Popen(
+                list(command), env=dict(environment), start_new_session=new_session
+            )
+            self._child = child
+            while not _wait(child, TICK_WHILE_RANKS_WAIT_S if self._monitor.ranks_wait else TICK_S):
+                self._obey(signals)
+                for number in signals.others:
+                    self._send(number)
+                signals.others.clear()
+                self._tick()
+                self._reap(child.pid)
+            self._sweep(child.returncode)
+            self._reap(0)
+            self._tick()
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+    def _tick(self) -> None:
+        reason = self._monitor.tick()
+        for line in self._monitor.standing.notices:
+            self._say(line)
+        self._monitor.standing.notices.clear()
+        if reason and not self.stopped_by:
+            say(f"stopping the run: {reason}")
+            self._stop("doctor", reason, signal.SIGTERM)
+        now = time.monotonic()
+        if self._view and self._monitor.run and now - self._viewed >= VIEW_S:
+            self._viewed = now
+            self._view(self._monitor.run)
+
+    def _obey(self, signals: Signals) -> None:
+        """First signal: end the run in good order. Second: at once."""
+        came, self._handled = signals.stops[self._handled :], len(signals.stops)
+        for number in came:
+            if not self.stopped_by:
+                by = "interrupt" if number is signal.SIGINT else "terminate"
+                self._stop(by, number.name, number)
+            else:
+                self._kill_all()
+
+    def _stop(self, by: str, reason: str, number: signal.Signals) -> None:
+        self.stopped_by = by
+        self._monitor.stopped(by, reason)
+        self._send(number)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._child:
+            with contextlib.suppress(ProcessLookupError):
+                self._forward(self._child.pid, number)
+
+    def _kill_all(self) -> None:
+        for process in _descendants():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _sweep(self, status: int) -> None:
+        """Leave no rank behind where its launcher was killed or told to stop.
+
+        After an ordinary end, what still runs was meant to (a TensorBoard that the script
+        started, say).
+        """
+        if status >= 0 and not self.stopped_by:
+            return
+        self._tick()  # ranks may have come since the last look
+        ranks = self._monitor.rank_pids()
+        left = [p for p in _descendants() if p.pid in ranks]
+        self._monitor.swept({p.pid for p in left})
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < deadline and any(_alive(p) for p in left):
+            time.sleep(0.05)
+        for process in left:
+            if _alive(process):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+    def _reap(self, launcher: int) -> None:
+        """Collect adopted processes that ended, but never the launcher: `Popen` waits for it."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                found = os.waitid(os.P_ALL, 0, look)
+                if found is None or found.si_pid == launcher:
+                    return
+                pid, status = os.waitpid(found.si_pid, os.WNOHANG)
+                self._monitor.reaped(pid, os.waitstatus_to_exitcode(status))
+
+
+def to_launcher(pid: int, number: signal.Signals) -> None:
+    """torchrun takes 30 s to end stuck ranks by SIGINT and less than one by SIGTERM."""
+    os.kill(pid, signal.SIGTERM if number in _STOPPING else number)
+
+
+def to_group(pid: int, number: signal.Signals) -> None:
+    """What a terminal would do: signal the whole group of the command."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        os.kill(pid, number)
+
+
+def on_terminal(pid: int, number: signal.Signals) -> None:
+    """The command shares our terminal, which has sent it SIGINT and SIGQUIT already."""
+    if number not in (signal.SIGINT, signal.SIGQUIT):
+        os.kill(pid, number)
+
+
+def shares_terminal() -> bool:
+    """Whether a command may want to ask its user something (a password for mpirun)."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def _wait(child: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Whether the child has ended; returns as soon as it has."""
+    try:
+        fd = os.pidfd_open(child.pid)
+    except (AttributeError, OSError):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout)
+        return child.poll() is not None
+    try:
+        select.select([fd], [], [], timeout)
+    finally:
+        os.close(fd)
+    return child.poll() is not None
+
+
+def _adopt_orphans() -> None:
+    """Ranks whose launcher died become our children, so that they can be found and ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _descendants() -> list[psutil.Process]:
+    try:
+        return list(psutil.Process().children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

@@ -1,0 +1,334 @@
+"""What the operating system and NVML say of processes and memory. No torch, no opinion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PROC = Path("/proc")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MOST_THREADS = 128
+_TICKS = os.sysconf("SC_CLK_TCK")
+_NO_LIMIT = 1 << 60  # how control groups of version 1 spell "none"
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A line of `/proc/<pid>/stat`: `born` in clock ticks, `exit_code` of a zombie as in Popen."""
+
+    state: str
+    parent: int
+    born: int
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process and its descendants hold; `pids` of all of them."""
+
+    own: int
+    children: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Memory of our control group, None where it cannot be told or has no limit."""
+
+    limit: int | None = None
+    used: int | None = None
+    oom_kills: int | None = None
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of CPU time that our control group may use; None where unlimited."""
+    try:
+        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = [q for line in lines for q in _quotas(*line.split(":", 2)[1:])]
+    return min(found, default=None)
+
+
+def _quotas(controllers: str, path: str) -> Iterator[float]:
+    """Every limit on the way from our group to the root."""
+    names: tuple[str, ...] = ("cpu.max",)
+    if not controllers:
+        root = Path("/sys/fs/cgroup")
+    elif "cpu" in controllers.split(","):
+        root, names = Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    else:
+        return
+    folder = root / path.lstrip("/")
+    for place in {folder, *folder.parents, root}:
+        if not place.is_relative_to(root):
+            continue
+        try:
+            words = " ".join((place / name).read_text() for name in names).split()
+            quota, period = float(words[0]), float(words[1])
+        except (OSError, ValueError, IndexError):  # "max"
+            continue
+        if quota > 0 and period > 0:
+            yield quota / period
+
+
+def runnable_ns(pids: Iterable[int]) -> dict[int, int]:
+    """By thread: nanoseconds that it has run or waited for a core so far."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        try:
+            threads = os.listdir(_PROC / str(pid) / "task")[:_MOST_THREADS]
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                text = (_PROC / str(pid) / "task" / thread / "schedstat").read_text()
+            except OSError:
+                continue
+            fields = text.split()
+            if len(fields) >= 2:
+                found[int(thread)] = int(fields[0]) + int(fields[1])
+    return found
+
+
+def memory_bytes() -> int:
+    return int(psutil.virtual_memory().total)
+
+
+def available_bytes() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+def stat(pid: int) -> Stat | None:
+    """None where there is no such process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    if len(fields) < 20:
+        return None
+    ended = fields[0] == "Z" and len(fields) > 49
+    code = os.waitstatus_to_exitcode(int(fields[49])) if ended else None
+    return Stat(fields[0], int(fields[1]), int(fields[19]), code)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all its threads; 0 where there is no such process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def wanted_seconds(pid: int) -> float:
+    """Seconds that the main thread has run or waited for a core: the same on a busy machine."""
+    try:
+        fields = (_PROC / str(pid) / "task" / str(pid) / "schedstat").read_text().split()
+        return (int(fields[0]) + int(fields[1])) / 1e9
+    except (OSError, IndexError, ValueError):
+        return cpu_seconds(pid)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal, so that sending it ends nothing."""
+    try:
+        for line in (_PROC / str(pid) / "status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, IndexError, ValueError):
+        pass
+    return False
+
+
+def children(pid: int) -> list[int]:
+    """Its direct children."""
+    found: list[int] = []
+    try:
+        tasks = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return found
+    for task in tasks:
+        try:
+            found += [int(word) for word in (task / "children").read_text().split()]
+        except (OSError, ValueError):
+            continue
+    return sorted(found)
+
+
+def waits_in(pid: int) -> str:
+    """The kernel function that the process sleeps in, empty where it runs or that is not told."""
+    try:
+        text = (_PROC / str(pid) / "wchan").read_text().strip()
+    except OSError:
+        return ""
+    return "" if text == "0" else text
+
+
+class Tree:
+    """All processes' parents at one moment."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, list[int]] = {}
+        for name in os.listdir(_PROC):
+            if name.isdecimal() and (seen := stat(int(name))):
+                self._children.setdefault(seen.parent, []).append(int(name))
+
+    def memory(self, pid: int) -> Memory | None:
+        """None where the process is gone."""
+        own = _resident(pid)
+        if own is None:
+            return None
+        below = self._below(pid)
+        # A forked worker's shared pages belong to its parent: only the rest is its own.
+        extra = [r[0] - r[1] for child in below if (r := _resident(child))]
+        return Memory(own[0], sum(extra), (pid, *below))
+
+    def _below(self, pid: int) -> list[int]:
+        found: list[int] = []
+        todo = [pid]
+        while todo:
+            children = self._children.get(todo.pop(), [])
+            found += children
+            todo += children
+        return found
+
+
+def _resident(pid: int) -> tuple[int, int] | None:
+    """Resident bytes, and those of them that files and shared memory back."""
+    try:
+        fields = (_PROC / str(pid) / "statm").read_text().split()
+    except OSError:
+        return None
+    return int(fields[1]) * _PAGE, int(fields[2]) * _PAGE
+
+
+def control_group_memory() -> GroupMemory:
+    """Limit, use and OOM kills of the control group we run in (both versions)."""
+    try:
+        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return GroupMemory()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            # Inside a container the path of the host is not there, but the root is ours.
+            for folder in _places(Path("/sys/fs/cgroup"), path):
+                if (folder / "memory.current").exists():
+                    return GroupMemory(
+                        _number(folder / "memory.max"),
+                        _number(folder / "memory.current"),
+                        _counter(folder / "memory.events", "oom_kill"),
+                    )
+        if "memory" in controllers.split(","):
+            for folder in _places(Path("/sys/fs/cgroup/memory"), path):
+                if (folder / "memory.usage_in_bytes").exists():
+                    return GroupMemory(
+                        _number(folder / "memory.limit_in_bytes"),
+                        _number(folder / "memory.usage_in_bytes"),
+                        _counter(folder / "memory.oom_control", "oom_kill"),
+                    )
+    return GroupMemory(oom_kills=_counter(_PROC / "vmstat", "oom_kill"))
+
+
+def _places(root: Path, path: str) -> tuple[Path, Path]:
+    return root / path.lstrip("/"), root
+
+
+def _number(path: Path) -> int | None:
+    try:
+        value = int(path.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+    return value if value < _NO_LIMIT else None
+
+
+def _counter(path: Path, name: str) -> int | None:
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return next((int(p[1]) for p in pairs if len(p) == 2 and p[0] == name), None)
+    except (OSError, ValueError):
+        return None
+
+
+class Gpus:
+    """NVIDIA devices by NVML; every question has an empty answer where there are none."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: list[Any] = []
+        self.names: tuple[str, ...] = ()
+        self.uuids: tuple[str, ...] = ()
+        self.memory: tuple[int, ...] = ()
+        self.driver = ""
+        self.trouble = ""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            count = pynvml.nvmlDeviceGetCount()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            self.names = tuple(_text(pynvml.nvmlDeviceGetName(h)) for h in self._handles)
+            self.uuids = tuple(_text(pynvml.nvmlDeviceGetUUID(h)) for h in self._handles)
+            self.driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            self.memory = self._totals()
+        except Exception as error:  # no driver, or a library that does not fit it
+            self._handles = self._handles if self.names else []
+            if Path("/proc/driver/nvidia").exists():
+                self.trouble = f"NVML does not answer: {error}"
+
+    def _totals(self) -> tuple[int, ...]:
+        try:
+            return tuple(int(self._nvml.nvmlDeviceGetMemoryInfo(h).total) for h in self._handles)
+        except Exception:  # not supported here (MIG)
+            return ()
+
+    def by_process(self) -> dict[int, dict[int, int]]:
+        """Bytes by pid and device."""
+        held: dict[int, dict[int, int]] = {}
+        for index, handle in enumerate(self._handles):
+            try:
+                running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except Exception as error:
+                self.trouble = f"NVML does not list processes: {error}"
+                continue
+            for process in running:
+                # None under some drivers and virtual GPUs: a context is there, its size is unknown.
+                held.setdefault(process.pid, {})[index] = process.usedGpuMemory or 0
+        return held
+
+    def used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes in use and percent of time busy, by device."""
+        used: list[int] = []
+        busy: list[int] = []
+        for handle in self._handles:
+            try:
+                used.append(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+                busy.append(int(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+            except Exception:  # not supported here (MIG): nothing said of any
+                return (), ()
+        return tuple(used), tuple(busy)
+
+    def close(self) -> None:
+        if self._nvml:
+            try:
+                self._nvml.nvmlShutdown()
+            except Exception:
+                return
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,0 +1,22 @@
+"""Inside a rank: sees what the training program does and records it. Imported by the shim,
+or by the decorator.
+
+Nothing here may change the run: no collective, no random number, no device synchronisation,
+nothing attached to the user's objects, and every failure is caught where it happens.
+"""
+
+from __future__ import annotations
+
+from .activation import become_rank, leave, rank_started, torch_loaded, watch_here
+from .process import failed
+from .recorder import recorder as current_recorder
+
+__all__ = [
+    "become_rank",
+    "failed",
+    "leave",
+    "rank_started",
+    "current_recorder",
+    "torch_loaded",
+    "watch_here",
+]

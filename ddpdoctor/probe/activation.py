@@ -1,0 +1,221 @@
+"""When this process becomes a rank, and what is then watched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..events import SCHEMA, RankStarted, TorchLoaded
+from ..runfolder import EventWriter, rank_stem
+from . import patching, process
+from .environment import interesting_environment, visible_arguments
+from .recorder import Recorder, guarded, recorder, set_recorder
+
+Place = tuple[Path, dict[str, Any]]
+"""The run folder and what was asked of the probe."""
+
+Opener = Callable[[int, int], "Place | None"]
+"""(rank, world size) to the place to record in; -1 where unknown."""
+
+
+class _State:
+    patched = False
+    opener: Opener | None = None
+    environment: dict[str, str] = {}
+
+
+_state = _State()
+
+
+def environment_at_start() -> dict[str, str]:
+    """What `RankStarted.environment` says."""
+    return _state.environment
+
+
+def rank_started() -> None:
+    """This process was started by a launcher as a rank (its environment says so)."""
+    _become(_number("RANK"), _number("WORLD_SIZE"))
+
+
+def torch_loaded() -> None:
+    """torch was imported, here or before: wrap what the probe looks at."""
+    if _state.patched:
+        return
+    _state.patched = True
+    try:
+        from . import hooks
+
+        hooks.install(ensure_rank)
+    except Exception as error:
+        if active := recorder():
+            active.trouble("hooks", error, "training: torch is not watched")
+        raise
+    guarded("torch-loaded", _tell_torch)
+
+
+def watch_here(opener: Opener) -> None:
+    """Watch this process from now on, without a launcher of ours around it.
+
+    torch is imported already, and names of it may have been copied into other modules.
+
+    Args:
+        opener: asked for the place to record in once this process is known to be a rank.
+    """
+    _state.opener = opener
+    if not _state.patched:
+        torch_loaded()
+        patching.replace_copies()
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """Start to record, if this process does not yet; groups and models may exist already."""
+    if recorder() is not None:
+        return
+    ensure_rank(rank, world_size, None)
+    from . import groups, models
+
+    guarded("groups", groups.adopt, lost=groups.LOST)
+    guarded("models", models.adopt, lost=models.LOST)
+
+
+def leave(error: BaseException | None, trace: TracebackType | None) -> None:
+    """Say that this rank is done, or what ended it, and record no more."""
+    if error is not None:
+        process.note_exception(error, trace)
+    process.leave()
+    uninstall()
+
+
+def uninstall() -> None:
+    """Take every patch back and stop recording."""
+    patching.restore()
+    _state.patched, _state.opener = False, None
+    process.uninstall()
+    set_recorder(None)
+
+
+def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
+    """`init_process_group` was entered: whoever calls it is a rank."""
+    if recorder() is not None:
+        return
+    query = parse_qs(urlsplit(init_method or "").query)
+    for value, name in ((rank, "rank"), (world_size, "world_size")):
+        if value < 0 and query.get(name, [""])[0].isdigit():
+            if name == "rank":
+                rank = int(query[name][0])
+            else:
+                world_size = int(query[name][0])
+    _become(
+        rank if rank >= 0 else _number("RANK"),
+        world_size if world_size >= 0 else _number("WORLD_SIZE"),
+    )
+    guarded("torch-loaded", _tell_torch)
+
+
+def _place(rank: int, world_size: int) -> Place | None:
+    if directory := os.environ.get("DDPDOCTOR_DIR"):
+        os.environ["DDPDOCTOR_OWNER"] = str(os.getpid())
+        return Path(directory), _options()
+    return _state.opener(rank, world_size) if _state.opener else None
+
+
+def _become(rank: int, world_size: int) -> None:
+    place = _place(rank, world_size)
+    if place is None:
+        return
+    _state.environment = interesting_environment(os.environ)
+    directory, options = place
+    attempt = _number("TORCHELASTIC_RESTART_COUNT", 0)
+    if attempt:
+        directory = directory / f"restart-{attempt}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+    stem = rank_stem(max(rank, 0), world_size)
+    try:
+        writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
+    except FileExistsError:  # another process claims this rank: keep both stories
+        stem = f"{stem}.pid-{os.getpid()}"
+        writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
+    new = Recorder(writer, directory, stem, options)
+    set_recorder(new)
+    new.emit(
+        RankStarted(
+            at=time.monotonic(),
+            schema=SCHEMA,
+            wall=time.time(),
+            rank=rank,
+            local_rank=_number("LOCAL_RANK"),
+            world_size=world_size,
+            pid=os.getpid(),
+            node=platform.node(),
+            attempt=attempt,
+            argv=visible_arguments(sys.argv),
+            cwd=_cwd(),
+            python=platform.python_version(),
+            script_digest=_script_digest(),
+            environment=_state.environment,
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            spawned=process.spawned_with(),
+        ),
+        vital=True,
+    )
+    guarded("process", process.install, lost="exceptions and exits of this rank")
+
+
+def _tell_torch(active: Recorder) -> None:
+    import torch
+
+    nccl = ""
+    if torch.version.cuda:
+        try:
+            nccl = ".".join(str(v) for v in torch.cuda.nccl.version())
+        except Exception:
+            nccl = "unknown"
+    active.emit(
+        TorchLoaded(
+            at=time.monotonic(),
+            torch=str(torch.__version__),
+            cuda=torch.version.cuda or "",
+            nccl=nccl,
+            threads=torch.get_num_threads(),
+            interop_threads=torch.get_num_interop_threads(),
+        )
+    )
+
+
+def _options() -> dict[str, Any]:
+    try:
+        found = json.loads(os.environ.get("DDPDOCTOR_PROBE") or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(name: str, default: int = -1) -> int:
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError:
+        return default
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # removed
+        return ""
+
+
+def _script_digest() -> str:
+    try:
+        content = Path(sys.argv[0]).read_bytes() if sys.argv and sys.argv[0] else b""
+    except OSError:
+        return ""
+    return hashlib.sha256(content).hexdigest()[:16] if content else ""

@@ -1,0 +1,260 @@
+"""Backwards into the parameters of a wrapped model that went around its wrapper."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from types import CodeType, FrameType, MethodType
+from typing import Any
+
+from ..events import Bypassed
+from . import exchanges, models, moments
+from .models import Model
+from .moments import Backward, Step
+from .patching import on_restore
+from .recorder import Recorder, recorder
+from .resolving import Bound, call_in_frames, first_argument
+from .torch_private import compiling
+
+LOST = "forwards that go around DistributedDataParallel"
+
+LOOKS = 3
+"""Searches through the running functions' source per model."""
+
+ARMED_STEPS = 50
+"""Optimizer steps for which the probe waits to see the next such forward happen."""
+
+
+@dataclass
+class Suspect:
+    """A backward that reached a model without a forward of its wrapper.
+
+    Attributes:
+        stamps: position to identity of the gradients it left; while they are there, nothing has
+            synchronised or cleared them.
+        forwards: forwards of the wrapper since the step before.
+    """
+
+    backward: int
+    site: int
+    stamps: dict[int, int]
+    forwards: int
+
+
+class Bypass:
+    """What is known of one model."""
+
+    def __init__(self) -> None:
+        self.suspect: Suspect | None = None
+        self.forwards_at_step = 0
+        self.call_site = -1
+        self.looks = 0
+        self.count = 0
+        self.told: Bypassed | None = None
+        self.last: Bypassed | None = None
+
+
+_known: weakref.WeakKeyDictionary[Model, Bypass] = weakref.WeakKeyDictionary()
+
+
+class _Trap:
+    """A hook on every module's forward, in place only while one is waited for."""
+
+    handle: Any = None
+    modules: weakref.WeakSet[Any] = weakref.WeakSet()
+    model: Model | None = None
+    until = 0
+
+
+def install() -> None:
+    _disarm()
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+    on_restore(_disarm)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for model in backward.models:
+        if model.number in backward.synced and model in _known:
+            _known[model].suspect = None
+    for model, communicated in backward.unannounced:
+        if communicated or not _meant_to_synchronise(model):
+            continue
+        known = _known.setdefault(model, Bypass())
+        known.suspect = Suspect(
+            backward.number, backward.site, _stamps(model), model.forwards - known.forwards_at_step
+        )
+        if known.call_site < 0 and known.looks < LOOKS:
+            known.looks += 1
+            known.call_site = _look(active, model)
+
+
+def _meant_to_synchronise(model: Model) -> bool:
+    wrapper = model.wrapper() if model.wrapper else None
+    return wrapper is None or bool(wrapper.require_backward_grad_sync)
+
+
+def _stamps(model: Model) -> dict[int, int]:
+    count = len(model.expected)
+    stamps = {}
+    for position in model.expected[:: max(1, count // 32)]:
+        parameter = model.parameters[position]()
+        if parameter is not None and parameter.grad is not None:
+            stamps[position] = id(parameter.grad)
+    return stamps
+
+
+def _look(active: Recorder, model: Model) -> int:
+    """The user's line that called the inner module or one of its own methods."""
+    inner = model.inner()
+    if inner is None:
+        return -1
+    parts = {id(part) for part in inner.modules()}
+
+    def wanted(target: Any) -> bool:
+        if isinstance(target, MethodType):
+            function = getattr(target, "__func__", None)
+            return id(target.__self__) in parts and _users(active, function)
+        if isinstance(target, Bound):
+            return id(target.owner) in parts and _users(active, target.function)
+        if id(target) in parts:
+            return True
+        stored = getattr(target, "__dict__", None)
+        inside = stored.get("_modules") if isinstance(stored, dict) else None
+        return isinstance(inside, dict) and id(inside.get("_orig_mod")) in parts
+
+    def is_user(code: CodeType) -> bool:
+        return active.sites.kind(code) == "user"
+
+    found = call_in_frames(sys._getframe(1), is_user, wanted)
+    return active.sites.number(found.code, found.line) if found else -1
+
+
+def _users(active: Recorder, function: Any) -> bool:
+    """`model.module.loss` is the user's; `.parameters`, `.train` are torch's. `forward` counts."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", "")
+    return code is not None and (active.sites.kind(code) != "own" or name == "forward")
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    optimizer = step.optimizer()
+    suspects = [(m, k) for m, k in list(_known.items()) if k.suspect is not None]
+    if optimizer is None or not suspects:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model, known in suspects:
+        parameters = [p for ref in model.parameters if (p := ref()) is not None]
+        if held.isdisjoint(map(id, parameters)):
+            continue
+        suspect, known.suspect = known.suspect, None
+        assert suspect is not None
+        # Two backwards over one forward look the same; a call that was seen, or no forward of the
+        # wrapper at all, tells them apart.
+        certain = suspect.forwards == 0 or known.call_site >= 0
+        if not certain or not _still_there(model, suspect):
+            continue
+        if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
+            continue
+        _tell(active, model, known, suspect, step)
+
+
+def _still_there(model: Model, suspect: Suspect) -> bool:
+    """Whether the gradients of that backward are what the optimizer is about to apply."""
+    for position, stamp in suspect.stamps.items():
+        parameter = model.parameters[position]()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None or id(gradient) != stamp:
+            continue
+        if gradient.device.type != "cpu" or gradient.is_sparse or bool(gradient.any()):
+            return True
+    return False
+
+
+def _tell(active: Recorder, model: Model, known: Bypass, suspect: Suspect, step: Step) -> None:
+    known.count += 1
+    if known.call_site < 0:
+        _arm(active, model)
+    known.last = Bypassed(
+        at=time.monotonic(),
+        model=model.number,
+        optimizer=step.known.number,
+        step=step.number,
+        count=known.count,
+        forwards=model.forwards,
+        site=suspect.site,
+        call_site=known.call_site,
+        discarded=model.wrapper is None or model.wrapper() is None,
+    )
+    found = known.told is not None and known.told.call_site != known.call_site
+    if found or known.count & (known.count - 1) == 0:
+        known.told = known.last
+        active.emit(known.last, vital=True)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    for known in _known.values():
+        if known.last is not None and known.last is not known.told:
+            active.emit(known.last, vital=True)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    for model, known in _known.items():
+        known.forwards_at_step = model.forwards
+    if _Trap.handle is not None and active.step > _Trap.until:
+        _disarm()
+
+
+def _arm(active: Recorder, model: Model) -> None:
+    """See the next forward that goes around the wrapper as it happens."""
+    import torch
+
+    inner = model.inner()
+    if inner is None or _Trap.handle is not None or active.step > ARMED_STEPS or compiling():
+        return
+    modules = list(inner.modules())
+    if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
+        return
+    _Trap.modules = weakref.WeakSet(modules)
+    _Trap.model, _Trap.until = model, active.step + ARMED_STEPS
+    _Trap.handle = torch.nn.modules.module.register_module_forward_pre_hook(_sprung)
+
+
+def _disarm() -> None:
+    handle, _Trap.handle, _Trap.model = _Trap.handle, None, None
+    if handle is not None:
+        handle.remove()
+
+
+def _sprung(module: Any, args: Any) -> None:
+    try:
+        import torch
+
+        active, model = recorder(), _Trap.model
+        if active is None or model is None or models.inside_forward():
+            return
+        if not torch.is_grad_enabled() or module not in _Trap.modules or not module.training:
+            return
+        known = _known.get(model)
+        frame = _caller(active, sys._getframe(1))
+        if known is not None and frame is not None:
+            known.call_site = active.sites.number(frame.f_code, frame.f_lineno)
+        _disarm()
+    except Exception as error:
+        if (active := recorder()) is not None:
+            active.trouble("bypass.trap", error, LOST)
+
+
+def _caller(active: Recorder, frame: FrameType | None) -> FrameType | None:
+    """The user's frame that went into the model: the first that is no method of its parts."""
+    while frame is not None:
+        owner = first_argument(frame)
+        inside = hasattr(owner, "_parameters") and owner in _Trap.modules
+        if not inside and active.sites.kind(frame.f_code) == "user":
+            return frame
+        frame = frame.f_back
+    return None

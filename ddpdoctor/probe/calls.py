@@ -1,0 +1,329 @@
+"""Every collective and point-to-point call: written to the ring before it is made."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..ring import State
+from . import groups, models, moments
+from .moments import Backward, Forward
+from .patching import around, replace
+from .recorder import Recorder, recorder
+from .tape import tape
+from .torch_private import joins, sequence_number
+
+LOST = "collectives, and with them mismatches and hangs"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to read the arguments of one function.
+
+    Attributes:
+        op: its name in records; tensor, root: names of parameters, empty where there is none.
+        sized: ranks must pass the same number of elements.
+    """
+
+    op: str
+    tensor: str = ""
+    reduces: bool = False
+    root: str = ""
+    sized: bool = True
+    p2p: bool = False
+
+
+KINDS = {
+    "all_reduce": Kind("all_reduce", "tensor", reduces=True),
+    "all_reduce_coalesced": Kind("all_reduce_coalesced", reduces=True),
+    "broadcast": Kind("broadcast", "tensor", root="src"),
+    "reduce": Kind("reduce", "tensor", reduces=True, root="dst"),
+    "all_gather": Kind("all_gather", "tensor"),
+    "all_gather_coalesced": Kind("all_gather_coalesced"),
+    "all_gather_single": Kind("all_gather_into_tensor", "input_tensor"),
+    "all_gather_into_tensor": Kind("all_gather_into_tensor", "input_tensor"),
+    "gather": Kind("gather", "tensor", root="dst"),
+    "scatter": Kind("scatter", "tensor", root="src"),
+    "reduce_scatter": Kind("reduce_scatter", "output", reduces=True, sized=False),
+    "reduce_scatter_single": Kind("reduce_scatter_tensor", "output", reduces=True),
+    "reduce_scatter_tensor": Kind("reduce_scatter_tensor", "output", reduces=True),
+    "all_to_all": Kind("all_to_all"),
+    "all_to_all_single": Kind("all_to_all_single", "output", sized=False),
+    "barrier": Kind("barrier"),
+    "monitored_barrier": Kind("monitored_barrier"),
+    "all_gather_object": Kind("all_gather_object"),
+    "gather_object": Kind("gather_object", root="dst"),
+    "broadcast_object_list": Kind("broadcast_object_list", root="src"),
+    "scatter_object_list": Kind("scatter_object_list", root="src"),
+    "send": Kind("send", "tensor", root="dst", p2p=True),
+    "recv": Kind("recv", "tensor", root="src", p2p=True),
+    "isend": Kind("isend", "tensor", root="dst", p2p=True),
+    "irecv": Kind("irecv", "tensor", root="src", p2p=True),
+    "send_object_list": Kind("send_object_list", root="dst", p2p=True),
+    "recv_object_list": Kind("recv_object_list", root="src", p2p=True),
+    "batch_isend_irecv": Kind("batch_isend_irecv", p2p=True),
+}
+
+
+_ABSENT = 1 << 30
+
+
+class _Depth(threading.local):
+    """Object collectives are made of others; only the outermost call is the user's."""
+
+    inside = False
+
+
+_depth = _Depth()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    for name, kind in KINDS.items():
+        original = getattr(c10d, name, None)
+        if original is None:
+            continue
+        wrapper = _watched(original, kind)
+        for holder in (c10d, dist):
+            if vars(holder).get(name) is original:
+                replace(holder, name, wrapper)
+    _watch_waits(c10d)
+    around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
+    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+    read = _reader(original, kind)
+    part = f"calls.{kind.op}"
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = recorder()
+        if active is None or _depth.inside:
+            return original(*args, **kwargs)
+        began = time.perf_counter_ns()
+        number = None
+        try:
+            if not active.disabled(part):
+                number = read(active, args, kwargs)
+        except Exception as error:
+            active.trouble(part, error, LOST)
+        active.own_ns += time.perf_counter_ns() - began
+        _depth.inside = True
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            _mark(number, State.FAILED)
+            raise
+        finally:
+            _depth.inside = False
+        _returned(number, result)
+        return result
+
+    return wrapper
+
+
+def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
+    """Reads the arguments of a call and writes it down."""
+    parameters = inspect.signature(original).parameters
+    positions = {name: i for i, name in enumerate(parameters)}
+    default_op = parameters["op"].default if kind.reduces else None
+
+    def place(name: str) -> int:
+        return positions.get(name, _ABSENT)
+
+    group_at, tensor_at, op_at = place("group"), place(kind.tensor), place("op")
+    root_at, group_root_at = place(kind.root), place("group_" + kind.root)
+
+    def read(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        given = len(args)
+        group = args[group_at] if group_at < given else kwargs.get("group")
+        number = 0 if group is None else groups.number_of(group)
+        tensor = None
+        if kind.tensor:
+            tensor = args[tensor_at] if tensor_at < given else kwargs.get(kind.tensor)
+        reduce_op = None
+        if kind.reduces:
+            reduce_op = args[op_at] if op_at < given else kwargs.get("op", default_op)
+        passed = tensor if kind.tensor else args[0] if args else None
+        call = moments.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op)
+        moments.called.happens(active, call)
+        written = tape(active)
+        if number < 0 or written is None or not groups.exist():
+            return None  # not a member, or no group at all: torch says so itself
+        root = -1
+        if kind.root:
+            named = args[root_at] if root_at < given else kwargs.get(kind.root)
+            in_group = (
+                args[group_root_at] if group_root_at < given else kwargs.get("group_" + kind.root)
+            )
+            root = _root(group, named, in_group, kind.p2p)
+        site = written.here()
+        if kind.p2p:
+            return written.point_to_point(number, kind.op, site, root)
+        return written.collective(number, kind.op, site, tensor, kind.sized, reduce_op, root)
+
+    return read
+
+
+def _tensors(given: Any) -> tuple[Any, ...]:
+    if isinstance(given, (list, tuple)):
+        return tuple(t for t in given if hasattr(t, "untyped_storage"))
+    return (given,) if hasattr(given, "untyped_storage") else ()
+
+
+def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
+    """The other side as a global rank; torch's default is the first of the group."""
+    if rank is not None:
+        return int(rank)
+    if group_rank is None:
+        if p2p:
+            return -1
+        group_rank = 0
+    if group is None:
+        return int(group_rank)
+    import torch.distributed as dist
+
+    return int(dist.get_global_rank(group, int(group_rank)))
+
+
+def _mark(number: int | None, state: State) -> None:
+    active = recorder()
+    if number is None or active is None:
+        return
+    try:
+        if written := tape(active):
+            written.mark(number, state)
+    except Exception as error:
+        active.trouble("calls.mark", error, LOST)
+
+
+def _returned(number: int | None, result: Any) -> None:
+    """Synchronous calls are done; asynchronous ones have only been issued."""
+    active = recorder()
+    if number is None or active is None:
+        return
+    try:
+        written = tape(active)
+        if written is None:
+            return
+        works = result if isinstance(result, list) else (result,)
+        if result is not None and any(hasattr(w, "is_completed") for w in works):
+            written.issued(number, works)
+        else:
+            written.mark(number, State.DONE)
+    except Exception as error:
+        active.trouble("calls.returned", error, LOST)
+
+
+def _watch_waits(c10d: Any) -> None:
+    original = c10d.Work.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        active = recorder()
+        written = tape(active) if active is not None and not _depth.inside else None
+        number = written.number_of(self) if written else None
+        if number is None:
+            return original(self, *args, **kwargs)
+        _mark(number, State.WAITING)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException:
+            _mark(number, State.FAILED)
+            raise
+        _mark(number, State.DONE)
+        return result
+
+    wait.__doc__ = original.__doc__
+    replace(c10d.Work, "wait", wait)
+
+
+class _Open:
+    """Calls of wrapped models that have begun: group, call number, torch's sequence number."""
+
+    forwards: list[tuple[Any, int]] = []
+    backwards: list[tuple[Any, int, int]] = []
+
+
+def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = tape(active)
+    if written is None or not groups.exist():
+        return None
+    number = groups.number_of(kwargs.get("process_group"))
+    return written.collective(number, "DDP()", written.here()) if number >= 0 else None
+
+
+def _settled(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
+    _mark(number, State.DONE if error is None else State.FAILED)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    """A forward that will broadcast the buffers is a collective of its group."""
+    ddp = forward.wrapper
+    written = tape(active)
+    number = groups.number_of(getattr(ddp, "process_group", None))
+    if written is None or number < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
+        return
+    call = written.collective(number, "DDP forward", written.here())
+    _Open.forwards.append((ddp.process_group, call))
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    group = getattr(forward.wrapper, "process_group", None)
+    while _Open.forwards and _Open.forwards[-1][0] is group:
+        _, call = _Open.forwards.pop()
+        _mark(call, State.DONE if forward.error is None else State.FAILED)
+        return
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    written = tape(active)
+    if written is None:
+        return
+    seen: set[int] = set()
+    for model in models.live():
+        ddp = model.wrapper() if model.wrapper else None
+        if ddp is None or not (model.pending and model.pending_sync) or joins(ddp):
+            continue
+        number = groups.number_of(ddp.process_group)
+        if number < 0 or number in seen:
+            continue
+        seen.add(number)
+        call = written.collective(number, "DDP backward", written.here())
+        entry = (ddp.process_group, call, sequence_number(ddp.process_group))
+        _Open.backwards.append(entry)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    ended, _Open.backwards = _Open.backwards, []
+    written = tape(active)
+    for group, call, sequence in ended:
+        if backward.error is not None:
+            _mark(call, State.FAILED)
+        elif written and sequence >= 0 and sequence_number(group) == sequence:
+            written.void(call)
+        else:
+            _mark(call, State.DONE)
+
+
+def _step_ends(active: Recorder, step: Any) -> None:
+    if written := tape(active):
+        written.step_ended(active.step)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    if written := tape(active):
+        written.flush()

@@ -1,0 +1,220 @@
+"""Parameters of a wrapped model that are not what DDP was given: added, replaced, cast, moved,
+frozen or unfrozen since the wrap."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..events import ParametersChanged
+from . import models, moments
+from .accumulators import nodes_of
+from .models import Model
+from .modules import birth_site, parameter_site, registrations
+from .moments import Backward, Forward
+from .patching import around
+from .recorder import Recorder
+from .resolving import setting_in_frames
+
+LOST = "parameters that change after the wrap"
+
+LIGHT = 50
+"""Flags are looked at once in so many parameters' worth of forwards, and in the first few."""
+
+FIRST = 3
+FULL_EVERY = 20
+CALLS_KEPT = 50
+
+
+@dataclass
+class Change:
+    """What one kind of change did to which parameters, by name."""
+
+    kind: str
+    names: tuple[str, ...]
+    parameters: list[weakref.ref[Any]]
+    site: int = -1
+
+
+@dataclass
+class Watch:
+    """What is known of one model.
+
+    Attributes:
+        found: changes that wait for a backward to show what they do; told: those on record.
+    """
+
+    registrations: int = -1
+    found: list[Change] = field(default_factory=list)
+    told: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+
+
+_watches: weakref.WeakKeyDictionary[Model, Watch] = weakref.WeakKeyDictionary()
+
+
+class _Calls:
+    """Calls of `Module.requires_grad_` since the first wrap: module, flag, site."""
+
+    made: list[tuple[weakref.ref[Any], bool, int]] = []
+    applying = 0
+
+
+def install() -> None:
+    import torch.nn
+
+    _Calls.made, _Calls.applying = [], 0
+    around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
+    around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
+    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+
+
+def _setting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if models.live() and len(_Calls.made) < CALLS_KEPT:
+        flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        _Calls.made.append((weakref.ref(args[0]), flag, active.site()))
+
+
+def _apply_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casting or moving gives a parameter a new node for its gradient, without DDP's hook."""
+    _Calls.applying += 1
+    live = models.live() if _Calls.applying == 1 else []
+    inside = {id(m) for m in args[0].modules()} if live else set()
+    before = []
+    for model in live:
+        inner, parameters = model.inner(), model.live_parameters()
+        if inner is None or parameters is None:
+            continue
+        if id(inner) in inside or any(id(m) in inside for m in inner.modules()):
+            before.append((model, parameters, nodes_of(parameters)))
+    return before
+
+
+def _apply_ends(active: Recorder, before: Any, result: Any, error: BaseException | None) -> None:
+    _Calls.applying -= 1
+    for model, parameters, nodes in before or ():
+        now = nodes_of(parameters)
+        lost = [i for i in model.expected if now[i] is not nodes[i]]
+        if lost:
+            names = tuple(model.names[i] for i in lost)
+            change = Change("converted", names, [model.parameters[i] for i in lost], active.site())
+            _watches.setdefault(model, Watch()).found.append(change)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    model = forward.model
+    if not forward.grad_enabled or not forward.sync:
+        return
+    watch = _watches.setdefault(model, Watch())
+    turns = 4 + len(model.parameters) // LIGHT
+    if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
+        watch.registrations = registrations()
+        _look_whole(active, model, watch)
+    elif model.forwards <= FIRST or model.forwards % turns == 0:
+        _look_at_flags(active, model, watch)
+
+
+def _look_at_flags(active: Recorder, model: Model, watch: Watch) -> None:
+    for flag in (True, False):
+        changed = [
+            i
+            for i, (ref, was) in enumerate(zip(model.parameters, model.trainable, strict=True))
+            if was is not flag
+            and (p := ref()) is not None
+            and p.requires_grad is flag
+            and i not in model.ignored
+        ]
+        names = tuple(model.names[i] for i in changed)
+        kind = "unfrozen" if flag else "frozen"
+        if names and (kind, names) not in watch.told:
+            site = _flag_site(active, model, changed, flag)
+            watch.found = [c for c in watch.found if c.kind != kind]
+            watch.found.append(Change(kind, names, [model.parameters[i] for i in changed], site))
+        elif not names:
+            watch.found = [c for c in watch.found if c.kind != kind]
+
+
+def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -> int:
+    """The line that set `requires_grad`: a call on a module, or else what the source shows."""
+    ids = {id(model.parameters[i]()) for i in changed}
+    for reference, to, site in reversed(_Calls.made):
+        module = reference()
+        if module is not None and to is flag and any(id(p) in ids for p in module.parameters()):
+            return site
+    found = setting_in_frames(
+        sys._getframe(1), lambda code: active.sites.kind(code) == "user", "requires_grad", flag
+    )
+    return active.sites.number(found.code, found.line) if found else -1
+
+
+def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
+    inner = model.inner()
+    if inner is None:
+        return
+    _look_at_flags(active, model, watch)
+    known = {id(ref()) for ref in model.parameters}
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    owners = dict(inner.named_modules())
+    kinds: dict[str, list[tuple[str, Any]]] = {}
+    for name, parameter in inner.named_parameters():
+        if id(parameter) in known or not parameter.requires_grad or name in ignored:
+            continue
+        kind = "replaced" if name in model.names else "added"
+        kinds.setdefault(kind, []).append((name, parameter))
+    for kind, listed in kinds.items():
+        names = tuple(n for n, _ in listed)
+        if (kind, names) in watch.told or any(c.names == names for c in watch.found):
+            continue
+        owner, _, last = names[0].rpartition(".")
+        module = owners.get(owner)
+        site = -1 if module is None else parameter_site(module, last)
+        if site < 0 and module is not None:
+            site = birth_site(module)
+        watch.found.append(Change(kind, names, [weakref.ref(p) for _, p in listed], site))
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    error = forward.error
+    if error is not None and "finished reduction in the prior iteration" in str(error):
+        watch = _watches.setdefault(forward.model, Watch())
+        _look_at_flags(active, forward.model, watch)
+        frozen = [c for c in watch.found if c.kind == "frozen"]
+        for change in frozen:
+            _tell(active, forward.model, watch, change, communicated=False)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for model in backward.models:
+        watch = _watches.get(model)
+        if watch is None or not watch.found or not backward.expected_sync[model.number]:
+            continue
+        for change in list(watch.found):
+            _tell(active, model, watch, change, model.number in backward.synced)
+
+
+def _tell(active: Recorder, model: Model, watch: Watch, change: Change, communicated: bool) -> None:
+    live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
+    trained = sum(p is not None and p.grad is not None for _, p in live)
+    if change.kind != "frozen" and not trained:
+        return  # not yet in any loss
+    watch.found.remove(change)
+    watch.told.add((change.kind, change.names))
+    active.emit(
+        ParametersChanged(
+            at=time.monotonic(),
+            model=model.number,
+            kind=change.kind,
+            names=change.names,
+            trained=trained,
+            communicated=communicated,
+            step=active.step,
+            site=change.site,
+            forward_site=model.forward_site,
+            find_unused=model.find_unused,
+        ),
+        vital=True,
+    )

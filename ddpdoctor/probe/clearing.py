@@ -1,0 +1,132 @@
+"""Whether gradients are cleared between the steps of an optimizer."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import Carried
+from . import moments
+from .moments import Backward, Step
+from .recorder import Recorder
+
+LOST = "whether gradients are cleared"
+
+LOOKED_AT = 4
+TOLD_AT_MOST = 200
+SMALL = 65536
+"""Values of a gradient are looked at up to this size, to see one that was zeroed through `.data`,
+which leaves no other trace."""
+
+
+class Watched:
+    """Some parameters of one optimizer, since its last step.
+
+    Attributes:
+        before: identity and version of the gradients, as the last step or backward left them.
+        cleared: seen cleared since the step; `touched` by a backward before that, first at `site`.
+    """
+
+    def __init__(self, parameters: list[Any]) -> None:
+        step = max(1, len(parameters) // LOOKED_AT)
+        chosen = [*parameters[:-1:step], *parameters[-1:]]
+        self.parameters = [weakref.ref(p) for p in chosen]
+        self.before: list[tuple[int, int]] = []
+        self.cleared = True
+        self.touched = False
+        self.site = -1
+        self.told: bool | None = None
+        self.count = 0
+
+    def state(self) -> list[tuple[int, int]]:
+        grads = (None if (p := ref()) is None else p.grad for ref in self.parameters)
+        return [(0, -1) if g is None else (id(g), g._version) for g in grads]
+
+    def look(self) -> None:
+        """Before a backward: were all the gradients dropped, overwritten or zeroed?"""
+        pairs = zip(self.state(), self.before, strict=True)
+        if any(now != then for now, then in pairs if then[1] >= 0) or self._zero():
+            self.cleared = True
+
+    def _zero(self) -> bool:
+        for ref in self.parameters:
+            grad = None if (p := ref()) is None else p.grad
+            if grad is None or grad.device.type != "cpu" or grad.numel() > SMALL:
+                continue
+            return not bool(grad.detach().count_nonzero())
+        return False
+
+
+_watched: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    _watched.clear()
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    for watched in _watched.values():
+        if not watched.cleared:
+            watched.look()
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for watched in _watched.values():
+        if watched.cleared:
+            continue
+        now = watched.state()
+        if now != watched.before:
+            if not watched.touched:
+                watched.touched, watched.site = True, backward.site
+            watched.before = now
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    optimizer = step.optimizer()
+    if optimizer is None:
+        return
+    watched = _watched.get(optimizer)
+    if watched is None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        _watched[optimizer] = Watched(held)
+    elif not step.closure and watched.parameters:
+        _judge(active, step, watched)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    watched = _watched.get(step.optimizer())
+    if watched is None or not watched.parameters:
+        return
+    if step.closure:
+        _judge(active, step, watched)
+    watched.before = watched.state()
+    watched.touched, watched.site = False, -1
+    watched.cleared = all(version < 0 for _, version in watched.before)
+
+
+def _judge(active: Recorder, step: Step, watched: Watched) -> None:
+    if not step.number or not (watched.touched or watched.cleared):
+        return
+    carried = not watched.cleared
+    if not carried:
+        watched.parameters = []  # cleared once: that is all there is to know
+    if carried == watched.told or watched.count >= TOLD_AT_MOST:
+        return
+    watched.told = carried
+    watched.count += 1
+    active.emit(
+        Carried(
+            at=time.monotonic(),
+            optimizer=step.known.number,
+            step=step.number,
+            carried=carried,
+            site=step.site,
+            backward_site=watched.site,
+            parameters=len(watched.before),
+        )
+    )

@@ -1,0 +1,213 @@
+"""Digests of the content of batches and inputs, read from host memory without a torch operation.
+
+A few bytes of each sample are enough to tell one from another. Tensors on a device, of an unusual
+kind or laid out in an unusual way are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..events import ContentRead
+from ..events.pack import pack
+from .recorder import Recorder
+
+PARTS = 3
+"""Parts of a batch (input, label, mask, ...) that are looked at."""
+
+SAMPLES = 256
+"""Samples to fingerprint per epoch, about."""
+
+BATCHES = 256
+"""Batches of an epoch that may be fingerprinted."""
+
+PER_BATCH = 32
+"""Samples of one batch of an iterable data set; so that every worker's batches are among them."""
+
+WINDOW = 64
+WINDOWS = 4
+PADDED = 512
+"""Bytes of a row of whole numbers (tokens, say) that are looked at."""
+
+DEEPEST = 3
+
+
+class Fingerprints:
+    """Content digests of some samples of one epoch."""
+
+    def __init__(self, length: int, batch_size: int | None, iterable: bool) -> None:
+        population = min(length, BATCHES * max(1, batch_size or 1)) if length > 0 else SAMPLES
+        self.halved = 0 if iterable else max(0, (population // SAMPLES).bit_length() - 1)
+        self.iterable = iterable
+        self.indices = array("q")
+        self.batches = array("i")
+        self.columns = [array("I") for _ in range(2 * PARTS)]
+        self.taken = 0
+
+    def take(self, number: int, given: Any, batch: Any) -> bool:
+        """Look at a delivered batch; False once enough were looked at."""
+        from .reading import kept, key
+
+        if not isinstance(given, list):  # no automatic batching: one entry, whatever it holds
+            self._add(number, key(given), list(leaves(batch, None)), None)
+        else:
+            size = first_dimension(batch) if self.iterable else len(given)
+            parts = list(leaves(batch, size))
+            rows = min(len(given), size or 0, PER_BATCH) if self.iterable else len(given)
+            for row, index in enumerate(given[:rows]):
+                found = key(index)
+                if found is not None and not kept(found, self.halved):
+                    continue
+                self._add(number, found, parts, row)
+                if self.iterable and self.taken >= SAMPLES:
+                    break
+        return number < BATCHES and (not self.iterable or self.taken < SAMPLES)
+
+    def _add(self, number: int, index: int | None, parts: list[Any], row: int | None) -> None:
+        digests = [d for part in parts for d in digest(part, row)]
+        if not any(digests):
+            return
+        self.taken += 1
+        self.batches.append(number)
+        if index is not None:
+            self.indices.append(index)
+        digests += [0] * (2 * PARTS - len(digests))
+        for column, value in zip(self.columns, digests, strict=False):
+            column.append(value)
+
+    def write(self, active: Recorder, loader: int, epoch: int) -> None:
+        if not self.batches:
+            return
+        pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
+        used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
+        indices = self.indices if len(self.indices) == len(self.batches) else ()
+        active.emit(
+            ContentRead(
+                at=time.monotonic(),
+                loader=loader,
+                epoch=epoch,
+                batches=pack(self.batches),
+                columns=tuple(pack(array("i", c.tobytes())) for c in used if any(c)),
+                indices=pack(i & 0x7FFFFFFF for i in indices),
+            )
+        )
+        del self.batches[:], self.indices[:]
+        for column in self.columns:
+            del column[:]
+
+
+def first_dimension(batch: Any) -> int | None:
+    """Of the first tensor in a batch, None where there is none."""
+    tensors = (leaf for leaf in _walk(batch, None, 0) if getattr(leaf, "shape", None))
+    return next((int(t.shape[0]) for t in tensors), None)
+
+
+def leaves(batch: Any, size: int | None) -> Iterator[Any]:
+    """The first parts of a batch that hold one entry per sample (any part where `size` is None)."""
+    yield from itertools.islice(_walk(batch, size, 0), PARTS)
+
+
+def _walk(value: Any, size: int | None, depth: int) -> Iterator[Any]:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        if size is None or (len(shape) and shape[0] == size):
+            yield value
+    elif depth == DEEPEST:
+        return
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _walk(part, size, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        if value and len(value) == size and _is_column(value, size):
+            yield value
+        else:
+            for part in value[: 4 * PARTS]:
+                yield from _walk(part, size, depth + 1)
+    elif isinstance(value, (str, bytes, int, float)):
+        if size is None:
+            yield [value]
+    elif hasattr(value, "__dict__"):
+        for part in list(vars(value).values()):
+            yield from _walk(part, size, depth + 1)
+
+
+def _is_column(values: Any, size: int | None) -> bool:
+    """A list with one entry per sample, rather than the parts of a batch of that many samples."""
+    first = values[0]
+    if isinstance(first, (str, bytes, int, float)):
+        return True
+    shape = getattr(first, "shape", None)
+    if shape is not None:
+        return not (len(shape) and all(getattr(v, "shape", (None,))[:1] == (size,) for v in values))
+    return isinstance(first, (dict, list)) and len(first) != size
+
+
+def digest(part: Any, row: int | None) -> tuple[int, int]:
+    """Of a sample's entry: its first bytes, and some from all over it. 0 where out of reach."""
+    import torch
+
+    if type(part) in (torch.Tensor, torch.nn.Parameter):
+        width = part.element_size() if part.dtype in (torch.int64, torch.int32) else 0
+        return _of_memory(*_place(part, row), width)
+    if isinstance(part, (list, tuple)):
+        entry = part[row] if row is not None and row < len(part) else part
+        while isinstance(entry, (dict, list, tuple)) and entry:
+            entry = next(iter(entry.values())) if isinstance(entry, dict) else entry[0]
+        if type(entry) is torch.Tensor:
+            return digest(entry, None)
+        part, row = entry, None
+    if isinstance(part, (str, bytes, int, float)):
+        text = part if isinstance(part, bytes) else str(part).encode()
+        return zlib.crc32(text[:WINDOW]), zlib.crc32(text[: 64 * WINDOW])
+    if hasattr(part, "tobytes") and hasattr(part, "dtype"):
+        content = (part if row is None else part[row]).tobytes()
+        return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: 64 * WINDOW])
+    return 0, 0
+
+
+def _place(tensor: Any, row: int | None) -> tuple[int, int]:
+    """Address and size of a tensor's bytes, or of one row of it; size 0 where out of reach."""
+    import torch
+
+    count = tensor.numel()
+    if not count or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return 0, 0
+    address, width = tensor.data_ptr(), tensor.element_size()
+    if row is None:
+        dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last) \
+            if tensor.dim() == 4 else tensor.is_contiguous()  # fmt: skip
+        start, count = 0, count if dense else 0
+    else:
+        count //= tensor.shape[0]
+        start = row * count if tensor.stride(0) == count or tensor.shape[0] == 1 else -1
+    inside = (tensor.storage_offset() + start + count) * width <= tensor.untyped_storage().nbytes()
+    if not address or start < 0 or not count or not inside:
+        return 0, 0
+    return address + start * width, count * width
+
+
+def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
+    """`padded`: bytes of an entry, where equal ones at the end may only fill up the batch."""
+    if not size:
+        return 0, 0
+    if padded:
+        content = ctypes.string_at(address, min(size, PADDED))
+        last = content[-padded:]
+        end = len(content)
+        while end > padded and content[end - 2 * padded : end - padded] == last:
+            end -= padded
+        return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: end - padded] or content)
+    head = zlib.crc32(ctypes.string_at(address, min(size, WINDOW)))
+    if size <= WINDOW * WINDOWS:
+        return head, zlib.crc32(ctypes.string_at(address, size))
+    step = (size - WINDOW) // (WINDOWS - 1)
+    body = size
+    for n in range(WINDOWS):
+        body = zlib.crc32(ctypes.string_at(address + n * step, WINDOW), body)
+    return head, body

@@ -1,0 +1,438 @@
+"""Samplers and loaders: what this rank was given to read, and what it consumed."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from typing import Any
+
+from ..events import EpochBegan, LoaderSeen, SamplerRefused
+from . import identity, moments, randomness
+from .contents import Fingerprints
+from .moments import Backward, Forward, Step
+from .patching import around, replace
+from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
+from .recorder import Recorder, recorder
+from .torch_private import fully_shards, sequence_number
+
+LOST = "what each rank read from its DataLoaders"
+
+FINGERPRINTED = 2
+"""Epochs, per line that makes loaders, of which some samples' content is recorded."""
+
+IDENTIFIED = 8
+"""Loaders, per line that makes them, whose data set is looked at."""
+
+RANDOM_BATCHES = range(1, 4)
+"""Batches around which the random generators are compared; the first one seeds samplers."""
+
+
+class _Data:
+    def __init__(self) -> None:
+        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.places: dict[int, Place] = {}
+        self.epochs_begun: dict[int, int] = {}
+        # By the id of the iterator: a weak dictionary would cost more than all else per batch.
+        self.readings: dict[int, Reading] = {}
+        self.iterators: dict[int, weakref.ref[Any]] = {}
+        self.gone: list[Reading] = []
+        self.pending: dict[Reading, None] = {}
+        self.delivered = 0
+        self.waited_ns = 0
+        self.joins = 0
+        self.sharded = False
+        self.optimizers_seen: set[int] = set()
+
+
+_data = _Data()
+
+
+def take_seconds() -> float:
+    """Seconds spent waiting for batches since the last call."""
+    spent, _data.waited_ns = _data.waited_ns, 0
+    return spent / 1e9
+
+
+def delivered() -> int:
+    """Batches that any loader delivered so far."""
+    return _data.delivered
+
+
+def install() -> None:
+    from torch.distributed.algorithms.join import Join
+    from torch.utils.data import dataloader, distributed
+
+    _data.__init__()  # type: ignore[misc]
+    sampler = distributed.DistributedSampler
+    around(dataloader.DataLoader, "__init__", before=_making, lost=LOST)
+    around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
+    around(sampler, "set_epoch", before=_setting_epoch, lost=LOST)
+    base = dataloader._BaseDataLoaderIter
+    around(base, "__init__", before=_iterating, after=_iterated, lost=LOST)
+    around(base, "_reset", before=_resetting, lost=LOST)
+    _watch_batches(base)
+    around(Join, "__enter__", before=_joining, lost="`Join`")
+    around(Join, "__exit__", before=_joined, lost="`Join`")
+    moments.backward_begins.subscribe(_backward, lost=LOST)
+    moments.step_begins.subscribe(_step, lost=LOST)
+    moments.forward_begins.subscribe(_forward, lost=LOST)
+    moments.leaving.subscribe(_close_all, lost=LOST)
+
+
+# --- what is made -------------------------------------------------------------------------------
+
+
+def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    site = active.site()
+    place = _data.places.setdefault(site, Place())
+    _data.made[args[0]] = site, place.loaders
+    place.loaders += 1
+
+
+def _making_sampler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    site = active.site()
+    _data.made[args[0]] = site, 0
+    given = dict(zip(("num_replicas", "rank"), args[2:4], strict=False)) | kwargs
+    return site, given.get("num_replicas"), given.get("rank")
+
+
+def _made_sampler(active: Recorder, token: Any, result: Any, error: Any) -> None:
+    if not isinstance(error, ValueError):
+        return
+    import torch.distributed as dist
+
+    site, replicas, rank = token
+    ready = dist.is_available() and dist.is_initialized()
+    active.emit(
+        SamplerRefused(
+            at=time.monotonic(),
+            site=site,
+            error=str(error)[:500],
+            replicas=replicas if isinstance(replicas, int) else None,
+            rank=rank if isinstance(rank, int) else None,
+            world_size=dist.get_world_size() if ready else -1,
+            group_rank=dist.get_rank() if ready else -1,
+        ),
+        vital=True,
+    )
+
+
+def _setting_epoch(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _data.epochs_set[args[0]] = _data.epochs_set.get(args[0], 0) + 1
+
+
+def _joining(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _data.joins += 1
+
+
+def _joined(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _data.joins -= 1
+
+
+# --- an iteration begins ------------------------------------------------------------------------
+
+
+def _iterating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    iterator = args[0]
+    loader = args[1] if len(args) > 1 else kwargs["loader"]
+    return iterator, loader, active.site()
+
+
+def _iterated(active: Recorder, token: Any, result: Any, error: Any) -> None:
+    if error is None:
+        _begin(active, *token)
+
+
+def _resetting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Persistent workers: one iterator for all epochs. The first reset is part of the making."""
+    first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
+    loader = args[1] if len(args) > 1 else kwargs.get("loader")
+    if not first and loader is not None:
+        _begin(active, args[0], loader, active.site())
+
+
+def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
+    _close_gone(active)
+    made, nth = _data.made.get(loader, (-1, 0))
+    number = _data.loaders.get(loader)
+    if number is None:
+        number = _data.loaders[loader] = len(_data.epochs_begun)
+        _data.epochs_begun[number] = 0
+        found = identity.payloads(loader.dataset) if nth < IDENTIFIED else ()
+        _tell_loader(active, loader, number, site, found)
+    for other in [r for r in _data.readings.values() if r.loader == number and r.open]:
+        _close(active, other)
+    epoch = _data.epochs_begun[number]
+    _data.epochs_begun[number] += 1
+    place = _data.places.setdefault(made, Place())
+    count, place.epochs = place.epochs, place.epochs + 1
+    recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
+    close = count < FINGERPRINTED
+    iterable = loader._dataset_kind == 1
+    prints = Fingerprints(_length(loader.dataset), loader.batch_size, iterable) if close else None
+    reading = Reading(number, epoch, place, prints, silent=not recorded)
+    reading.watch_random = close and loader.num_workers == 0
+    reading.sequence = _sequence()
+    identifier = id(iterator)
+    _data.readings[identifier] = reading
+    _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
+    if recorded:
+        _tell_began(active, iterator, loader, reading, site)
+
+
+def _dropped(identifier: int, _: object) -> None:
+    # This may run inside a collection at any moment: only note it, record later.
+    _data.iterators.pop(identifier, None)
+    reading = _data.readings.pop(identifier, None)
+    if reading is not None and reading.open:
+        reading.ended_at = time.monotonic()
+        _data.gone.append(reading)
+
+
+def _sequence() -> int:
+    import torch.distributed as dist
+
+    ready = dist.is_available() and dist.is_initialized()
+    return sequence_number(dist.group.WORLD) if ready else -1
+
+
+def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, site: int) -> None:
+    sampler = _innermost(loader)
+    seed = getattr(iterator, "_base_seed", None)
+    active.emit(
+        EpochBegan(
+            at=time.monotonic(),
+            loader=reading.loader,
+            epoch=reading.number,
+            step=active.step,
+            site=site,
+            sampler_epoch=_integer(getattr(sampler, "epoch", None)),
+            batches=_length(loader),
+            seed=_integer(getattr(sampler, "seed", None)),
+            epochs_set=_data.epochs_set.get(sampler, 0) if _weak(sampler) else 0,
+            joined=_data.joins > 0,
+            random=randomness.digests(randomness.positions()),
+            base_seed=seed if loader.num_workers else None,
+        ),
+        vital=True,
+    )
+
+
+def _innermost(loader: Any) -> Any:
+    """The sampler that chooses the samples, beneath batch samplers and wrappers."""
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    for _ in range(5):
+        inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        if inner is None or hasattr(sampler, "num_replicas"):
+            break
+        sampler = inner
+    return sampler
+
+
+def _tell_loader(
+    active: Recorder, loader: Any, number: int, site: int, payloads: tuple[Any, ...]
+) -> None:
+    sampler = _innermost(loader)
+    iterable = loader._dataset_kind == 1
+    made, nth = _data.made.get(loader, (-1, 0))
+    shuffle = getattr(sampler, "shuffle", None)
+    active.emit(
+        LoaderSeen(
+            at=time.monotonic(),
+            loader=number,
+            site=made,
+            loop_site=site,
+            dataset=type(loader.dataset).__name__,
+            length=-1 if iterable else _length(loader.dataset),
+            sampler=type(sampler).__name__,
+            batches=_length(loader),
+            batch_size=_integer(loader.batch_size),
+            drop_last=bool(loader.drop_last),
+            workers=loader.num_workers,
+            iterable=iterable,
+            distributed=_integer(getattr(sampler, "num_replicas", None)) is not None,
+            replicas=_number(sampler, "num_replicas"),
+            sampler_rank=_number(sampler, "rank"),
+            shuffle=shuffle if isinstance(shuffle, bool) else None,
+            seed=_integer(getattr(sampler, "seed", None)),
+            sampler_drop_last=getattr(sampler, "drop_last", False) is True,
+            total_size=_number(sampler, "total_size"),
+            sampler_site=_data.made.get(sampler, (-1, 0))[0] if _weak(sampler) else -1,
+            made=nth,
+            payloads=payloads,
+        ),
+        vital=True,
+    )
+
+
+def _weak(value: Any) -> bool:
+    """Whether it can be a key of a weak dictionary (a list used as a sampler cannot)."""
+    return hasattr(value, "__weakref__") and getattr(type(value), "__hash__", None) is not None
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(owner: Any, name: str) -> int:
+    found = _integer(getattr(owner, name, None))
+    return -1 if found is None else found
+
+
+def _length(of: Any) -> int:
+    try:
+        return len(of)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def _watch_batches(base: Any) -> None:
+    """These two run for every batch: wrapped by hand, since `around` would cost five times more."""
+    import torch
+
+    next_index, next_batch = vars(base)["_next_index"], vars(base)["__next__"]
+    readings, clock = _data.readings, time.perf_counter_ns
+    state, grad_enabled = _data, torch.is_grad_enabled
+
+    @functools.wraps(next_index)
+    def _next_index(self: Any) -> Any:
+        index = next_index(self)
+        reading = readings.get(id(self))
+        if reading is not None:
+            reading.given.append(index)
+        return index
+
+    @functools.wraps(next_batch)
+    def __next__(self: Any) -> Any:
+        reading = readings.get(id(self))
+        active = recorder()
+        if reading is None or active is None:
+            return next_batch(self)
+        before = _before(active, reading) if reading.watch_random else None
+        began = clock()
+        try:
+            batch = next_batch(self)
+        except BaseException as error:
+            state.waited_ns += clock() - began
+            _failed(active, reading, error)
+            raise
+        now = clock()
+        state.waited_ns += now - began
+        state.delivered += 1
+        reading.batches = batches = reading.batches + 1
+        if grad_enabled():
+            reading.grad_enabled = True
+            state.pending[reading] = None
+        if batches >= reading.look_at or now >= reading.write_at or before is not None:
+            _look(active, reading, batch, now, before)
+            active.own_ns += clock() - now
+        return batch
+
+    for name, wrapper in (("_next_index", _next_index), ("__next__", __next__)):
+        wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
+        replace(base, name, wrapper)
+
+
+def _before(active: Recorder, reading: Reading) -> Any:
+    if reading.batches not in RANDOM_BATCHES:
+        reading.watch_random = reading.batches < RANDOM_BATCHES.start
+        return None
+    return randomness.positions()
+
+
+def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any) -> None:
+    if active.disabled("data.look"):
+        return
+    try:
+        if before is not None:
+            for name, old, new in zip(randomness.NAMES, before, randomness.positions()):  # noqa: B905
+                if old != new:
+                    reading.drawn[name] = None
+        if reading.batches >= reading.look_at or now >= reading.write_at:
+            reading.look(active, batch, now)
+        if _data.gone:
+            _close_gone(active)
+    except Exception as error:
+        active.trouble("data.look", error, LOST)
+
+
+def _failed(active: Recorder, reading: Reading, error: BaseException) -> None:
+    if isinstance(error, StopIteration):
+        reading.exhausted = True
+        try:
+            _close(active, reading)
+        except Exception as trouble:
+            active.trouble("data.close", trouble, LOST)
+
+
+# --- what the loop does with them ---------------------------------------------------------------
+
+
+def _backward(active: Recorder, backward: Backward) -> None:
+    _trained()
+
+
+def _step(active: Recorder, step: Step) -> None:
+    _trained()
+    if step.known.number not in _data.optimizers_seen:
+        _data.optimizers_seen.add(step.known.number)
+        optimizer = step.optimizer()
+        groups = optimizer.param_groups if optimizer is not None else ()
+        if any(_may_share_inputs(p) for g in groups for p in g["params"]):
+            _data.sharded = True
+    if _data.gone:
+        _close_gone(active)
+
+
+def _may_share_inputs(parameter: Any) -> bool:
+    """Whether it is sharded in a way that may need equal inputs on several ranks, as in tensor
+    parallelism. `fully_shard` over all ranks does not."""
+    if type(parameter).__name__ != "DTensor":
+        return False
+    import torch.distributed as dist
+
+    mesh = parameter.device_mesh
+    return not (fully_shards() and mesh.ndim == 1 and mesh.size() == dist.get_world_size())
+
+
+def _trained() -> None:
+    """Whatever was delivered since the last time was trained on."""
+    for reading in _data.pending:
+        reading.trained += 1
+    _data.pending.clear()
+
+
+def _forward(active: Recorder, forward: Forward) -> None:
+    if not forward.grad_enabled or not forward.wrapper.training:
+        for reading in _data.pending:
+            reading.evaluated += 1
+        _data.pending.clear()
+
+
+# --- an iteration ends --------------------------------------------------------------------------
+
+
+def _close(active: Recorder, reading: Reading) -> None:
+    if not reading.open:
+        return
+    reading.open = False
+    now = _sequence()
+    issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1
+    reading.close(active, issued, _data.sharded)
+
+
+def _close_gone(active: Recorder) -> None:
+    while _data.gone:
+        _close(active, _data.gone.pop())
+
+
+def _close_all(active: Recorder, _: None) -> None:
+    _close_gone(active)
+    for reading in list(_data.readings.values()):
+        _close(active, reading)

@@ -1,0 +1,92 @@
+"""What a line of the user's code divides by, as written: tells a world size from another 2."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from functools import lru_cache
+
+_SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|dp_size")
+_OTHER = re.compile(r"accum|micro|steps|local")
+
+
+@lru_cache(maxsize=32)
+def _parsed(file: str) -> tuple[ast.Module, frozenset[str]] | None:
+    """A file's syntax tree, and the names in it that are given the world size."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    names: set[str] = set()
+    for _ in range(2):  # a name may be given another one's value
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and _is_size(node.value, frozenset(names)):
+                names |= {n for target in node.targets for n in _names(target)}
+            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+                names |= _unpacked(node.targets[0], node.value, frozenset(names))
+    return tree, frozenset(names)
+
+
+def _unpacked(target: ast.expr, value: ast.expr, names: frozenset[str]) -> set[str]:
+    """`rank, size = dist.get_rank(), dist.get_world_size()`"""
+    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
+        return set()
+    pairs = zip(target.elts, value.elts, strict=False)
+    return {n for t, v in pairs if _is_size(v, names) for n in _names(t)}
+
+
+def _names(target: ast.expr) -> set[str]:
+    if isinstance(target, ast.Name):
+        return {target.id}
+    return {target.attr} if isinstance(target, ast.Attribute) else set()
+
+
+def _is_size(node: ast.expr, names: frozenset[str]) -> bool:
+    """Whether an expression is the world size, by its name or by where its name comes from."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        known = name in names or bool(_SIZE.search(name.lower()))
+        return known and not _OTHER.search(name.lower())
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "WORLD_SIZE"
+    if isinstance(node, ast.Call):
+        called = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
+        if called in ("int", "float", "max", "tensor", "get", "getenv"):
+            return any(_is_size(a, names) or _is_variable(a) for a in node.args)
+        return bool(_SIZE.search(called.lower()))
+    return False
+
+
+def _is_variable(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "WORLD_SIZE"
+
+
+def divided_by_world_size(file: str, line: int) -> str:
+    """The divisor as written, where the statement on a line divides by the world size."""
+    parsed = _parsed(file)
+    if parsed is None:
+        return ""
+    tree, names = parsed
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.stmt, ast.expr)):
+            continue
+        if not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        for divisor in _divisors(node):
+            if _is_size(divisor, names):
+                return ast.unparse(divisor)[:80]
+    return ""
+
+
+def _divisors(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div):
+        return [node.right if isinstance(node, ast.BinOp) else node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in ("div", "div_", "true_divide"):
+            return list(node.args)
+        if node.func.attr in ("mul", "mul_"):
+            return [d for a in node.args for d in _divisors(a)]
+    return []

@@ -1,0 +1,414 @@
+"""Digests of replicated tensors at the moments when ranks must agree."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..events import Digests, Replica, Sketch
+from ..events.drift import EARLY, chosen, full
+from ..events.pack import pack
+from . import exchanges, holdings, moments, sync
+from .digests import ABSENT, Sketcher, numbers, scattered, sums
+from .holdings import Holding
+from .models import Model
+from .moments import Forward, Step
+from .pace import Pace
+from .patching import around
+from .recorder import Recorder
+from .torch_private import comm_hook, group_ranks, joins
+
+LOST = "drift of gradients, parameters and buffers"
+
+ROWS_AT_MOST = 64
+SECONDS_AT_MOST = 1.0
+STATES_AT_MOST = 64
+"""Parameters whose optimizer state is digested at a full step."""
+
+SKETCHED_AT_MOST = 400_000_000
+
+
+@dataclass
+class Row:
+    """One kind at one moment; see `Digests`."""
+
+    key: int
+    stride: int
+    backwards: int
+    waiting: Waiting
+
+
+class Rows:
+    """Digests of one kind that wait to be written together."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.since = time.monotonic()
+
+    def add(self, row: Row) -> None:
+        if not self.rows:
+            self.since = time.monotonic()
+        self.rows.append(row)
+
+    def due(self) -> bool:
+        late = time.monotonic() - self.since > SECONDS_AT_MOST
+        return len(self.rows) >= ROWS_AT_MOST or (bool(self.rows) and late)
+
+
+class Waiting:
+    """Sums that may still be on their way from a device: nothing waits for it to finish."""
+
+    def __init__(self, totals: list[Any]) -> None:
+        self._totals: list[Any] | None = totals
+        self._event: Any = None
+        self._present: list[bool] = []
+        self.values: list[int] = []
+        there = [t for t in totals if t is not None]
+        if there and there[0].device.type != "cpu":
+            self._copy(there)
+        else:
+            self._finish()
+
+    def _copy(self, there: list[Any]) -> None:
+        import torch
+
+        assert self._totals is not None
+        self._present = [t is not None for t in self._totals]
+        with torch.inference_mode():
+            stacked = torch.stack(there)
+            self._host = torch.empty(len(there), dtype=torch.int64, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+        self._totals = None
+
+    def _finish(self) -> None:
+        assert self._totals is not None
+        self.values, self._totals = numbers(self._totals), None
+
+    def ready(self, *, wait: bool = False) -> bool:
+        if self._event is not None:
+            if wait:
+                self._event.synchronize()
+            if not self._event.query():
+                return False
+            arrived = iter(self._host.tolist())
+            self._totals = [next(arrived) if there else None for there in self._present]
+            self._event = None
+            self._finish()
+        return True
+
+
+class Watch:
+    """What is followed of one model through one optimizer."""
+
+    def __init__(self, active: Recorder, holding: Holding) -> None:
+        self.holding = holding
+        self.rows: dict[str, Rows] = {}
+        self.pace = Pace(active, len(holding.positions))
+        self.whole_next = False
+        self.broadcast = True
+        self.left_out = ""
+
+
+class _Drift:
+    def __init__(self) -> None:
+        self.watches: dict[tuple[int, int], Watch] = {}
+        self.sketcher: Sketcher | None = None
+        self.evaluated: dict[int, int] = {}
+
+
+_drift = _Drift()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _drift.__init__()  # type: ignore[misc]
+    holdings.forget()
+    around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost="drift at evaluation")
+    moments.leaving.subscribe(_leaving, lost="drift at the end")
+
+
+def look_whole(model: Model) -> None:
+    """Digest every tensor of the model at its next step."""
+    for watch in _drift.watches.values():
+        if watch.holding.model is model:
+            watch.whole_next = True
+
+
+def _watch(active: Recorder, holding: Holding) -> Watch:
+    key = (holding.optimizer, holding.model.number)
+    watch = _drift.watches.get(key)
+    if watch is None or watch.holding is not holding:
+        watch = _drift.watches[key] = Watch(active, holding)
+        _tell_replica(active, watch)
+    return watch
+
+
+def _tell_replica(active: Recorder, watch: Watch) -> None:
+    holding = watch.holding
+    wrapper = holding.model.wrapper() if holding.model.wrapper else None
+    if wrapper is None:
+        return
+    hook = comm_hook(wrapper)
+    if "localsgd" in hook.lower():
+        watch.left_out = "its communication hook is local SGD"
+    watch.broadcast = bool(getattr(wrapper, "broadcast_buffers", True))
+    active.emit(
+        Replica(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            ranks=group_ranks(wrapper.process_group),
+            parameters=pack(holding.positions),
+            broadcast=watch.broadcast,
+            hook=hook,
+            left_out=watch.left_out,
+        )
+    )
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    found = holdings.of(step)
+    for holding in found:
+        watch = _watch(active, holding)
+        _look_for_reasons(active, watch, step)
+        gradients = [] if step.closure else [_kind_of_gradients(holding.model)]
+        buffers = [] if watch.broadcast else ["buffers"]
+        kinds = ["parameters", *gradients, *buffers]
+        stride = watch.pace.stride_at(step.number, len(kinds), len(found))
+        if watch.whole_next:
+            stride, watch.whole_next = 1, False
+        if not stride:
+            continue
+        began = time.perf_counter_ns()
+        looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
+        watch.pace.spent(time.perf_counter_ns() - began, looked)
+        if stride == 1 and full(step.number):
+            _look_closely(active, watch, step, kinds)
+        _flush(active, watch, soon=step.number < 10)
+
+
+def _look_for_reasons(active: Recorder, watch: Watch, step: Step) -> None:
+    """Why the ranks are not to be compared step by step: they take different numbers of steps, or
+    the program averages the parameters themselves between steps (local SGD)."""
+    if watch.left_out:
+        return
+    model = watch.holding.model
+    if joins(model.wrapper() if model.wrapper else None):
+        watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
+        _tell_replica(active, watch)
+        return
+    if not step.number or not exchanges.before_backward():
+        return
+    parameters = watch.holding.parameters(watch.holding.positions)
+    if exchanges.parameters_exchanged([p for p in parameters if p is not None]):
+        watch.left_out = "the program exchanges the parameters themselves between steps"
+        _tell_replica(active, watch)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    """After a closure has run: only now are the gradients those of this step."""
+    if not step.closure:
+        return
+    for holding in holdings.of(step):
+        watch = _watch(active, holding)
+        stride = watch.pace.stride
+        kind = _kind_of_gradients(holding.model)
+        _record(active, watch, kind, step.number, 1 if step.number in EARLY else stride)
+        _flush(active, watch, soon=step.number < 10)
+
+
+def _kind_of_gradients(model: Model) -> str:
+    return "gradients" if sync.averaged(model) else "local"
+
+
+def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
+    """Digest one kind; how many tensors that were."""
+    tensors = _tensors(watch.holding, kind, key, stride)
+    waiting = _digest(active, tensors)
+    if waiting is not None:
+        made = watch.holding.model.synced_backwards
+        watch.rows.setdefault(kind, Rows()).add(Row(key, stride, made, waiting))
+    return len(tensors)
+
+
+def _tensors(holding: Holding, kind: str, key: int, stride: int) -> list[Any]:
+    if kind == "buffers":
+        every = _buffers(holding.model)
+        return [every[i] for i in chosen(key, stride, len(every))]
+    positions = holding.positions
+    picked = holding.parameters([positions[i] for i in chosen(key, stride, len(positions))])
+    if kind == "parameters":
+        return picked
+    return [None if p is None else p.grad for p in picked]
+
+
+def _buffers(model: Model) -> list[Any]:
+    """In the order of `Wrapped.buffers`; None for those that were ignored at the wrap."""
+    inner = model.inner()
+    if inner is None:
+        return []
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    return [None if name in ignored else b for name, b in inner.named_buffers()]
+
+
+def _digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    totals, reasons = sums(tensors)
+    for reason in reasons:
+        active.not_observed("drift", f"some tensors are left out: {reason}")
+    return Waiting(totals)
+
+
+def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
+    """At full steps also: how large the tensors are, and the optimizer's state."""
+    if step.number and (step.number == 1 or active.affordable()):
+        _record_state(active, watch, step)
+    parameters = watch.holding.parameters(watch.holding.positions)
+    size = sum(p.numel() for p in parameters if p is not None)
+    on_cpu = all(p is None or p.device.type == "cpu" for p in parameters)
+    if not on_cpu or size > SKETCHED_AT_MOST or not (step.number == 0 or active.affordable()):
+        return
+    for kind in kinds:
+        _sketch(active, watch, kind, step.number)
+
+
+def _sketch(active: Recorder, watch: Watch, kind: str, step: int) -> None:
+    if _drift.sketcher is None:
+        _drift.sketcher = Sketcher()
+    norm, bins = _drift.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
+    # NaN and infinity have no distance; nor has JSON a number for them.
+    if not all(map(math.isfinite, (norm, *bins))):
+        return
+    active.emit(
+        Sketch(
+            at=time.monotonic(),
+            model=watch.holding.model.number,
+            optimizer=watch.holding.optimizer,
+            kind=kind,
+            step=step,
+            norm=norm,
+            bins=tuple(float(f"{b:.8g}") for b in bins),
+        )
+    )
+
+
+def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
+    optimizer = step.optimizer()
+    holding = watch.holding
+    if optimizer is None or "ZeroRedundancy" in type(optimizer).__name__:
+        return
+    count = len(holding.positions)
+    stride = 1 << max(0, (count - 1) // STATES_AT_MOST).bit_length()
+    picked = holding.parameters([holding.positions[i] for i in chosen(step.number, stride, count)])
+    states = [optimizer.state.get(p, {}) if p is not None else {} for p in picked]
+    for key in sorted({str(k) for state in states for k in state}):
+        values = [state.get(key) for state in states]
+        if any(hasattr(v, "untyped_storage") for v in values):
+            waiting = _digest(
+                active, [v if hasattr(v, "untyped_storage") else None for v in values]
+            )
+        elif all(v is None or isinstance(v, int) for v in values):
+            waiting = Waiting([])
+            waiting.values = [ABSENT if v is None else scattered(hash(v)) for v in values]
+        else:
+            continue
+        if waiting is not None:
+            row = Row(step.number, stride, holding.model.synced_backwards, waiting)
+            watch.rows.setdefault(f"state:{key}", Rows()).add(row)
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    """The first forward without gradients after training: what is evaluated must be the same."""
+    model = forward.model
+    if forward.grad_enabled or forward.error is not None or forward.wrapper.training:
+        return
+    if _drift.evaluated.get(model.number) == model.forwards:
+        return
+    _drift.evaluated[model.number] = model.forwards
+    look_whole(model)
+    parameters = [ref() for ref in model.parameters]
+    shown = [None if i in model.ignored else p for i, p in enumerate(parameters)]
+    for kind, tensors in (("parameters", shown), ("buffers", _buffers(model))):
+        waiting = _digest(active, tensors)
+        if waiting is not None and waiting.ready(wait=False):
+            rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
+            _write(active, rows, model.number, -1, kind, "eval", forward.site)
+
+
+def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not (args or kwargs.get("group")):
+        _finish(active)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _finish(active)
+
+
+def _finish(active: Recorder) -> None:
+    """The last look, and everything that waits to be written."""
+    for watch in list(_drift.watches.values()):
+        holding = watch.holding
+        alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
+        _flush(active, watch, soon=True, wait=True)
+        if not alive:
+            continue
+        for kind in ("parameters", "buffers"):
+            tensors = _tensors(holding, kind, 0, 1)
+            waiting = _digest(active, tensors)
+            if waiting is not None and waiting.ready(wait=True):
+                model = holding.model
+                rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
+                _write(active, rows, holding.model.number, holding.optimizer, kind, "end")
+    _drift.watches.clear()
+
+
+def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
+    for kind, rows in watch.rows.items():
+        if not (soon or rows.due()):
+            continue
+        ready = []
+        while rows.rows and rows.rows[0].waiting.ready(wait=wait):
+            ready.append(rows.rows.pop(0))
+        rows.since = time.monotonic()
+        if ready:
+            model = watch.holding.model.number
+            _write(active, ready, model, watch.holding.optimizer, kind, "step")
+
+
+def _write(
+    active: Recorder,
+    rows: list[Row],
+    model: int,
+    optimizer: int,
+    kind: str,
+    point: str,
+    site: int = -1,
+) -> None:
+    active.emit(
+        Digests(
+            at=time.monotonic(),
+            model=model,
+            optimizer=optimizer,
+            kind=kind,
+            point=point,
+            keys=tuple(row.key for row in rows),
+            strides=tuple(row.stride for row in rows),
+            counts=tuple(len(row.waiting.values) for row in rows),
+            values=pack(v for row in rows for v in row.waiting.values),
+            backwards=tuple(row.backwards for row in rows),
+            step=active.step,
+            site=site,
+        )
+    )

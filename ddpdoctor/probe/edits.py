@@ -1,0 +1,270 @@
+"""What this rank changes by hand: gradients before a step, parameters between steps.
+
+Only this rank's own tensors before and after are compared, so that a difference between ranks can
+be blamed on the rank that made it, and on the line.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import Clipped, Edited
+from . import holdings, moments, sync
+from .digests import digests
+from .divisors import divided_by_world_size
+from .holdings import Holding
+from .models import Model
+from .moments import Backward, Step
+from .patching import around
+from .recorder import Recorder
+from .tracing import Tracer
+
+LOST = "edits of gradients and parameters by hand"
+
+LOOKED_AT = 6
+SAMPLED = 4
+"""Values per gradient that tell by what it was multiplied."""
+
+ALWAYS = 4
+SHARE = 0.15
+TOLD_AT_MOST = 300
+TRACED_AT_MOST = 6
+"""Times that the lines between two moments are followed to find the one that edits."""
+
+
+class Taken:
+    """Some tensors as they were."""
+
+    def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
+        self.positions = positions
+        self.numbers = digests(tensors)
+        self.values = _values(tensors) if sampled else []
+
+
+class Followed:
+    """What is known of one model: tensors taken, and what was told of each kind."""
+
+    def __init__(self) -> None:
+        self.gradients: Taken | None = None
+        self.parameters: dict[int, Taken] = {}
+        self.told: dict[tuple[str, int], tuple[bool, float, int]] = {}
+        self.sites: dict[str, int] = {}
+        self.divisors: dict[str, str] = {}
+        self.traced: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+        self.tracer: Tracer | None = None
+        self.count = 0
+        self.moments = 0
+
+
+class _Edits:
+    def __init__(self) -> None:
+        self.models: weakref.WeakKeyDictionary[Model, Followed] = weakref.WeakKeyDictionary()
+        self.functions: dict[str, None] = {}
+        self.calls: dict[int, int] = {}
+        self.spent_ns = 0
+
+
+_edits = _Edits()
+
+
+def install() -> None:
+    import torch.amp
+    import torch.nn.utils as utils
+    from torch.nn.utils import clip_grad
+
+    _edits.__init__()  # type: ignore[misc]
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        if hasattr(clip_grad, name):
+            around((clip_grad, utils), name, before=_clipping(name), lost="clipping of gradients")
+    around(torch.amp.GradScaler, "unscale_", before=_unscaling, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+
+
+def _clipping(name: str) -> Any:
+    def before(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _edits.functions[name] = None
+        site = active.site()
+        call = _edits.calls.get(site, 0)
+        _edits.calls[site] = call + 1
+        if call < 20 or call & (call - 1) == 0:
+            active.emit(
+                Clipped(at=time.monotonic(), function=name, step=active.step, call=call, site=site)
+            )
+
+    return before
+
+
+def _unscaling(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _edits.functions["unscale_"] = None
+
+
+def _followed(model: Model) -> Followed:
+    found = _edits.models.get(model)
+    if found is None:
+        found = _edits.models[model] = Followed()
+    return found
+
+
+def _affordable(active: Recorder, followed: Followed) -> bool:
+    """Whether to take tensors now; the ranks need not agree, nothing here is compared."""
+    followed.moments += 1
+    if followed.moments <= 2 * ALWAYS:
+        return True
+    elapsed_ns = (time.monotonic() - active.started) * 1e9
+    return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * SHARE
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    _edits.functions.clear()
+    if backward.error is not None:
+        return
+    for model in backward.models:
+        followed = _followed(model)
+        followed.gradients = None
+        if not sync.averaged(model) or not _affordable(active, followed):
+            continue
+        began = time.perf_counter_ns()
+        positions = _some(model.expected)
+        grads = [_gradient(model, p) for p in positions]
+        followed.gradients = Taken(positions, grads, sampled=True)
+        _trace(active, followed, "gradients", model)
+        _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _some(positions: list[int]) -> list[int]:
+    step = max(1, len(positions) // (LOOKED_AT - 1))
+    return sorted({*positions[::step][: LOOKED_AT - 1], *positions[-1:]})
+
+
+def _gradient(model: Model, position: int) -> Any:
+    parameter = model.parameters[position]()
+    return None if parameter is None else parameter.grad
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    for holding in holdings.of(step):
+        followed = _followed(holding.model)
+        began = time.perf_counter_ns()
+        before = followed.parameters.pop(holding.optimizer, None)
+        if before is not None:
+            now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
+            _tell(active, step, holding, "parameters", before, now)
+        held = set(holding.positions)
+        taken = followed.gradients
+        if taken is not None and not step.closure and held.issuperset(taken.positions):
+            grads = [_gradient(holding.model, p) for p in taken.positions]
+            _tell(active, step, holding, "gradients", taken, Taken(taken.positions, grads, True))
+        followed.gradients = None
+        _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    for holding in holdings.of(step):
+        followed = _followed(holding.model)
+        if not _affordable(active, followed):
+            continue
+        began = time.perf_counter_ns()
+        positions = _some(holding.positions)
+        taken = Taken(positions, holding.parameters(positions), sampled=False)
+        followed.parameters[holding.optimizer] = taken
+        _trace(active, followed, "parameters", holding.model)
+        _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _tell(
+    active: Recorder, step: Step, holding: Holding, kind: str, before: Taken, now: Taken
+) -> None:
+    followed = _followed(holding.model)
+    differing = [
+        p
+        for p, old, new in zip(before.positions, before.numbers, now.numbers, strict=True)
+        if old != new
+    ]
+    changed = bool(differing)
+    ratio = _ratio(before, now) if changed and kind == "gradients" else 0.0
+    if followed.tracer is not None and followed.tracer.kind == kind:
+        found = followed.tracer.stop()
+        followed.tracer = None
+        if found is not None and changed:
+            followed.wanted.pop(kind, None)
+            followed.sites[kind] = active.sites.number(*found)
+            code, line = found
+            followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
+    if changed and kind not in followed.sites and not _edits.functions:
+        followed.wanted[kind] = differing[0]
+    key = (kind, holding.optimizer)
+    site = followed.sites.get(kind, -1) if changed else -1
+    if followed.told.get(key, (False, 0.0, -1)) == (changed, ratio, site):
+        return
+    if followed.count >= TOLD_AT_MOST:
+        return
+    followed.count += 1
+    followed.told[key] = (changed, ratio, site)
+    active.emit(
+        Edited(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            kind=kind,
+            step=step.number,
+            changed=changed,
+            ratio=ratio,
+            site=site,
+            functions=tuple(_edits.functions) if changed else (),
+            divisor=followed.divisors.get(kind, "") if changed else "",
+        )
+    )
+
+
+def _values(tensors: list[Any]) -> list[float]:
+    """A few values of each floating tensor on the CPU."""
+    import torch
+
+    values: list[float] = []
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor is None or tensor.device.type != "cpu" or not tensor.is_floating_point():
+                continue
+            if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel():
+                step = max(1, tensor.numel() // SAMPLED)
+                values += tensor.view(-1)[::step][:SAMPLED].tolist()
+    return values
+
+
+def _ratio(before: Taken, now: Taken) -> float:
+    """The one number that the values were multiplied by, 0 where there is none."""
+    pairs = [(a, b) for a, b in zip(before.values, now.values, strict=False) if a != 0]
+    if len(before.values) != len(now.values) or not pairs:
+        return 0.0
+    ratios = [b / a for a, b in pairs]
+    middle = sorted(ratios)[len(ratios) // 2]
+    if middle and all(abs(r / middle - 1) < 1e-5 for r in ratios):
+        return float(f"{middle:.5g}")
+    return 0.0
+
+
+def _trace(active: Recorder, followed: Followed, kind: str, model: Model) -> None:
+    """Follow the lines up to the next moment, where the last time something was edited."""
+    position = followed.wanted.get(kind, -1)
+    traced = followed.traced.get(kind, 0)
+    if position < 0 or followed.tracer is not None or traced >= TRACED_AT_MOST:
+        return
+    inner = model.inner()
+    if inner is None or any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in inner.modules()
+    ):
+        return  # torch.compile and a trace function do not go together
+    reference = model.parameters[position]
+
+    def number() -> int:
+        parameter = reference()
+        tensor = parameter.grad if parameter is not None and kind == "gradients" else parameter
+        return digests([tensor])[0]
+
+    followed.traced[kind] = traced + 1
+    followed.tracer = Tracer.start(active, kind, number)

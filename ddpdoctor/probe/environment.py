@@ -1,0 +1,44 @@
+"""What of the environment and the command line may be recorded: what matters, without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+_PREFIXES = (
+    "CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_",
+    "RANK", "ROLE_", "SLURM_", "OMPI_", "PMI_", "TORCH", "TP_SOCKET", "WORLD_SIZE", "GROUP_",
+    "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD", "ACCELERATE_", "DEEPSPEED_", "UCX_", "HSA_",
+)  # fmt: skip
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key|private|auth|cookie|session", re.I)
+_KEY_VALUE = re.compile(r"^(--?[\w-]+|\w+)=(.*)$", re.S)
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+
+HIDDEN = "<hidden>"
+
+
+def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that distributed training depends on; values of secrets are hidden."""
+    return {
+        name: HIDDEN if _SECRET.search(name) else _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", value)[:500]
+        for name, value in sorted(environment.items())
+        if name.startswith(_PREFIXES)
+    }
+
+
+def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
+    """A command line with the values of options that look secret hidden."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        pair = _KEY_VALUE.match(argument)
+        if hide_next:
+            shown.append(HIDDEN)
+        elif pair and _SECRET.search(pair[1]):
+            shown.append(f"{pair[1]}={HIDDEN}")
+        else:
+            shown.append(_URL_PASSWORD.sub(rf"\1:{HIDDEN}@", argument)[:500])
+        hide_next = bool(
+            not hide_next and argument.startswith("-") and not pair and _SECRET.search(argument)
+        )
+    return tuple(shown)

@@ -1,0 +1,165 @@
+"""What ranks exchange by hand: whether gradients or parameters were among it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import autograd, moments
+from .moments import Backward, Call, Step
+from .recorder import Recorder
+from .torch_private import sequence_number
+
+LOST = "gradients that are synchronised by hand"
+
+KEPT = 20_000
+ENOUGH = 0.5
+"""Share of the elements that must have been exchanged to count as a synchronisation."""
+
+FLAT = (0.9, 1.1)
+"""Size of a flat buffer against what it holds: some leave parameters out, some pad."""
+
+CARRY_VALUES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
+    "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One tensor that was handed to a collective: its size and where its memory begins."""
+
+    group: int
+    elements: int
+    memory: int
+
+
+class _Window:
+    """Since the last backward ended (`recent`), and since the step before (`earlier`).
+
+    Attributes:
+        calls: on the default group, since the last step; `sequence` is torch's count then.
+        special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
+    """
+
+    def __init__(self) -> None:
+        self.recent: list[Exchange] = []
+        self.earlier: list[Exchange] = []
+        self.after_backward = False
+        self.calls = 0
+        self.uncounted = False
+        self.sequence = -1
+        self.special = ""
+
+
+_window = _Window()
+
+
+def install() -> None:
+    _window.__init__()  # type: ignore[misc]
+    moments.called.subscribe(_called, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+
+
+def _called(active: Recorder, call: Call) -> None:
+    if call.p2p:
+        _window.special = _window.special or "point-to-point"
+    elif call.group == 0:
+        _window.calls += 1
+        # These are made of several of torch's own.
+        _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
+    if call.op not in CARRY_VALUES:
+        return
+    kept = _window.recent if _window.after_backward else _window.earlier
+    for tensor in call.tensors:
+        if len(kept) < KEPT and tensor.is_floating_point():
+            kept.append(Exchange(call.group, tensor.numel(), tensor.untyped_storage().data_ptr()))
+            if call.op.startswith("all_to_all"):
+                _window.special = "all-to-all"
+            elif autograd.running():
+                _window.special = "in backward"
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    if _window.recent:
+        _window.earlier += _window.recent
+        _window.recent = []
+    _window.after_backward = True
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    if _window.recent or _window.earlier:
+        _window.recent, _window.earlier = [], []
+    _window.after_backward = _window.uncounted = False
+    _window.calls = 0
+    _window.sequence = sequence_number(_world())
+
+
+def _world() -> Any:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def special() -> str:
+    """What this rank ever did that replicas do not do; empty for nothing."""
+    return _window.special
+
+
+def unseen() -> bool:
+    """Whether the default group communicated since the last step by ways that are not watched."""
+    if _window.sequence < 0 or _window.uncounted:
+        return False
+    return sequence_number(_world()) - _window.sequence > _window.calls
+
+
+def before_backward() -> bool:
+    """Whether anything was exchanged between the last step and the last backward."""
+    return bool(_window.earlier)
+
+
+def parameters_exchanged(parameters: Sequence[Any]) -> bool:
+    """Whether collectives between the last step and the last backward carried the parameters
+    themselves, and not their gradients."""
+    if not _window.earlier:
+        return False
+    gradients = {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
+    return _covers([e for e in _window.earlier if e.memory not in gradients], parameters)
+
+
+def gradients_exchanged(parameters: Sequence[Any]) -> bool:
+    """Whether the gradients of these parameters were handed to collectives since the backward."""
+    return _covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
+
+
+def gradient_groups() -> set[int]:
+    """The groups of the exchanges since the backward."""
+    return {e.group for e in _window.recent}
+
+
+def values_exchanged(parameters: Sequence[Any]) -> bool:
+    """Whether collectives since the last step carried these parameters, or as much as they are."""
+    return _covers([*_window.recent, *_window.earlier], parameters)
+
+
+def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
+    """Whether the exchanged tensors are these tensors, copies of them, or a buffer of them all."""
+    total = sum(t.numel() for t in tensors)
+    if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
+        return False
+    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    sizes = Counter(t.numel() for t in tensors)
+    elements = 0
+    for exchange in exchanges:
+        if exchange.memory in memory:
+            elements += exchange.elements
+        elif sizes[exchange.elements] > 0:
+            sizes[exchange.elements] -= 1
+            elements += exchange.elements
+        elif FLAT[0] * total <= exchange.elements <= FLAT[1] * total:
+            elements += exchange.elements
+    return elements >= ENOUGH * total

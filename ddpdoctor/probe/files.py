@@ -1,0 +1,285 @@
+"""Files that this rank writes, and reads of files that another rank may be writing.
+
+An audit hook sees every `open` and rename of the process, whoever makes it; it cannot be taken
+back, so it looks at a switch first. torch.save and torch.load open files behind Python's back and
+are wrapped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ..events import FileRead, FileWritten
+from . import meetings, moments
+from .patching import around, on_restore
+from .recorder import Recorder, guarded, recorder
+
+LOST = "which files the ranks write and read"
+
+MOST_PATHS = 400
+MOST_READ = 100
+RECORDS_PER_PATH = 6
+
+_PRODUCED = (
+    ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".json",
+    ".yaml", ".yml", ".h5", ".hdf5", ".tar", ".model", ".state", ".txt", ".csv",
+)  # fmt: skip
+"""Endings of files that runs produce; reads of other files are not looked at."""
+
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+_OTHERS = (
+    "__pycache__", "site-packages", "dist-packages", ".cache", ".triton", ".nv", ".config",
+    "torchinductor_", "matplotlib", ".ipython",
+)  # fmt: skip
+"""Parts of paths that belong to libraries, which write the same there on purpose."""
+
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
+_LOCK_ENDINGS = (".lock", ".lck", ".pid")
+_NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.", "afs", "9p")
+
+
+class _Files:
+    def __init__(self) -> None:
+        self.on = False
+        self.written: dict[str, int] = {}
+        self.read: dict[str, int] = {}
+        self.locks = 0
+        self.inside = threading.local()
+        self.ours = ""
+        self.caches: tuple[str, ...] = ()
+
+
+_files = _Files()
+_hooked = False
+
+
+def install() -> None:
+    global _hooked
+    import torch
+    import torch.serialization
+
+    _files.__init__()  # type: ignore[misc]
+    _files.on = True
+    on_restore(_switch_off)
+    if not _hooked:
+        _hooked = True
+        sys.addaudithook(_audit)
+    around((torch.serialization, torch), "save", before=_saving, after=_saved, lost=LOST)
+    around((torch.serialization, torch), "load", before=_loading, after=_loaded, lost=LOST)
+    moments.leaving.subscribe(_leave, lost=LOST)
+
+
+def _switch_off() -> None:
+    _files.on = False
+
+
+def _leave(active: Recorder, _: None) -> None:
+    _files.on = False  # the interpreter ends: nothing that libraries still write is the user's
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    # Runs at every audited event of the process: the order of these tests is the cost.
+    if event == "open":
+        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+            _looking(_opened, args)
+    elif event == "os.rename":
+        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+            _looking(_renamed, args)
+    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on:
+        _locked(args)
+
+
+def _looking(work: Any, args: tuple[Any, ...]) -> None:
+    """Do it once: what we open ourselves meanwhile is not looked at."""
+    _files.inside.busy = True
+    try:
+        guarded("files", lambda active: work(active, *args), lost=LOST)
+    finally:
+        _files.inside.busy = False
+
+
+def _locked(args: tuple[Any, ...]) -> None:
+    try:
+        operation = int(args[1])
+    except (IndexError, TypeError, ValueError):
+        return
+    if operation & 8:  # LOCK_UN
+        _files.locks = max(0, _files.locks - 1)
+    elif operation & 2:  # LOCK_EX
+        _files.locks += 1
+
+
+def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
+    if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
+        return
+    kind = flags & os.O_ACCMODE
+    if kind == os.O_RDONLY:
+        text = os.fsdecode(name)
+        if text.endswith(_PRODUCED) and (path := _path(text)):
+            _tell_read(active, path, "open", time.monotonic(), 0.0, meetings.marks(), {}, "")
+        return
+    # Only what replaces the content: appending and writing in place are shared on purpose, and
+    # of several exclusive creations one succeeds.
+    if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
+        if os.path.isdir(path):  # a temporary file without a name
+            return
+        _tell_written(active, path, "open", time.monotonic(), 0.0, meetings.marks(), {})
+
+
+def _renamed(active: Recorder, source: Any, target: Any, *_: Any) -> None:
+    if isinstance(target, (str, bytes, os.PathLike)) and (path := _path(os.fsdecode(target))):
+        if os.path.isdir(os.fsdecode(source)):
+            return
+        now, marks = time.monotonic(), meetings.marks()
+        _tell_written(active, path, "rename", now, now, marks, marks)
+
+
+def _path(name: str) -> str:
+    """The real path of a file that may matter, or nothing."""
+    if name.endswith(_LOCK_ENDINGS):
+        return ""
+    path = os.path.realpath(name)
+    if path.startswith(_NOT_FILES) or any(part in path for part in _OTHERS):
+        return ""
+    if not _files.ours:
+        _files.ours = _run_folder() + os.sep
+        _files.caches = tuple(os.path.realpath(v) for n in _CACHES if (v := os.environ.get(n)))
+    if path.startswith(_files.ours) or (_files.caches and path.startswith(_files.caches)):
+        return ""
+    return path
+
+
+def _run_folder() -> str:
+    """Where the doctor itself writes; also without the variable that only the launcher sets."""
+    active = recorder()
+    if active is None:
+        return os.path.realpath(os.environ.get("DDPDOCTOR_DIR", "/nowhere"))
+    folder = os.path.realpath(active.directory)
+    return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
+
+
+def _given_path(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> str:
+    given = args[position] if len(args) > position else kwargs.get("f")
+    return _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
+
+
+def _saving(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path = _given_path(args, kwargs, 1)
+    if not path:
+        return None
+    _files.inside.busy = True
+    return path, time.monotonic(), meetings.marks()
+
+
+def _saved(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None:
+        return
+    _files.inside.busy = False
+    path, began, marks = token
+    _tell_written(active, path, "save", began, time.monotonic(), marks, meetings.marks())
+
+
+def _loading(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path = _given_path(args, kwargs, 0)
+    if not path:
+        return None
+    _files.inside.busy = True
+    return path, time.monotonic(), meetings.marks()
+
+
+def _loaded(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None:
+        return
+    _files.inside.busy = False
+    path, began, marks = token
+    failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
+    _tell_read(
+        active, path, "load", began, time.monotonic(), marks, meetings.marks(), failed
+    )  # fmt: skip
+
+
+def _tell_written(
+    active: Recorder,
+    path: str,
+    how: str,
+    began: float,
+    ended: float,
+    marks: dict[str, int],
+    after: dict[str, int],
+) -> None:
+    times = _files.written.get(path, 0) + 1
+    if times == 1 and len(_files.written) >= MOST_PATHS:
+        return
+    _files.written[path] = times
+    if times > RECORDS_PER_PATH and times & (times - 1):
+        return
+    active.emit(
+        FileWritten(
+            at=began,
+            path=path,
+            site=active.site(),
+            how=how,
+            step=active.step,
+            ended=ended,
+            marks=marks,
+            marks_after=after or marks,
+            locked=_files.locks > 0,
+            shared=_is_shared(path),
+            times=times,
+        )
+    )
+
+
+def _tell_read(
+    active: Recorder,
+    path: str,
+    how: str,
+    began: float,
+    ended: float,
+    marks: dict[str, int],
+    after: dict[str, int],
+    failed: str,
+) -> None:
+    times = _files.read.get(path, 0) + 1
+    if times == 1 and len(_files.read) >= MOST_READ:
+        return
+    _files.read[path] = times
+    if times > RECORDS_PER_PATH and not failed:
+        return
+    active.emit(
+        FileRead(
+            at=began,
+            path=path,
+            site=active.site(),
+            how=how,
+            step=active.step,
+            ended=ended,
+            marks=marks,
+            marks_after=after or marks,
+            shared=_is_shared(path),
+            failed=failed,
+        )
+    )
+
+
+_mounts: list[tuple[str, bool]] = []
+
+
+def _is_shared(path: str) -> bool:
+    """Whether other machines see the same file."""
+    if not _mounts:
+        try:
+            lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        rows = [line.split() for line in lines]
+        _mounts.extend((r[1], r[2].startswith(_NETWORK)) for r in rows if len(r) > 2)
+        _mounts.append(("/", False))
+        _mounts.sort(key=lambda m: len(m[0]), reverse=True)
+    inside = (far for place, far in _mounts if path.startswith(place.rstrip("/") + "/"))
+    return next(inside, False)

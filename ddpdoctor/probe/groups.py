@@ -1,0 +1,226 @@
+"""Process groups: who creates them, when, with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..events import GroupDestroyed, GroupReady, InitEntered
+from .environment import interesting_environment
+from .patching import around, replace
+from .recorder import Recorder, complain
+from .torch_private import group_name, group_ranks, live_groups
+
+LOST = "process groups"
+
+
+class _Groups:
+    """Numbers of the groups of this process, by torch's name for them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.created = 0
+
+
+_groups = _Groups()
+
+
+def number_of(group: Any) -> int:
+    """The doctor's number of a group; 0 is the default group (also for None), -1 unknown."""
+    if group is None:
+        return 0
+    return _groups.numbers.get(group_name(group), -1)
+
+
+def exist() -> bool:
+    """Whether there is a default group."""
+    return _groups.created > 0
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _groups.numbers.clear()
+    _groups.created = 0
+    around(_holders(), "new_group", before=_new_entered, after=_new_ready, lost=LOST)
+    around(_holders(), "split_group", after=_split_ready, lost=LOST)
+    around((c10d, dist), "destroy_process_group", before=_destroying, after=_destroyed, lost=LOST)
+
+
+def _holders() -> tuple[Any, ...]:
+    """The modules that have the functions under their names; meshes make groups of their own."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    with contextlib.suppress(ImportError):
+        import torch.distributed.device_mesh as device_mesh
+
+        return c10d, dist, device_mesh
+    return c10d, dist
+
+
+def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
+    """Let `init_process_group` make this process a rank, before it can block."""
+    import torch.distributed.distributed_c10d as c10d
+
+    around(_holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
+    watched = c10d.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = _init_arguments(args, kwargs)
+            activate(given["rank"], given["world_size"], given["init_method"])
+        except Exception as error:  # training goes on, unobserved
+            complain(error)
+        return watched(*args, **kwargs)
+
+    init_process_group.__wrapped__ = watched  # type: ignore[attr-defined]
+    init_process_group.__doc__ = watched.__doc__
+    replace(c10d, "init_process_group", init_process_group)
+    for holder in _holders()[1:]:
+        replace(holder, "init_process_group", init_process_group)
+
+
+def adopt(active: Recorder) -> None:
+    """Record the groups that were there before this process was watched."""
+    import torch.distributed as dist
+
+    if _groups.created or not dist.is_available() or not dist.is_initialized():
+        return
+    groups = dict(live_groups())
+    _tell_ready(active, groups.pop("", dist.group.WORLD))
+    for group in groups.values():
+        _tell_ready(active, group)
+
+
+def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
+    given: dict[str, Any] = {
+        "backend": None,
+        "init_method": None,
+        "world_size": -1,
+        "rank": -1,
+        "timeout": None,
+    }
+    given.update(zip(names, args, strict=False))
+    given.update({k: v for k, v in kwargs.items() if k in names})
+    for name in ("world_size", "rank"):
+        given[name] = -1 if given[name] is None else int(given[name] or 0)
+    return given
+
+
+def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from .activation import _number
+
+    given = _init_arguments(args, kwargs)
+    timeout = given["timeout"]
+    active.emit(
+        InitEntered(
+            at=time.monotonic(),
+            backend=str(given["backend"] or ""),
+            init_method=str(given["init_method"] or ""),
+            rank=given["rank"],
+            world_size=given["world_size"],
+            env_rank=_number("RANK"),
+            env_world_size=_number("WORLD_SIZE"),
+            env_local_rank=_number("LOCAL_RANK"),
+            timeout_s=timeout.total_seconds() if timeout is not None else -1.0,
+            site=active.site(),
+            rendezvous=_rendezvous(given),
+            changed=_changed_environment(),
+        ),
+        vital=True,
+    )
+
+
+def _rendezvous(given: dict[str, Any]) -> str:
+    """Where the ranks meet; two processes with the same text mean the same group."""
+    method = str(given["init_method"] or "env://")
+    if given.get("store") is not None:
+        return f"store of process {os.getpid()}"
+    if method.startswith("env://"):
+        return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return method.partition("?")[0]
+
+
+def _changed_environment() -> dict[str, str]:
+    from .activation import environment_at_start
+
+    now, before = interesting_environment(os.environ), environment_at_start()
+    return {name: value for name, value in now.items() if before.get(name) != value}
+
+
+def _init_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        import torch.distributed as dist
+
+        _tell_ready(active, dist.group.WORLD)
+
+
+def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ranks = args[0] if args else kwargs.get("ranks")
+    return (
+        tuple(ranks) if ranks is not None else None,
+        bool(kwargs.get("use_local_synchronization", False)),
+        str(kwargs.get("group_desc") or ""),
+    )
+
+
+def _new_ready(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        ranks, local, description = token
+        _tell_ready(active, result, ranks, local, description)
+
+
+def _split_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+    if error is None and result is not None:
+        _tell_ready(active, result)
+
+
+def _tell_ready(
+    active: Recorder,
+    group: Any,
+    ranks: tuple[int, ...] | None = None,
+    local: bool = False,
+    description: str = "",
+) -> None:
+    import torch.distributed as dist
+
+    member = isinstance(group, dist.ProcessGroup)
+    number, _groups.created = _groups.created, _groups.created + 1
+    name = group_name(group) if member else ""
+    if member:
+        _groups.numbers[name] = number
+        ranks = group_ranks(group)
+    active.emit(
+        GroupReady(
+            at=time.monotonic(),
+            group=number,
+            name=name,
+            backend=str(dist.get_backend(group)) if member else "",
+            ranks=ranks or (),
+            member=member,
+            site=active.site(),
+            local_synchronization=local,
+            description=description,
+        )
+    )
+
+
+def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    import torch.distributed as dist
+
+    group = args[0] if args else kwargs.get("group")
+    return "" if group is None or group is dist.group.WORLD else group_name(group)
+
+
+def _destroyed(active: Recorder, name: str, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        active.emit(GroupDestroyed(at=time.monotonic(), name=name, site=active.site()))
+        if not name:
+            _groups.numbers.clear()
+            _groups.created = 0

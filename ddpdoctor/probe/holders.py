@@ -1,0 +1,184 @@
+"""Finds what keeps tensors alive: containers that grow step by step, sums that drag their history.
+
+A census of all containers takes some tens of milliseconds, so it is only taken (twice) once memory
+has been seen to grow.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from .sites import Sites
+
+FEWEST = 16
+"""Smaller containers are not what makes memory grow."""
+
+LONG_CHAIN = 40
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A container of tensors."""
+
+    length: int
+    graphs: bool
+    kind: str
+    entry_bytes: int = 0
+
+
+def census() -> dict[int, Held]:
+    """Containers of tensors, by id. Looks at objects and calls none of their code."""
+    import torch
+
+    found: dict[int, Held] = {}
+    for thing in gc.get_objects():
+        if type(thing) in _CONTAINERS and len(thing) >= FEWEST:
+            tensor = _tensor_in(thing, torch.Tensor)
+            if tensor is not None:
+                size = tensor.numel() * tensor.element_size()
+                found[id(thing)] = Held(
+                    len(thing), tensor.grad_fn is not None, type(thing).__name__, size
+                )
+    return found
+
+
+def _tensor_in(thing: Any, kind: type) -> Any:
+    """A tensor among the first or last entries (also inside of tuples, lists and dicts there)."""
+    for entry in _ends(thing):
+        if issubclass(type(entry), kind):
+            return entry
+        inner = entry.values() if type(entry) is dict else entry
+        if type(entry) in (tuple, list, dict) and 0 < len(entry) <= 16:
+            for part in list(inner):
+                if issubclass(type(part), kind):
+                    return part
+    return None
+
+
+def _ends(thing: Any) -> Iterator[Any]:
+    try:
+        if isinstance(thing, (list, deque)):
+            yield from (thing[0], thing[-1])
+        elif isinstance(thing, dict):
+            yield next(iter(thing.values()))
+            yield next(reversed(thing.values()))
+        else:
+            yield next(iter(thing))
+    except (IndexError, StopIteration, RuntimeError):  # changed by another thread meanwhile
+        return
+
+
+def name_of(target: int, frame: FrameType | None, sites: Sites) -> tuple[str, FrameType | None]:
+    """What the user's running code calls an object, and the frame that does."""
+    while frame is not None:
+        if sites.kind(frame.f_code) == "user":
+            for scope in (frame.f_locals, frame.f_globals):
+                name = _in_scope(target, scope)
+                if name:
+                    return name, frame
+        frame = frame.f_back
+    return "", None
+
+
+def _in_scope(target: int, scope: dict[str, Any]) -> str:
+    for name, value in list(scope.items()):
+        if id(value) == target:
+            return name
+    for name, value in list(scope.items()):
+        if name.startswith("__") or isinstance(value, type(sys)):
+            continue
+        parts = getattr(value, "__dict__", None) if not isinstance(value, type) else None
+        if type(value) is dict:
+            found = next((k for k, v in list(value.items()) if id(v) == target), None)
+            if found is not None:
+                return f"{name}[{found!r}]"
+        if type(parts) is dict:
+            found = next((k for k, v in list(parts.items()) if id(v) == target), None)
+            if found is not None:
+                return f"{name}.{found}"
+    return ""
+
+
+def long_chain(frame: FrameType | None, sites: Sites) -> tuple[str, FrameType | None, int]:
+    """A local of the user's that sums up losses together with their graphs."""
+    import torch
+
+    while frame is not None:
+        if sites.kind(frame.f_code) == "user":
+            for name, value in list(frame.f_locals.items()):
+                if issubclass(type(value), torch.Tensor) and value.grad_fn is not None:
+                    length = _additions(value.grad_fn)
+                    if length >= LONG_CHAIN:
+                        return name, frame, length
+        frame = frame.f_back
+    return "", None, 0
+
+
+def _additions(node: Any) -> int:
+    """How many additions one after the other made this."""
+    count = 0
+    while node is not None and node.name().startswith("AddBackward") and count < 1000:
+        count += 1
+        children = [c for c, _ in node.next_functions if c is not None]
+        # The sum so far is itself an addition, the new loss is not.
+        node = next((c for c in children if c.name().startswith("AddBackward")), None)
+    return count
+
+
+_ADDING = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
+
+
+def line_that_grows(name: str, frame: FrameType) -> int:
+    """The line of the user's file that adds to it; the line that runs where there is none."""
+    last = re.split(r"[.\[]", name)[-1].strip("'\"]")
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    except (SyntaxError, ValueError):
+        return frame.f_lineno
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.expr, ast.stmt)) and _adds(node, last)
+    ]
+    # Rather in the function that runs than elsewhere in the file.
+    first = frame.f_code.co_firstlineno
+    return min(found, key=lambda line: (line < first, line), default=frame.f_lineno)
+
+
+def _adds(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Call):
+        call = node.func
+        return isinstance(call, ast.Attribute) and call.attr in _ADDING and _is(call.value, name)
+    if isinstance(node, ast.AugAssign):
+        return _is(node.target, name)
+    if isinstance(node, ast.Assign):
+        value = node.value
+        summed = isinstance(value, ast.BinOp) and (_is(value.left, name) or _is(value.right, name))
+        return any(
+            (isinstance(t, ast.Subscript) and _is(t.value, name)) or (summed and _is(t, name))
+            for t in node.targets
+        )
+    return False
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    """Whether an expression ends in that name: `name`, `self.name`, `x["name"]`, `name[k]`."""
+    if isinstance(node, ast.Name):
+        return node.id == name
+    if isinstance(node, ast.Attribute):
+        return node.attr == name
+    if isinstance(node, ast.Subscript):
+        key = node.slice
+        return (isinstance(key, ast.Constant) and key.value == name) or _is(node.value, name)
+    return False

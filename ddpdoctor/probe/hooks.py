@@ -1,0 +1,104 @@
+"""Puts every watcher in place. Each watches one thing and lives in a module of its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from .recorder import guarded
+
+Activate = Callable[[int, int, str | None], None]
+"""(rank, world size, init method) as given to `init_process_group`, -1 where left out."""
+
+
+def install(activate: Activate) -> None:
+    """Wrap torch; call once, right after torch was imported."""
+    from . import (
+        autograd,
+        bypass,
+        calls,
+        changes,
+        clearing,
+        data,
+        dataparallel,
+        devices,
+        drift,
+        edits,
+        exchanges,
+        files,
+        groups,
+        hyperparameters,
+        inputs,
+        loads,
+        losses,
+        meetings,
+        memory,
+        models,
+        modules,
+        moments,
+        numerics,
+        optimizers,
+        ownership,
+        phases,
+        process,
+        reduction,
+        search_cost,
+        surroundings,
+        sync,
+        synctimes,
+        unused,
+        unwrapped,
+        zeros,
+    )
+
+    moments.forget()
+    for part in (
+        groups,
+        modules,
+        models,
+        autograd,
+        optimizers,
+        data,
+        inputs,
+        meetings,
+        files,
+        numerics,
+        memory,
+        devices,
+        dataparallel,
+        synctimes,
+        unused,
+        calls,
+        phases,
+        search_cost,
+        surroundings,
+        drift,
+        sync,
+        edits,
+        loads,
+        losses,
+        clearing,
+        hyperparameters,
+        exchanges,
+        bypass,
+        changes,
+        unwrapped,
+        ownership,
+        reduction,
+        zeros,
+    ):
+        try:
+            part.install()
+        except Exception as error:  # this torch lacks something: the other parts still work
+            guarded(part.__name__, _raise(error), lost=part.LOST)
+    groups.activate_with(activate)
+    dataparallel.activate_with(activate)
+    # By name: torch.multiprocessing re-exports a function that hides the module of the same name.
+    process.watch_spawned(importlib.import_module("torch.multiprocessing.spawn"))
+
+
+def _raise(error: Exception) -> Callable[[object], None]:
+    def work(_: object) -> None:
+        raise error
+
+    return work

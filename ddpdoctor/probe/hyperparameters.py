@@ -1,0 +1,186 @@
+"""Learning rates and the like, and the loss scale of mixed precision, step by step."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import Any
+
+from ..events import Hyperparameters, ScalerStep, SchedulerStep
+from ..events.amp import told_at
+from . import moments
+from .moments import Step
+from .optimizers import known_optimizer
+from .patching import around
+from .recorder import Recorder
+from .resolving import item_set_in_frames
+
+LOST = "hyper-parameters and loss scales"
+
+LEFT_OUT = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+GROUPS_AT_MOST = 16
+SCALER_CALLS_AT_MOST = 5000
+
+
+class Scaler:
+    """What is known of one GradScaler."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls = 0
+        self.scale: float | None = None
+
+
+class _Known:
+    def __init__(self) -> None:
+        self.told: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
+        self.scheduler_calls: dict[int, int] = {}
+        self.scheduler_depth = 0
+        self.located: set[str] = set()
+
+
+_known = _Known()
+
+
+def install() -> None:
+    import torch.amp
+    from torch.optim import lr_scheduler
+
+    _known.__init__()  # type: ignore[misc]
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and "step" in vars(kind):
+            around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    optimizer = step.optimizer()
+    if optimizer is None or not told_at(step.number):
+        return
+    now = [_values(group) for group in optimizer.param_groups[:GROUPS_AT_MOST]]
+    before = _known.told.get(optimizer)
+    if before == now:
+        return
+    set_sites = _set_sites(active, before, now) if before else {}
+    _known.told[optimizer] = now
+    active.emit(
+        Hyperparameters(
+            at=time.monotonic(),
+            optimizer=step.known.number,
+            step=step.number,
+            groups=tuple(now),
+            site=step.site,
+            set_sites=set_sites,
+        )
+    )
+
+
+def _set_sites(
+    active: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> dict[str, int]:
+    """Where the options that changed were assigned; looked up once for each."""
+    pairs = list(zip(before, now, strict=False))
+    changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - _known.located
+    _known.located |= changed
+    found = {}
+    for name in changed:
+        place = item_set_in_frames(
+            sys._getframe(1), lambda code: active.sites.kind(code) == "user", name
+        )
+        if place is not None:
+            found[name] = active.sites.number(place.code, place.line)
+    return found
+
+
+def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
+    values: dict[str, float | bool | str] = {}
+    for name, value in group.items():
+        if name in LEFT_OUT or value is None:
+            continue
+        if isinstance(value, (int, float)):
+            values[name] = value
+        elif isinstance(value, (tuple, list)) and len(value) < 8:
+            values[name] = ", ".join(str(_number(v)) for v in value)
+        elif (number := _number(value)) is not value:
+            values[name] = number
+    return values
+
+
+def _number(value: Any) -> Any:
+    """The value of a tensor of one element on the CPU; anything else as it is."""
+    one = getattr(value, "numel", None)
+    if one is not None and value.device.type == "cpu" and one() == 1:
+        return float(value.detach())
+    return value
+
+
+def _scaler_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scaler = args[0]
+    optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+    if optimizer is None or not scaler.is_enabled():
+        return None
+    known = known_optimizer(optimizer)
+    return scaler, optimizer, known.steps if known else 0, _scale(scaler), active.site()
+
+
+def _scale(scaler: Any) -> float:
+    held = getattr(scaler, "_scale", None)
+    if held is None:
+        return float(getattr(scaler, "_init_scale", -1.0))
+    return float(held) if held.device.type == "cpu" else -1.0
+
+
+def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    scaler, optimizer, before, scale, site = token
+    state = _known.scalers.get(scaler)
+    if state is None:
+        state = _known.scalers[scaler] = Scaler(len(_known.scalers))
+    call, state.calls = state.calls, state.calls + 1
+    known = known_optimizer(optimizer)
+    skipped = (known.steps if known else 0) == before
+    if (scale == state.scale and not skipped) or call >= SCALER_CALLS_AT_MOST:
+        return
+    state.scale = scale
+    active.emit(
+        ScalerStep(
+            at=time.monotonic(),
+            scaler=state.number,
+            optimizer=known.number if known else -1,
+            call=call,
+            step=before,
+            scale=scale,
+            skipped=skipped,
+            site=site,
+            kind=type(scaler).__name__,
+        )
+    )
+
+
+def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _known.scheduler_depth += 1
+    if _known.scheduler_depth > 1 or not active.step:  # the constructor steps once
+        return
+    site = active.site()
+    call = _known.scheduler_calls.get(site, 0)
+    _known.scheduler_calls[site] = call + 1
+    if call < 20 or call & (call - 1) == 0:
+        active.emit(
+            SchedulerStep(
+                at=time.monotonic(),
+                kind=type(args[0]).__name__,
+                step=active.step,
+                call=call,
+                site=site,
+            )
+        )
+
+
+def _scheduler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _known.scheduler_depth -= 1

@@ -1,0 +1,120 @@
+"""What a data set is made of, so that ranks can be compared: the things that its indices select."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from ..events import Payload
+from .contents import digest
+
+MOST = 12
+"""Payloads recorded of one data set."""
+
+WHOLE = 8192
+"""Entries up to which all are looked at; of longer lists as many, spread evenly."""
+
+DEEPEST = 4
+
+
+def payloads(dataset: Any) -> tuple[Payload, ...]:
+    """The lists and tensors that a data set, or one inside it, keeps one entry per sample in."""
+    return tuple(itertools.islice(_of(dataset, "", 0), MOST))
+
+
+def _of(dataset: Any, path: str, depth: int) -> Iterator[Payload]:
+    import torch.utils.data as data
+
+    if depth > DEEPEST:
+        return
+    if isinstance(dataset, (list, tuple)):
+        yield from _column(dataset, path or "list", "other")
+        return
+    subset = isinstance(dataset, data.Subset)
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, data.Dataset):
+            yield from _of(value, where, depth + 1)
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], data.Dataset):
+            for n, part in enumerate(value[:MOST]):
+                yield from _of(part, f"{where}[{n}]", depth + 1)
+        elif isinstance(value, (list, tuple)) and len(value) <= MOST and _arrays(value):
+            for n, part in enumerate(value):
+                yield from _column(part, f"{where}[{n}]", "tensor")
+        elif subset and name == "indices":
+            yield from _column(value, where, "indices")
+        elif _sized(value) and len(value) == _length(dataset):
+            yield from _column(value, where, "other")
+
+
+def _arrays(values: Any) -> bool:
+    return bool(values) and all(hasattr(v, "dtype") and len(v.shape) for v in values)
+
+
+def _sized(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return True
+    return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))
+
+
+def _length(of: Any) -> int:
+    try:
+        return len(of)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
+    length = len(values)
+    if not length:
+        yield Payload(name=name, kind=kind, length=0, order=0)
+        return
+    tensor = hasattr(values, "dtype")
+    stride = max(1, -(-length // WHOLE))
+    rows = range(0, length, stride)
+    if kind == "indices":
+        digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
+    elif tensor:
+        digests = array("Q", [_mixed(*digest(values, r)) for r in rows])
+    else:
+        digests = array("Q", [_entry(values[r]) for r in rows])
+    if not any(digests) and kind != "indices":
+        return
+    kind = kind if kind == "indices" else "tensor" if tensor else _kind(values[0])
+    yield Payload(
+        name=name,
+        kind=kind,
+        length=length,
+        order=zlib.crc32(digests),
+        # A sum does not depend on the order; squares so that two entries cannot make up for two.
+        content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
+        ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
+    )
+
+
+def _mixed(head: int, body: int) -> int:
+    return head << 32 ^ body
+
+
+def _entry(value: Any) -> int:
+    """A number for an entry of a list, the same in every process."""
+    if isinstance(value, (str, int, float, bytes)):
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "__fspath__"):
+        return zlib.crc32(str(value).encode())
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([_entry(v) for v in value[:4]]).encode())
+    return _mixed(*digest(value, None))
+
+
+def _kind(value: Any) -> str:
+    while isinstance(value, (list, tuple, dict)) and value:
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    if isinstance(value, str) or hasattr(value, "__fspath__"):
+        return "text"
+    return "tensor" if hasattr(value, "dtype") else "other"

@@ -1,0 +1,116 @@
+"""What the forwards of wrapped models are given, so that ranks can be compared without a loader."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import ForwardInput
+from . import data, moments, randomness
+from .contents import digest, first_dimension, leaves
+from .models import Model
+from .moments import Backward, Forward, Step
+from .randomness import Position
+from .recorder import Recorder
+
+LOST = "what the models were given"
+
+FIRST = 16
+"""Forwards recorded one by one, per model; then every 16th up to `PER_DOUBLING` of them, then
+every 32nd and so on: the same ones on every rank."""
+
+PER_DOUBLING = 64
+
+
+class _Model:
+    """What is known of one model's inputs.
+
+    Attributes:
+        forwards: so far, with gradients.
+        positions: of the generators when the last step or backward ended.
+        fed: a loader delivered before the last forward, so that nobody needs the generators.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.delivered = 0
+        self.positions: tuple[Position, ...] | None = None
+        self.fed = False
+
+
+_models: weakref.WeakKeyDictionary[Model, _Model] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    _models.clear()
+    moments.forward_begins.subscribe(_forward, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ended, lost=LOST)
+    moments.step_ends.subscribe(_step_ended, lost=LOST)
+
+
+def sampled(forward: int) -> bool:
+    """Whether this forward of a model is looked at."""
+    if forward < FIRST:
+        return True
+    stride = FIRST << max(0, (forward // (FIRST * PER_DOUBLING)).bit_length())
+    return forward % stride == 0
+
+
+def _forward(active: Recorder, forward: Forward) -> None:
+    if not forward.grad_enabled:
+        return
+    known = _models.setdefault(forward.model, _Model())
+    number, known.forwards = known.forwards, known.forwards + 1
+    if not sampled(number):
+        return
+    batches = data.delivered()
+    known.fed, known.delivered = batches > known.delivered, batches
+    inputs = (*forward.args, *forward.kwargs.values())
+    content, numbers = _content(inputs)
+    before, known.positions = known.positions, None
+    active.emit(
+        ForwardInput(
+            at=time.monotonic(),
+            model=forward.model.number,
+            forward=number,
+            site=forward.site,
+            digest=content,
+            numbers=numbers,
+            rows=first_dimension(inputs) or 0,
+            fed=known.fed,
+            drawn=randomness.drawn(before, randomness.positions()) if before else -1,
+        )
+    )
+
+
+def _content(inputs: tuple[Any, ...]) -> tuple[int, int]:
+    """A digest of all inputs, 0 where one is out of reach; and how many numbers they hold."""
+    content = numbers = 0
+    for leaf in leaves(inputs, None):
+        count = getattr(leaf, "numel", None)
+        numbers += int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
+        head, body = digest(leaf, None)
+        if not body:
+            return 0, numbers
+        content = content * 31 + head + 7 * body & 0xFFFFFFFF
+    return content, numbers
+
+
+def _backward_ended(active: Recorder, backward: Backward) -> None:
+    for model in backward.models:
+        _note(model)
+
+
+def _step_ended(active: Recorder, step: Step) -> None:
+    for model in list(_models):
+        _note(model)
+
+
+def _note(model: Model) -> None:
+    """Remember where things stand now that a step is over, if the next forward is looked at."""
+    known = _models.get(model)
+    if known is None or not sampled(known.forwards):
+        return
+    if not known.fed:
+        known.positions = randomness.positions()

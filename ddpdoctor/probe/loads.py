@@ -1,0 +1,127 @@
+"""Weights and optimizer states loaded into a model after it was wrapped, and taken out of it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import Loaded, StateTaken
+from . import drift, models, moments
+from .models import Model
+from .patching import around
+from .recorder import Recorder
+
+LOST = "loads of weights and optimizer states"
+
+TOLD_AT_MOST = 1000
+
+
+EARLY_AT_MOST = 50
+
+
+class _Loads:
+    """`early`: optimizers loaded while no model was wrapped, when and where: DDP evens out weights
+    at the wrap, not these."""
+
+    depth = 0
+    told = 0
+    saving = 0
+    taken = 0
+    early: list[tuple[weakref.ref[Any], float, int]] = []
+
+
+_loads = _Loads()
+
+
+def install() -> None:
+    import torch.nn
+    from torch.optim import Optimizer
+
+    _loads.depth = _loads.told = _loads.saving = _loads.taken = 0
+    _loads.early = []
+    around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
+    around(torch.nn.Module, "state_dict", before=_taking, after=_took, lost="checkpoints")
+    around(Optimizer, "load_state_dict", before=_into_optimizer, after=_done, lost=LOST)
+    moments.wrapped.subscribe(_wrapped, lost=LOST)
+
+
+def _into_module(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    if _loads.depth > 1 or not models.count():
+        return None
+    loaded = {id(p) for p in args[0].parameters()}
+    return "weights", _owners(loaded), active.site()
+
+
+def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    if _loads.depth > 1:
+        return None
+    owners = _owners(_held(args[0])) if models.count() else []
+    if not owners and len(_loads.early) < EARLY_AT_MOST:
+        _loads.early.append((weakref.ref(args[0]), time.monotonic(), active.site()))
+    return "optimizer", owners, active.site()
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _wrapped(active: Recorder, model: Model) -> None:
+    mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
+    for reference, at, site in list(_loads.early):
+        optimizer = reference()
+        if optimizer is not None and mine & _held(optimizer):
+            active.emit(
+                Loaded(at=at, what="optimizer", model=model.number, step=active.step, site=site)
+            )
+
+
+def _owners(parameters: set[int]) -> list[Model]:
+    return [
+        model
+        for model in models.live()
+        if any((p := ref()) is not None and id(p) in parameters for ref in model.parameters)
+    ]
+
+
+def _done(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _loads.depth = max(0, _loads.depth - 1)
+    if token is None or error is not None:
+        return
+    what, owners, site = token
+    for model in owners:
+        drift.look_whole(model)
+        _loads.told += 1
+        if _loads.told <= TOLD_AT_MOST:
+            active.emit(
+                Loaded(
+                    at=time.monotonic(), what=what, model=model.number, step=active.step, site=site
+                )
+            )
+
+
+def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.saving += 1  # modules ask their children
+    if _loads.saving > 1 or not models.count():
+        return
+    for model in models.live():
+        if args[0] is model.inner() or (model.wrapper and args[0] is model.wrapper()):
+            call, _loads.taken = _loads.taken, _loads.taken + 1
+            drift.look_whole(model)
+            if call < 20 or call & (call - 1) == 0:
+                active.emit(
+                    StateTaken(
+                        at=time.monotonic(),
+                        model=model.number,
+                        step=active.step,
+                        forwards=model.forwards,
+                        site=active.site(),
+                        call=call,
+                    )
+                )
+
+
+def _took(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _loads.saving = max(0, _loads.saving - 1)

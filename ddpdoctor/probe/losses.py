@@ -1,0 +1,237 @@
+"""What the loss was divided by on its way to the backward, and how it was reduced."""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from typing import Any
+
+from ..events import BatchSeen, GradientReduced, LossScaled
+from . import models, moments, sync
+from .divisors import divided_by_world_size
+from .models import Model
+from .moments import Backward, Call, Forward
+from .recorder import Recorder
+from .sites import classify
+from .torch_private import anomaly_mode, made_at
+
+LOST = "how losses are scaled"
+
+NODES = 12
+"""How far from the root of the loss to look."""
+
+LOOKED_AT = 6
+"""Backwards of a line whose loss is looked at."""
+
+BATCHES_AT_MOST = 300
+REDUCTION = {1: "mean", 2: "sum"}
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+class _Losses:
+    def __init__(self) -> None:
+        self.looked: dict[int, int] = {}
+        self.suspected: set[int] = set()
+        self.told: set[int] = set()
+        self.following = False
+        self.batches: weakref.WeakKeyDictionary[Model, tuple[int, str, float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.batches_told = 0
+        self.reductions: dict[int, int] = {}
+        self.last_step: dict[int, int] = {}
+
+
+_losses = _Losses()
+
+
+def install() -> None:
+    _losses.__init__()  # type: ignore[misc]
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.called.subscribe(_called, lost="collectives on gradients")
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
+    if forward.grad_enabled and _losses.suspected - _losses.told and not _losses.following:
+        _losses.following = anomaly_mode(True)
+    if forward.grad_enabled and forward.error is None:
+        forward.model.batch_size = _leading_size((*forward.args, *forward.kwargs.values()))
+
+
+def _leading_size(values: tuple[Any, ...]) -> int:
+    for value in values:
+        if hasattr(value, "untyped_storage") and value.dim():
+            return int(value.shape[0])
+    return -1
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    if _losses.following:
+        anomaly_mode(False)
+        _losses.following = False
+    pending = [m for m in models.live() if m.pending]
+    if not pending:
+        return
+    looked = _losses.looked.get(backward.site, 0)
+    suspected = backward.site in _losses.suspected and backward.site not in _losses.told
+    if looked >= LOOKED_AT and not suspected:
+        return
+    _losses.looked[backward.site] = looked + 1
+    for root in backward.roots:
+        node = getattr(root, "grad_fn", None)
+        if node is not None:
+            reduction, weight = _look(active, backward, node, pending)
+            for model in pending:
+                _tell_batch(active, backward, model, reduction, weight)
+
+
+def _look(
+    active: Recorder, backward: Backward, node: Any, pending: list[Model]
+) -> tuple[str, float]:
+    """Walk from the root while the loss is one number: how it was reduced, and what it was
+    multiplied by since."""
+    sizes = {_group_size(m): m for m in pending}
+    divided: list[tuple[Any, int]] = []
+    undone = False
+    reduction, weight = "", 1.0
+    for _ in range(NODES):
+        name = node.name()
+        divisor = _divisor(node, name)
+        weight /= divisor or 1.0
+        if divisor in sizes and divisor > 1:
+            divided.append((node, int(divisor)))
+        # Multiplied by the world size too, or a sum over the ranks that autograd knows of.
+        undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
+        undone |= "AllReduce" in name or "AllGather" in name
+        if name.startswith(("Sum", "Mean")):
+            reduction = "sum" if name.startswith("Sum") else "mean"
+        else:
+            reduction = REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
+        ahead = [n for n, _ in node.next_functions if n is not None]
+        if len(ahead) != 1 or reduction:
+            break
+        node = ahead[0]
+    if divided and not undone:
+        _suspect(active, backward, *divided[0], sizes[divided[0][1]])
+    return reduction, weight
+
+
+def _divisor(node: Any, name: str) -> float:
+    """What a node divides by: a plain number, or 0."""
+    if not name.startswith(("DivBackward", "MulBackward")):
+        return 0.0
+    other = node._saved_other
+    if other is None or other.dim() or other.device.type != "cpu" or other.requires_grad:
+        return 0.0
+    value = float(other)
+    if name.startswith("Mul"):
+        value = round(1 / value, 9) if value else 0.0
+    return value
+
+
+def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, model: Model) -> None:
+    """A number that equals the world size: only the line can tell whether it is that."""
+    if backward.site in _losses.told:
+        return
+    text = made_at(node)
+    if text is None:
+        _losses.suspected.add(backward.site)
+        return
+    _losses.told.add(backward.site)
+    frames = [m.groups() for line in text if (m := _FRAME.search(line))]
+    user = [f for f in frames if classify(f[0]) == "user"]
+    if not user:
+        return
+    file, line, function = user[-1]
+    expression = divided_by_world_size(file, int(line))
+    if not expression:
+        return
+    active.emit(
+        LossScaled(
+            at=time.monotonic(),
+            model=model.number,
+            step=active.step,
+            divisor=divisor,
+            site=active.sites.place(file, int(line), function),
+            backward_site=backward.site,
+            expression=expression,
+        )
+    )
+
+
+def _group_size(model: Model) -> int:
+    wrapper = model.wrapper() if model.wrapper else None
+    group = getattr(wrapper, "process_group", None)
+    return int(group.size()) if group is not None else 0
+
+
+def _tell_batch(
+    active: Recorder, backward: Backward, model: Model, reduction: str, weight: float
+) -> None:
+    size = model.batch_size
+    now = size, reduction, weight
+    if size < 0 or not reduction or _losses.batches.get(model) == now:
+        return
+    if _losses.batches_told >= BATCHES_AT_MOST:
+        return
+    _losses.batches[model] = now
+    _losses.batches_told += 1
+    active.emit(
+        BatchSeen(
+            at=time.monotonic(),
+            model=model.number,
+            forward=model.forwards - 1,
+            size=size,
+            reduction=reduction,
+            weight=float(f"{weight:.6g}"),
+            site=backward.site,
+        )
+    )
+
+
+def _called(active: Recorder, call: Call) -> None:
+    """A collective that the program itself makes on gradients that DDP has averaged."""
+    if call.reduction is None or not call.tensors:
+        return
+    for model in models.live():
+        if sync.averaged(model) and any(_is_gradient(model, t) for t in call.tensors):
+            _tell_reduced(active, model, str(call.reduction).rpartition(".")[2])
+            return
+
+
+def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
+    site = active.site()
+    if _losses.last_step.get(site) == active.step:
+        return
+    _losses.last_step[site] = active.step
+    number = _losses.reductions.get(site, 0)
+    _losses.reductions[site] = number + 1
+    if number < 20 or number & (number - 1) == 0:
+        active.emit(
+            GradientReduced(
+                at=time.monotonic(),
+                model=model.number,
+                op=operation,
+                step=active.step,
+                site=site,
+                call=number,
+            )
+        )
+
+
+def _is_gradient(model: Model, tensor: Any) -> bool:
+    """Whether a tensor shares memory with one of the gradients."""
+    try:
+        wanted = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    for position in model.expected:
+        parameter = model.parameters[position]()
+        grad = None if parameter is None else parameter.grad
+        if grad is not None and (grad is tensor or grad.untyped_storage().data_ptr() == wanted):
+            return True
+    return False

@@ -1,0 +1,48 @@
+"""Where this rank stands in each of its process groups: enough to tell whether two ranks have met
+between two moments, without a clock and without a word between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import torch_private
+from .patching import around
+from .recorder import Recorder
+
+LOST = "in which order ranks touched files"
+
+DEFAULT = "default"
+
+
+class _Meetings:
+    """Marks of groups that are gone stay, so that a rank that has left them is not forgotten."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, int] = {}
+        self.generation = 0
+
+
+_meetings = _Meetings()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _meetings.__init__()  # type: ignore[misc]
+    around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
+
+
+def marks() -> dict[str, int]:
+    """Collectives issued so far, by group."""
+    for name, group in torch_private.live_groups():
+        number = torch_private.sequence_number(group)
+        if number >= 0:
+            _meetings.marks[f"{_meetings.generation}.{name or DEFAULT}"] = number
+    return dict(_meetings.marks)
+
+
+def _leaving(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    marks()
+    if not args and not kwargs:
+        _meetings.generation += 1

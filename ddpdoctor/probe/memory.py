@@ -1,0 +1,227 @@
+"""Memory between steps, and what holds it where it only grows."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import weakref
+from typing import Any
+
+from ..events import MemoryHeld, MemorySample
+from . import holders, moments
+from .moments import Backward, Forward, Step
+from .recorder import Recorder
+
+LOST = "memory of this rank, step by step"
+
+SHORTEST_S = 0.04
+SAMPLES_PER_PACE = 50
+"""After so many samples they are taken half as often."""
+
+LONGEST_S = 5.0
+
+SUSPICIOUS_GROWTH = 3 << 20
+SUSPICIOUS_LOSSES = 48
+"""Losses of past backwards that are still alive."""
+
+FORWARDS_WITHOUT_STEP = 3
+"""More of them in a row are evaluation, not accumulation."""
+
+STEPS_BETWEEN = 12
+CHAIN_EVERY = 8
+MOST_CENSUSES = 6
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Memory:
+    def __init__(self) -> None:
+        self.due = 0.0
+        self.pace = SHORTEST_S
+        self.samples: list[int] = []
+        self.taken = 0
+        self.forwards = 0
+        self.idle = 0
+        self.last_step = 0
+        self.chain = 0
+        self.alive: set[Any] = set()
+        self.censuses = 0
+        self.census: dict[int, holders.Held] = {}
+        self.census_at = -1
+        self.told = False
+        self.gpu: Any = None
+
+
+_memory = _Memory()
+
+
+def install() -> None:
+    _memory.__init__()  # type: ignore[misc]
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    for root in backward.roots[:1]:
+        _watch(root)
+
+
+def _watch(tensor: Any) -> None:
+    """Count it as long as it lives: of what every step makes, only what is kept adds up."""
+    if not _memory.told and len(_memory.alive) <= 4 * SUSPICIOUS_LOSSES:
+        _memory.alive.add(weakref.ref(tensor, _memory.alive.discard))
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    _memory.forwards += 1
+    if getattr(forward.output, "grad_fn", None) is not None:
+        _watch(forward.output)
+    # Where steps are taken they are the better place: gradients and activations are gone then.
+    now = time.monotonic()
+    if now >= _memory.due and (active.step == _memory.last_step or not active.step):
+        _memory.idle += 1
+        if _memory.idle > FORWARDS_WITHOUT_STEP:
+            _sample(active, now)
+    elif active.step != _memory.last_step:
+        _memory.idle, _memory.last_step = 0, active.step
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    now = time.monotonic()
+    if now >= _memory.due:
+        _sample(active, now)
+
+
+def _sample(active: Recorder, now: float) -> None:
+    _memory.taken += 1
+    if _memory.taken % SAMPLES_PER_PACE == 0:
+        _memory.pace = min(2 * _memory.pace, LONGEST_S)
+    _memory.due = now + _memory.pace
+    resident = _resident()
+    device, peak, reserved = _device()
+    active.emit(
+        MemorySample(
+            at=now,
+            step=active.step,
+            rss_bytes=resident,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            forwards=_memory.forwards,
+            device_bytes=device,
+            device_peak_bytes=peak,
+            device_reserved_bytes=reserved,
+        )
+    )
+    _memory.samples.append(device or resident)
+    if len(_memory.samples) > 2 * SAMPLES_PER_PACE:
+        del _memory.samples[::2]
+    if _memory.told:
+        return
+    if _memory.taken % CHAIN_EVERY == 0:
+        _look_for_chain(active)
+    if not _memory.told and _memory.censuses < MOST_CENSUSES and _suspicious():
+        _look_for_holder(active)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
+
+
+def _device() -> tuple[int, int, int]:
+    """What torch's allocator says, without asking the device."""
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return 0, 0, 0
+    stats = torch.cuda.memory_stats()
+    return (
+        int(stats.get("allocated_bytes.all.current", 0)),
+        int(stats.get("allocated_bytes.all.peak", 0)),
+        int(stats.get("reserved_bytes.all.current", 0)),
+    )
+
+
+def _suspicious() -> bool:
+    """Whether it looks like growth: enough to look for what grows, not enough to say so."""
+    if len(_memory.alive) >= SUSPICIOUS_LOSSES:
+        return True
+    seen = _memory.samples
+    if len(seen) < 12:
+        return False
+    quarter = len(seen) // 4
+    parts = [sorted(seen[i * quarter : (i + 1) * quarter])[quarter // 2] for i in range(4)]
+    return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH
+
+
+def _look_for_holder(active: Recorder) -> None:
+    progress = max(active.step, _memory.forwards)
+    if _memory.census_at < 0:
+        _memory.census, _memory.census_at = holders.census(), progress
+        _memory.censuses += 1
+        return
+    steps = progress - _memory.census_at
+    if steps < max(STEPS_BETWEEN, _memory.census_at // 4):
+        return
+    _memory.censuses += 1
+    now = holders.census()
+    grown = {
+        key: more
+        for key, held in now.items()
+        if key in _memory.census
+        and held.kind == _memory.census[key].kind
+        and (more := held.length - _memory.census[key].length) >= steps // 2
+    }
+    if grown:
+        key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
+        _tell(active, key, now[key], grown[key], steps)
+    _memory.census, _memory.census_at = now, progress
+
+
+def _look_for_chain(active: Recorder) -> None:
+    """A sum of losses is no container: look at the tensors that the user's code has at hand."""
+    name, frame, length = holders.long_chain(sys._getframe(1), active.sites)
+    if frame is not None and length > _memory.chain > 0:
+        grown = length - _memory.chain
+        held = holders.Held(length, True, "graph")
+        _tell(active, 0, held, grown, grown, name, frame)
+    _memory.chain = length
+
+
+def _tell(
+    active: Recorder,
+    key: int,
+    held: holders.Held,
+    grown: int,
+    steps: int,
+    name: str = "",
+    frame: Any = None,
+) -> None:
+    if not name:
+        name, frame = holders.name_of(key, sys._getframe(1), active.sites)
+    site = active.site()
+    if frame is not None:
+        site = active.sites.number(frame.f_code, holders.line_that_grows(name, frame))
+    _memory.told = held.graphs
+    active.emit(
+        MemoryHeld(
+            at=time.monotonic(),
+            name=name,
+            kind=held.kind,
+            length=held.length,
+            grown=grown,
+            steps=steps,
+            step=active.step,
+            graphs=held.graphs,
+            site=site,
+            entry_bytes=held.entry_bytes,
+        ),
+        vital=True,
+    )
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    if _memory.taken:
+        _sample(active, time.monotonic())

@@ -1,0 +1,322 @@
+"""Models wrapped for distributed training: what DDP was given, and its forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import time
+import weakref
+from typing import Any
+
+from ..events import Submodule, Tensor, Wrapped
+from . import groups, moments
+from .modules import birth_site, parameter_site
+from .moments import Forward
+from .patching import around, hide_hooks
+from .recorder import Recorder
+from .resolving import setting_in_frames
+
+LOST = "models wrapped in DistributedDataParallel"
+
+
+class Model:
+    """What the probe knows of one wrapper. Holds no reference that keeps anything alive.
+
+    Attributes:
+        number: in the order of wrapping, as in `Wrapped.model`.
+        names, trainable: of its parameters as they were given.
+        parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
+            positions of those that DDP synchronises, `ignored` of those it was told to ignore.
+        forwards: forwards with gradients; `pending` of them wait for their backward.
+        backwards: those that reached it; `synced_backwards` that should have synchronised.
+    """
+
+    def __init__(self, number: int, module: Any, parameters: list[Any], expected: list[int]):
+        self.number = number
+        self.wrapper: weakref.ref[Any] | None = None
+        self.inner = weakref.ref(module)
+        self.names: list[str] = []
+        self.trainable: list[bool] = []
+        self.parameters = [weakref.ref(p) for p in parameters]
+        self.expected = expected
+        self.ignored: frozenset[int] = frozenset()
+        self.find_unused = False
+        self.static_graph = False
+        self.bucket_view = False
+        self.forwards = 0
+        self.pending = 0
+        self.pending_sync = False
+        self.backwards = 0
+        self.synced_backwards = 0
+        self.forward_site = -1
+        self.batch_size = -1
+
+    def live_parameters(self) -> list[Any] | None:
+        """The parameters, or None where the model is gone."""
+        alive = [ref() for ref in self.parameters]
+        return None if any(p is None for p in alive) else alive
+
+
+class _Models:
+    def __init__(self) -> None:
+        self.all: list[Model] = []
+        self.by_wrapper: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
+        self.forward_s = 0.0
+        self.inside = 0
+        self.forward_hooked = False
+        self.adopting = False
+
+
+_models = _Models()
+
+
+def live() -> list[Model]:
+    """Models whose wrapper still exists."""
+    return [m for m in _models.all if m.wrapper is not None and m.wrapper() is not None]
+
+
+def count() -> int:
+    """How many models were wrapped so far."""
+    return len(_models.all)
+
+
+def discarded() -> list[Model]:
+    """Models whose wrapper is gone although they live on, and that no other wrapper has taken."""
+    gone = [m for m in _models.all if m.wrapper is not None and m.wrapper() is None]
+    if not gone:
+        return []
+    taken = {id(m.inner()) for m in live()}
+    return [m for m in gone if m.inner() is not None and id(m.inner()) not in taken]
+
+
+def covered() -> set[int]:
+    """Identities of all parameters that some wrapper was given, or that its model has by now."""
+    given = {id(p) for m in _models.all for ref in m.parameters if (p := ref()) is not None}
+    now = {id(p) for m in live() if (i := m.inner()) is not None for p in i.parameters()}
+    return given | now
+
+
+def inside_forward() -> bool:
+    """Whether a wrapper's forward is running."""
+    return _models.inside > 0
+
+
+def of_wrapper(wrapper: Any) -> Model | None:
+    return _models.by_wrapper.get(wrapper)
+
+
+def take_forward_seconds() -> float:
+    """Seconds spent in wrapped forwards since the last call."""
+    spent, _models.forward_s = _models.forward_s, 0.0
+    return spent
+
+
+def install() -> None:
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    _models.__init__()  # type: ignore[misc]
+    around(DistributedDataParallel, "__init__", before=_wrapping, after=_wrapped, lost=LOST)
+
+
+def adopt(active: Recorder) -> None:
+    """Models that were wrapped before this process was watched are met at their next forward."""
+    _models.adopting = True
+    if "torch._dynamo" in sys.modules:
+        _hook_forward()
+
+
+def _hook_forward() -> None:
+    # Wrapping forward needs torch._dynamo, which DDP's constructor has imported by now; importing
+    # it earlier would cost every script a second.
+    if _models.forward_hooked:
+        return
+    _models.forward_hooked = True
+    hide_hooks()
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    around(
+        DistributedDataParallel,
+        "forward",
+        before=_forward_begins,
+        after=_forward_ends,
+        lost="forwards of wrapped models",
+        traced=True,
+    )
+
+
+def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record what is about to be wrapped: the constructor itself may hang or abort."""
+    given = arguments(args, kwargs)
+    module = given.get("module")
+    if module is None:
+        return None
+    return _tell(active, module, given), weakref.ref(args[0])
+
+
+def _tell(active: Recorder, module: Any, given: dict[str, Any]) -> Model:
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    named = list(module.named_parameters())
+    expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
+    model = Model(len(_models.all), module, [p for _, p in named], expected)
+    model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
+    model.names = [n for n, _ in named]
+    model.trainable = [p.requires_grad for _, p in named]
+    _models.all.append(model)
+    active.emit(
+        Wrapped(
+            at=time.monotonic(),
+            model=model.number,
+            wrapper="DistributedDataParallel",
+            kind=type(module).__name__,
+            group=groups.number_of(_group(given)),
+            site=active.site(),
+            parameters=_tensors(module, named, ignored),
+            buffers=tuple(_tensor(n, b, False, n in ignored) for n, b in module.named_buffers()),
+            modules=_submodules(module),
+            options={
+                k: v
+                for k, v in given.items()
+                if isinstance(v, (bool, int, float, str)) or v is None
+            },
+            device=str(named[0][1].device) if named else "",
+            frozen_site=-1 if all(model.trainable) else _frozen_site(active),
+        )
+    )
+    return model
+
+
+def _frozen_site(active: Recorder) -> int:
+    found = setting_in_frames(
+        sys._getframe(1), lambda code: active.sites.kind(code) == "user", "requires_grad", False
+    )
+    return active.sites.number(found.code, found.line) if found else -1
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What DDP's constructor was given, defaults included, by name."""
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    given = dict(zip(("self", "module"), args, strict=False)) | kwargs
+    with contextlib.suppress(TypeError, ValueError):
+        signature = inspect.signature(DistributedDataParallel.__init__)
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    return {k: v for k, v in given.items() if k != "self"}
+
+
+def _group(given: dict[str, Any]) -> Any:
+    mesh = given.get("device_mesh")
+    if given.get("process_group") is None and mesh is not None:
+        return mesh.get_group(mesh_dim=0)
+    return given.get("process_group")
+
+
+def _submodules(module: Any) -> tuple[Submodule, ...]:
+    """The submodules that hold parameters, themselves or below them."""
+    holders = {""}
+    listed = list(module.named_modules())
+    for name, part in listed:
+        if part._parameters:
+            words = name.split(".")
+            holders.update(".".join(words[:n]) for n in range(1, len(words) + 1))
+    return tuple(
+        Submodule(name=name, kind=type(part).__name__, site=birth_site(part))
+        for name, part in listed
+        if name in holders
+    )
+
+
+def _tensors(module: Any, named: list[tuple[str, Any]], ignored: set[str]) -> tuple[Tensor, ...]:
+    owners = dict(module.named_modules())
+    tensors = []
+    for name, parameter in named:
+        owner, _, last = name.rpartition(".")
+        site = parameter_site(owners.get(owner), last) if owner in owners else -1
+        tensors.append(_tensor(name, parameter, parameter.requires_grad, name in ignored, site))
+    return tuple(tensors)
+
+
+def _tensor(name: str, value: Any, trainable: bool, ignored: bool, site: int = -1) -> Tensor:
+    return Tensor(
+        name=name,
+        shape=tuple(int(n) for n in value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        trainable=trainable,
+        ignored=ignored,
+        site=site,
+    )
+
+
+def tensor_of(name: str, parameter: Any) -> Tensor:
+    """A parameter that no wrapper was given."""
+    return _tensor(name, parameter, bool(parameter.requires_grad), False)
+
+
+def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    model, reference = token
+    if (wrapper := reference()) is not None:
+        _join(active, model, wrapper)
+        _hook_forward()
+
+
+def _join(active: Recorder, model: Model, wrapper: Any) -> None:
+    model.wrapper = weakref.ref(wrapper)
+    model.find_unused = bool(wrapper.find_unused_parameters)
+    model.static_graph = bool(wrapper.static_graph)
+    model.bucket_view = bool(wrapper.gradient_as_bucket_view)
+    _models.by_wrapper[wrapper] = model
+    moments.wrapped.happens(active, model)
+
+
+def _adopted(active: Recorder, wrapper: Any) -> Model:
+    """A model that was wrapped before anybody watched; its first call stands for the wrap."""
+    known = (
+        "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
+        "broadcast_buffers",
+    )  # fmt: skip
+    given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
+    model = _tell(active, wrapper.module, given)
+    _join(active, model, wrapper)
+    return model
+
+
+def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    import torch
+
+    wrapper = args[0]
+    model = _models.by_wrapper.get(wrapper)
+    if model is None and _models.adopting:
+        model = _adopted(active, wrapper)
+    if model is None:
+        return None
+    forward = Forward(
+        model=model,
+        wrapper=wrapper,
+        site=active.site(),
+        grad_enabled=torch.is_grad_enabled(),
+        sync=bool(wrapper.require_backward_grad_sync),
+        args=args[1:],
+        kwargs=kwargs,
+    )
+    if forward.grad_enabled:
+        model.forwards += 1
+        model.pending += 1
+        model.pending_sync = forward.sync
+        model.forward_site = forward.site
+    _models.inside += 1
+    moments.forward_begins.happens(active, forward)
+    return forward, time.monotonic()
+
+
+def _forward_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None:
+        return
+    forward, began = token
+    _models.inside -= 1
+    _models.forward_s += time.monotonic() - began
+    forward.output, forward.error = result, error
+    moments.forward_ends.happens(active, forward)

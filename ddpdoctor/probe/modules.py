@@ -1,0 +1,132 @@
+"""Where each module and parameter was made, so that a finding can point at the line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+from .patching import on_restore, replace
+from .recorder import recorder
+from .sites import classify
+
+LOST = "the lines that make modules"
+
+
+class _Births:
+    """The user's line that called a module's class, by module. Known also from before the
+    process became a rank, so lines are numbered only when asked for."""
+
+    def __init__(self) -> None:
+        self.lines: weakref.WeakKeyDictionary[Any, tuple[CodeType, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.parameters: weakref.WeakKeyDictionary[Any, dict[str, tuple[CodeType, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.registrations = 0
+        self.user_code: dict[CodeType, bool] = {}
+
+    def is_user(self, code: CodeType) -> bool:
+        try:
+            return self.user_code[code]
+        except KeyError:
+            self.user_code[code] = found = classify(code.co_filename) == "user"
+            return found
+
+
+_births = _Births()
+
+
+def install() -> None:
+    import torch.nn
+
+    _births.lines.clear()
+    _births.parameters.clear()
+    _births.registrations = 0
+    original = torch.nn.Module.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            _note(self, sys._getframe(1))
+        original(self, *args, **kwargs)
+
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]
+    __init__.__doc__ = original.__doc__
+    __init__.__qualname__ = original.__qualname__
+    replace(torch.nn.Module, "__init__", __init__)
+    hooks = torch.nn.modules.module
+    on_restore(hooks.register_module_parameter_registration_hook(_registered).remove)
+
+
+def birth_site(module: Any) -> int:
+    """The number of the user's line that made a module, -1 where unknown (a copy, say)."""
+    active = recorder()
+    line = _births.lines.get(module)
+    return active.sites.number(*line) if active is not None and line else -1
+
+
+def parameter_site(module: Any, name: str) -> int:
+    """The number of the user's line that gave a module this parameter, -1 where a library did."""
+    active = recorder()
+    line = _births.parameters.get(module, {}).get(name)
+    return active.sites.number(*line) if active is not None and line else -1
+
+
+def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
+    """Names of parameters by identity, and the outermost modules that hold them, the one that
+    holds the most first; as far as the modules are known."""
+    wanted = {id(p) for p in parameters}
+    known = list(_births.lines)
+    children = {id(c) for m in known for c in m._modules.values() if c is not None}
+    names: dict[int, str] = {}
+    roots = []
+    for module in known:
+        if id(module) in children:
+            continue
+        mine = {id(p): n for n, p in module.named_parameters() if id(p) in wanted}
+        if mine:
+            names = mine | names
+            roots.append((len(mine), module))
+    roots.sort(key=lambda pair: -pair[0])
+    return names, [module for _, module in roots]
+
+
+def in_some_module(parameter: Any) -> bool:
+    """Whether a living module has this parameter."""
+    return any(parameter is held for m in list(_births.lines) for held in m._parameters.values())
+
+
+def registrations() -> int:
+    """How many parameters were registered in this process; a new one may change a wrapped model."""
+    return _births.registrations
+
+
+def _registered(module: Any, name: str, parameter: Any) -> None:
+    try:
+        _births.registrations += 1
+        frame: FrameType | None = sys._getframe(1)
+        own = frame.f_code.co_filename if frame else ""
+        while frame is not None and frame.f_code.co_filename == own:
+            frame = frame.f_back
+        if frame is not None and _births.is_user(frame.f_code):
+            lines = _births.parameters.setdefault(module, {})
+            lines[name] = (frame.f_code, frame.f_lineno)
+    except Exception:  # only the line is lost
+        return
+
+
+def _note(module: Any, frame: FrameType | None) -> None:
+    # Step out of the constructors of the module itself (`super().__init__()` in the user's class)
+    # to the line that called its class.
+    while frame is not None and frame.f_code.co_name == "__init__":
+        names = frame.f_code.co_varnames
+        if not names or frame.f_locals.get(names[0]) is not module:
+            break
+        frame = frame.f_back
+    while frame is not None and not _births.is_user(frame.f_code):
+        frame = frame.f_back
+    if frame is not None:
+        _births.lines[module] = (frame.f_code, frame.f_lineno)

@@ -1,0 +1,220 @@
+"""Follows a non-finite loss back through the autograd graph: which operation made it, on what.
+
+Used once something is wrong, so it may take its time: it reads the tensors that the graph has
+saved for its backward, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+import re
+from types import CodeType, FrameType
+from typing import Any
+
+MOST_NODES = 4000
+
+_IN_SOURCE = {
+    "div": r"(?<![/\w])[^/\n#]*[^/\s]\s*/\s*[^/=]",
+    "pow": r"\*\*|\bpow\w*\(",
+    "linalg_vector_norm": r"norm\(",
+}
+"""How operations stand in Python where it is not by their name."""
+
+
+_COMMON = ("div", "mul", "add", "sub", "mean", "sum")
+"""Operations that stand in too many lines to be looked for beyond the model."""
+
+
+class Origin:
+    """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it."""
+
+    def __init__(self, operation: str = "", parameter: str = "") -> None:
+        self.operation = operation
+        self.parameter = parameter
+
+    @property
+    def module(self) -> str:
+        return self.parameter.rpartition(".")[0]
+
+
+def finite(tensor: Any) -> bool:
+    """Whether all of a tensor is finite; true for what is no floating-point tensor on the CPU."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or not (
+        tensor.is_floating_point() or tensor.is_complex()
+    ):
+        return True
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    plain = tensor.detach()
+    if plain.numel() == 1 and not plain.is_complex():
+        return math.isfinite(plain.item())
+    # A sum is half the work; one that overflows is looked at again.
+    if not plain.is_complex() and math.isfinite(plain.sum().item()):
+        return True
+    return bool(torch.isfinite(plain).all().item())
+
+
+def trace(root: Any, names: dict[int, str]) -> Origin:
+    """The operation that first made something non-finite; `names` of parameters by id."""
+    start = getattr(root, "grad_fn", None)
+    if start is None:
+        return Origin()
+    order = _nodes(start)
+    wrong = {node: _wrong(node) for node in order}
+    below: set[Any] = set()
+    found = None
+    for node in reversed(order):  # from the inputs to the loss, more or less
+        children = [child for child, _ in node.next_functions if child is not None]
+        if any(wrong.get(c) or c in below for c in children):
+            below.add(node)
+        elif wrong.get(node) and found is None:
+            found = node
+    origin = _maker(found, wrong[found]) if found is not None else start
+    return Origin(_operation(origin), _nearest(origin, names))
+
+
+def _nodes(start: Any) -> list[Any]:
+    """The graph, breadth first."""
+    order, seen = [start], {start}
+    for node in order:
+        if len(order) >= MOST_NODES:
+            break
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                order.append(child)
+    return order
+
+
+_INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other": 1,
+           "_saved_mat2": 1, "_saved_weight": 1}  # fmt: skip
+"""Saved inputs by their position among those that have a gradient to pass on."""
+
+
+def _wrong(node: Any) -> str:
+    """`result` where what the node returned is not finite, the name of what it was given where
+    that is not."""
+    said = ""
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place
+            continue
+        if not finite(value):
+            result = name in ("_saved_result", "_saved_output", "_saved_out")
+            said = "result" if result else said or name
+    return said or ("result" if _makes_infinity(node) else "")
+
+
+def _makes_infinity(node: Any) -> bool:
+    """Operations that keep their finite inputs and give infinity for some of them."""
+    kind = _operation(node)
+    try:
+        if kind in ("log", "log2", "log10"):
+            return bool((node._saved_self <= 0).any())
+        if kind == "div":
+            other = node._saved_other
+            return other is not None and bool((other == 0).any())
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return False
+
+
+def _maker(node: Any, said: str) -> Any:
+    """The node that returned it: the one itself, or the one that gave it its input."""
+    if said == "result":
+        return node
+    sources = [c for c, _ in node.next_functions]
+    position = _INPUTS.get(said, -1)
+    if 0 <= position < len(sources):
+        # A constant has no node of its own: it was the operation that brought it in.
+        source = sources[position]
+        return node if source is None or _is_leaf(source) else source
+    inner = [c for c in sources if c is not None and not _is_leaf(c)]
+    return inner[0] if inner else node
+
+
+def _is_leaf(node: Any) -> bool:
+    return bool(node.name().endswith("AccumulateGrad"))
+
+
+def _operation(node: Any) -> str:
+    """`log` for `LogBackward0`."""
+    name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _nearest(node: Any, names: dict[int, str]) -> str:
+    for below in _nodes(node):
+        variable = getattr(below, "variable", None)
+        if variable is not None and id(variable) in names:
+            return names[id(variable)]
+    return ""
+
+
+def line_of_operation(
+    operation: str, module: Any, frame: FrameType | None
+) -> tuple[str, int, str] | None:
+    """(file, line, function) where the user's code uses an operation, if in one place only: in a
+    `forward` of the model, or else in the file that calls backward."""
+    pattern = re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
+    forwards = {
+        getattr(getattr(type(m), "forward", None), "__code__", None) for m in module.modules()
+    }
+    found = {place for code in forwards if code for place in _matches(code, pattern)}
+    if not found and frame is not None and operation not in _COMMON:
+        found = set(_in_file(frame, pattern))
+    return found.pop() if len(found) == 1 else None
+
+
+def _matches(code: CodeType, pattern: re.Pattern[str]) -> list[tuple[str, int, str]]:
+    from .sites import classify
+
+    if classify(code.co_filename) != "user":
+        return []
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except (OSError, TypeError):
+        return []
+    return [
+        (code.co_filename, number, code.co_name)
+        for number, text in enumerate(lines, first)
+        if pattern.search(text.partition("#")[0])
+    ]
+
+
+def _in_file(frame: FrameType, pattern: re.Pattern[str]) -> list[tuple[str, int, str]]:
+    """Lines of the functions that are defined in the file of a frame."""
+    found = []
+    for number, text in enumerate(linecache.getlines(frame.f_code.co_filename), 1):
+        if pattern.search(text.partition("#")[0]):
+            found.append((frame.f_code.co_filename, number, ""))
+    return found
+
+
+def line_of_loss(frame: FrameType, root: Any) -> int:
+    """The line of this function that last gave the loss its value before the backward."""
+    names = [n for n, value in frame.f_locals.items() if value is root]
+    if not names:  # `scaler.scale(loss).backward()`, `(loss / k).backward()`
+        names = [n for n, value in frame.f_locals.items() if _is_bad_scalar(value)]
+    lines = linecache.getlines(frame.f_code.co_filename)
+    first = max(frame.f_code.co_firstlineno, 1)
+    words = "|".join(re.escape(n) for n in names)
+    given = re.compile(rf"^\s*(?:[\w., ]+,\s*)?(?:{words})\s*(?:,[\w., ]+)?(?:[-+*/]|\*\*)?=(?!=)")
+    best = frame.f_lineno
+    for number, text in enumerate(lines[first - 1 : frame.f_lineno - 1], first):
+        if names and given.match(text):
+            best = number
+    return best
+
+
+def _is_bad_scalar(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not finite(value)

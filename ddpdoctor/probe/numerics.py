@@ -1,0 +1,322 @@
+"""NaN and infinity: looks at the loss and at a sample of this rank's own gradients.
+
+A loss that is not finite is followed back at once, while its graph is there. It is told only when
+an optimizer then steps on it: what a GradScaler or the user's own test skips is no fault. On a GPU
+nothing waits for the device: flags are copied to the host and read at a later step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import Any
+
+import msgspec
+
+from ..events import NonFinite
+from . import models, moments, nonfinite_origin
+from .models import Model
+from .moments import Backward, Forward, Step
+from .nonfinite_origin import finite
+from .recorder import Recorder
+from .torch_private import compiling
+
+LOST = "where NaN and infinity come from"
+
+MOST_TOLD = 8
+MOST_INPUTS = 16
+FIRST_PARAMETERS = 4
+ALWAYS = 50
+"""The own gradients of so many backwards are looked at whatever it costs."""
+
+
+class Flag:
+    """An answer that the device will give later."""
+
+    def __init__(self, bad: Any) -> None:
+        import torch
+
+        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._host.copy_(bad, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def answer(self) -> bool | None:
+        return bool(self._host.item()) if self._event.query() else None
+
+
+class _Numerics:
+    def __init__(self) -> None:
+        self.suspect: NonFinite | None = None
+        self.local_bad = False
+        self.handles: list[Any] = []
+        self.flags: list[tuple[Flag, NonFinite]] = []
+        self.waiting: list[tuple[Flag, NonFinite]] = []
+        self.told = 0
+        self.backwards = 0
+        self.inputs: weakref.WeakKeyDictionary[Model, list[tuple[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.samples: weakref.WeakKeyDictionary[Model, Any] = weakref.WeakKeyDictionary()
+
+
+_state = _Numerics()
+
+
+def install() -> None:
+    _state.__init__()  # type: ignore[misc]
+    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    if forward.grad_enabled and _state.told < MOST_TOLD:
+        given = [(f"argument {n}", value) for n, value in enumerate(forward.args)]
+        _state.inputs[forward.model] = list(_tensors([*given, *forward.kwargs.items()]))
+
+
+def _tensors(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Weak references to the tensors among the inputs of a forward, and in their containers."""
+    import torch
+
+    found: list[tuple[str, Any]] = []
+    for name, value in named[:MOST_INPUTS]:
+        if isinstance(value, torch.Tensor):
+            found.append((name, weakref.ref(value)))
+        elif isinstance(value, dict):
+            found += _tensors([(str(k), v) for k, v in value.items()])
+        elif isinstance(value, (list, tuple)):
+            found += _tensors([(f"{name}[{n}]", v) for n, v in enumerate(value)])
+    return found[:MOST_INPUTS]
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    _state.suspect, _state.local_bad = None, False
+    _state.flags.clear()
+    if _state.told >= MOST_TOLD or compiling():
+        return
+    root = next((r for r in backward.roots if _is_plain(r)), None)
+    if root is None:
+        return
+    if root.device.type == "cuda":
+        _flag_later(active, backward, root, "loss")
+    elif root.device.type == "cpu" and not finite(root):
+        _state.suspect = _diagnose(active, backward, root)
+        return
+    if _state.backwards < ALWAYS or active.affordable():
+        _state.backwards += 1
+        _watch_gradients(active, backward)
+
+
+def _is_plain(value: Any) -> bool:
+    import torch
+
+    return type(value) is torch.Tensor and value.is_floating_point()
+
+
+def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return
+    bad = torch.logical_not(torch.isfinite(value.detach()).all())
+    event = NonFinite(
+        at=time.monotonic(), kind=kind, step=active.step, value="not finite", site=backward.site
+    )
+    _state.flags.append((Flag(bad), event))
+
+
+def _watch_gradients(active: Recorder, backward: Backward) -> None:
+    """Look at what arrives at one early parameter of each model, before it is averaged.
+
+    What is wrong anywhere on the way from the loss arrives there too. The hook stands on the
+    graph's node for the time of this backward, not on the parameter.
+    """
+    from torch.autograd.graph import get_gradient_edge
+
+    for model in models.live():
+        if not model.pending:
+            continue
+        parameter = _sample(model)
+        if parameter is None:
+            continue
+        node = get_gradient_edge(parameter).node
+
+        def look(gradients: Any) -> None:
+            gradient = gradients[0]
+            if gradient is None:
+                return
+            if gradient.device.type == "cuda":
+                _flag_later(active, backward, gradient, "gradient")
+            elif not finite(gradient):
+                _state.local_bad = True
+
+        _state.handles.append(node.register_prehook(look))
+
+
+def _sample(model: Model) -> Any:
+    """A small parameter among the first: what comes from the loss passes all others before it."""
+    known = _state.samples.get(model)
+    if known is None:
+        early = [model.parameters[i]() for i in model.expected[:FIRST_PARAMETERS]]
+        there = [p for p in early if p is not None and p.requires_grad]
+        known = _state.samples[model] = (
+            weakref.ref(min(there, key=lambda p: p.numel())) if there else ()
+        )
+    return known() if known else None
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for handle in _state.handles:
+        handle.remove()
+    _state.handles.clear()
+    if _state.local_bad and _state.suspect is None:
+        _state.suspect = NonFinite(
+            at=backward.began, kind="gradient", step=active.step, value="nan", site=backward.site
+        )
+
+
+def _names() -> dict[int, str]:
+    """Names of the wrapped models' parameters, by id."""
+    found: dict[int, str] = {}
+    for model in models.live():
+        inner = model.inner()
+        if inner is not None:
+            found |= {id(p): name for name, p in inner.named_parameters()}
+    return found
+
+
+def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
+    """What was not finite before the loss was: inputs, parameters, buffers, or an operation."""
+    live = [m for m in models.live() if m.pending]
+    frame = active.sites.user_frame(sys._getframe(1))
+    base = NonFinite(
+        at=time.monotonic(),
+        kind="loss",
+        step=active.step,
+        value=_value(root),
+        site=backward.site,
+        forward_site=live[0].forward_site if live else -1,
+    )
+    for model in live:
+        inner = model.inner()
+        state = (
+            ("parameter", list(inner.named_parameters()) if inner is not None else []),
+            ("buffer", list(inner.named_buffers()) if inner is not None else []),
+            (
+                "input",
+                [(n, t) for n, ref in _state.inputs.get(model, []) if (t := ref()) is not None],
+            ),
+        )
+        for kind, named in state:
+            bad = [(name, t) for name, t in named if not finite(t)]
+            if bad:
+                return msgspec.structs.replace(
+                    base,
+                    kind=kind,
+                    names=tuple(name for name, _ in bad[:5]),
+                    count=len(bad),
+                    rows=_rows(bad[0][1]) if kind == "input" else (),
+                    origin_site=base.forward_site if kind == "input" else -1,
+                )
+    origin = nonfinite_origin.trace(root, _names())
+    return msgspec.structs.replace(
+        base,
+        operation=origin.operation,
+        module=origin.module,
+        names=(origin.parameter,) if origin.parameter else (),
+        origin_site=_origin_site(active, origin.operation, live, frame, root),
+    )
+
+
+def _origin_site(active: Recorder, operation: str, live: list[Model], frame: Any, root: Any) -> int:
+    for model in live:
+        inner = model.inner()
+        place = (
+            nonfinite_origin.line_of_operation(operation, inner, frame)
+            if inner is not None
+            else None
+        )
+        if place is not None:
+            return active.sites.place(*place)
+    if frame is None:
+        return -1
+    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+
+
+def _value(root: Any) -> str:
+    import torch
+
+    return "nan" if bool(torch.isnan(root.detach()).any()) else "inf"
+
+
+def _rows(tensor: Any) -> tuple[int, ...]:
+    """Positions in the batch that are not finite."""
+    import torch
+
+    if tensor.dim() == 0:
+        return ()
+    bad = torch.logical_not(torch.isfinite(tensor.detach())).flatten(1) if tensor.dim() > 1 else (
+        torch.logical_not(torch.isfinite(tensor.detach())).unsqueeze(1)
+    )  # fmt: skip
+    return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:10])
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    _read_flags(active)
+    suspect, _state.suspect = _state.suspect, None
+    optimizer = step.optimizer()
+    if optimizer is None or _skips_itself(optimizer):
+        _state.flags.clear()
+        return
+    # A step is being taken on what the device has yet to answer about.
+    _state.waiting += _state.flags
+    _state.flags.clear()
+    if suspect is None:
+        return
+    bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
+    if bad:
+        names = _names()
+        found = [names[id(p)] for p in bad if id(p) in names]
+        if suspect.kind == "gradient":
+            # In the order of the forward, the last one is the nearest to where it arose.
+            suspect = msgspec.structs.replace(
+                suspect, names=tuple(found[::-1][:5]), count=len(bad), module=_owner(found)
+            )
+        _tell(active, suspect)
+
+
+def _owner(names: list[str]) -> str:
+    return names[-1].rpartition(".")[0] if names else ""
+
+
+def _skips_itself(optimizer: Any) -> bool:
+    """Fused optimizers are called by GradScaler in any case and skip the step on the device."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+def _read_flags(active: Recorder) -> None:
+    still: list[tuple[Flag, NonFinite]] = []
+    for flag, event in _state.waiting:
+        answer = flag.answer()
+        if answer is None:
+            still.append((flag, event))
+        elif answer:
+            _tell(active, event)
+    _state.waiting = still[-20:]
+
+
+def _tell(active: Recorder, event: NonFinite) -> None:
+    if _state.told < MOST_TOLD:
+        _state.told += 1
+        active.emit(event, vital=True)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _read_flags(active)
+    if _state.suspect is not None:  # the program ended over it, or left it out
+        _tell(active, msgspec.structs.replace(_state.suspect, applied=False))

@@ -1,0 +1,173 @@
+"""Whether the optimizers hold the parameters that are trained, and only those."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import Ownership
+from . import models, moments, optimizers
+from .digests import ABSENT, digests
+from .models import Model
+from .modules import birth_site, in_some_module, parameter_site
+from .moments import Step
+from .recorder import Recorder
+
+LOST = "optimizers that hold the wrong parameters"
+
+
+class Watch:
+    """What is known of one model.
+
+    Attributes:
+        missing: parameters with gradients that no optimizer holds: name to what they were.
+        told: what was recorded last.
+        backwards: of the model at the last step of any optimizer. Gradients may be left from
+            training that is over: only those of a backward since then count.
+    """
+
+    def __init__(self) -> None:
+        self.missing: dict[str, tuple[int, int]] = {}
+        self.told: tuple[object, ...] = ((), 0)
+        self.step = -1
+        self.backwards = 0
+
+
+_watches: weakref.WeakKeyDictionary[Model, Watch] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    _watches.clear()
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _due(step: int) -> bool:
+    return step & (step - 1) == 0
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    """Before the step: the gradients are there."""
+    if not _due(step.number):
+        return
+    held = optimizers.held()
+    for model in models.live():
+        watch = _watches.setdefault(model, Watch())
+        if watch.backwards != model.backwards:
+            _compare(active, model, watch, held, step)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    for model, watch in _watches.items():
+        fresh, watch.backwards = watch.backwards != model.backwards, model.backwards
+        if fresh and step.number == 0 and watch.missing:  # a run may have one step only
+            _compare(active, model, watch, optimizers.held(), step)
+
+
+def _compare(
+    active: Recorder, model: Model, watch: Watch, held: dict[int, Any], step: Step
+) -> None:
+    inner = model.inner()
+    optimizer = step.optimizer()
+    if inner is None or optimizer is None:
+        return
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    trained = {
+        n: p
+        for n, p in inner.named_parameters()
+        if p.requires_grad and p.grad is not None and n not in ignored
+    }
+    if not trained:
+        return
+    loose = {n: p for n, p in trained.items() if id(p) not in held}
+    state = {n: _state(p) for n, p in loose.items()}
+    unchanged = [n for n, s in state.items() if watch.missing.get(n) == s]
+    watch.missing = state
+    mine = {id(p) for p in inner.parameters()}
+    holder = _holder(optimizer, mine)
+    stale = _stale(holder, mine)
+    told = (tuple(unchanged), len(stale))
+    if told != watch.told:
+        watch.told, watch.step = told, active.step
+        _tell(active, model, unchanged, len(trained), holder, stale)
+
+
+def _state(parameter: Any) -> tuple[int, int]:
+    """Equal as long as nothing changes the parameter. By hand, through `.data`, counts too."""
+    (digest,) = digests([parameter])
+    return digest or ABSENT, parameter._version
+
+
+def _holder(stepping: Any, mine: set[int]) -> Any:
+    """The optimizer to name: one that holds some of the model, or else the one that steps."""
+    for optimizer in optimizers.made():
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return stepping
+
+
+def _stale(optimizer: Any, mine: set[int]) -> list[Any]:
+    """Parameters that it holds and that never got a gradient: of no module any more, or all of
+    them of other modules than the one that is trained."""
+    idle = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p.grad is None and id(p) not in mine and p not in optimizer.state
+    ]
+    if len(idle) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return idle
+    return [p for p in idle if not in_some_module(p)]
+
+
+def _tell(
+    active: Recorder,
+    model: Model,
+    missing: list[str],
+    trained: int,
+    optimizer: Any,
+    stale: list[Any],
+) -> None:
+    inner = model.inner()
+    owners = dict(inner.named_modules()) if inner is not None else {}
+    site = -1
+    if missing:
+        owner, _, last = missing[0].rpartition(".")
+        module = owners.get(owner)
+        site = parameter_site(module, last) if module is not None else -1
+        site = birth_site(module) if site < 0 and module is not None else site
+    groups = optimizer.param_groups
+    active.emit(
+        Ownership(
+            at=time.monotonic(),
+            model=model.number,
+            kind=type(optimizer).__name__,
+            step=active.step,
+            missing=tuple(missing),
+            trained=trained,
+            held=sum(len(group["params"]) for group in groups),
+            stale=tuple("x".join(map(str, p.shape)) for p in stale),
+            site=optimizers.made_at(optimizer),
+            made=site,
+        ),
+        vital=True,
+    )
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    """Whatever no optimizer held is forgiven where one holds it at the end."""
+    held = optimizers.held()
+    for model, watch in _watches.items():
+        inner = model.inner()
+        if inner is None or not watch.told[0]:
+            continue
+        still = {n for n, p in inner.named_parameters() if id(p) not in held}
+        if held and not still.intersection(watch.missing):
+            active.emit(
+                Ownership(
+                    at=time.monotonic(), model=model.number, kind="", step=active.step, trained=0
+                ),
+                vital=True,
+            )

@@ -1,0 +1,90 @@
+"""How often, and how many tensors: as much as the budget allows, chosen alike on every rank."""
+
+from __future__ import annotations
+
+import time
+
+from ..events.drift import EARLY, full
+from .recorder import Recorder
+
+SHARE = 0.4
+"""Part of the doctor's budget that digests may take."""
+
+FIXED_NS = 25_000
+"""What a sampled step costs beside its tensors, to begin with."""
+
+TENSOR_NS = 3_500.0
+SPARSE_AFTER = 1000
+"""Steps after which only every second one is looked at, and at each doubling half as many: the
+record stays small however long the run."""
+
+WIDEST = 128
+"""Tensors of a kind per row, once the first hundred steps are over."""
+
+
+class Pace:
+    """The choice for one optimizer and model. Shares are powers of two and depend on the step's
+    number alone, so that ranks with different choices still have steps and tensors in common."""
+
+    def __init__(self, active: Recorder, tensors: int) -> None:
+        self.tensors = max(1, tensors)
+        every = active.options.get("every")
+        self.every = int(str(every)) if str(every).isdigit() else 0
+        self.percent = active.budget_percent
+        self.step_ns = 0.0
+        self.tensor_ns = TENSOR_NS
+        self.stride = 1
+        self.thin = 0
+        self._last = 0
+        self._most = 1 << (self.tensors.bit_length() - 1)
+
+    def stride_at(self, step: int, kinds: int, sharers: int) -> int:
+        """One tensor in how many is looked at in this step; 0 for none."""
+        self._measure_step()
+        if self.every > 0:
+            return 1 if step % self.every == 0 else 0
+        if step in EARLY:
+            return 1
+        self._choose(kinds, sharers)
+        if full(step) and self._full_ns(kinds) <= self._allowed(sharers) * step:
+            return 1
+        thin = max(self.thin, (step // SPARSE_AFTER).bit_length())
+        if step & ((1 << thin) - 1):
+            return 0
+        if step < 100:
+            return self.stride
+        return max(self.stride, 1 << max(0, (self.tensors - 1) // WIDEST).bit_length())
+
+    def spent(self, nanoseconds: int, tensors: int) -> None:
+        """What a sampled step cost."""
+        if tensors:
+            each = max(500.0, (nanoseconds - FIXED_NS) / tensors)
+            self.tensor_ns += (each - self.tensor_ns) * 0.2
+
+    def _measure_step(self) -> None:
+        now = time.perf_counter_ns()
+        if self._last:
+            took = now - self._last
+            # Pauses (evaluation, a checkpoint) are no steps: follow upwards slowly.
+            capped = min(took, 4 * self.step_ns) if self.step_ns else took
+            self.step_ns += (capped - self.step_ns) * (0.1 if self.step_ns else 1.0)
+        self._last = now
+
+    def _allowed(self, sharers: int) -> float:
+        return self.step_ns * self.percent / 100 * SHARE / max(1, sharers)
+
+    def _full_ns(self, kinds: int) -> float:
+        return FIXED_NS + self.tensor_ns * self.tensors * kinds
+
+    def _choose(self, kinds: int, sharers: int) -> None:
+        allowed = self._allowed(sharers)
+        stride = 1
+        while stride < self._most and self._cost(stride, kinds) > allowed:
+            stride *= 2
+        thin = 0
+        while thin < 10 and self._cost(stride, kinds) / (1 << thin) > allowed:
+            thin += 1
+        self.stride, self.thin = stride, thin
+
+    def _cost(self, stride: int, kinds: int) -> float:
+        return FIXED_NS + self.tensor_ns * self.tensors * kinds / stride

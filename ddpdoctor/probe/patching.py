@@ -1,0 +1,134 @@
+"""Wraps functions of torch from outside, fail-open, and can take everything back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from .recorder import Recorder, recorder
+from .torch_private import compiler_in_use, pause_compiler, resume_compiler, skip_frames, uncompiled
+
+Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
+After = Callable[[Recorder, Any, Any, BaseException | None], None]
+"""(recorder, what `before` returned, the result, the exception or None)."""
+
+_undo: list[tuple[Any, str, Any]] = []
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute and remember the old one for `restore`."""
+    namespace = vars(owner)
+    _undo.append((owner, name, namespace.get(name, getattr(owner, name))))
+    setattr(owner, name, new)
+
+
+def around(
+    owners: Any,
+    name: str,
+    *,
+    before: Before | None = None,
+    after: After | None = None,
+    lost: str = "",
+    traced: bool = False,
+) -> None:
+    """Call `before` and `after` around every call of `owner.name` in a rank.
+
+    The original is called exactly once, outside of any guard, with the same arguments; its
+    exceptions pass. What fails in `before` or `after` is counted and never reaches the user.
+
+    Args:
+        owners: the class or module that holds the function, or several that share it.
+        lost: what is not observed when the hook fails, for the report.
+        traced: torch.compile traces callers of this function: it must see the original, and
+            compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
+    """
+    holders = owners if isinstance(owners, tuple) else (owners,)
+    original = vars(holders[0]).get(name) or getattr(holders[0], name)
+    part = f"{holders[0].__name__}.{name}"
+    run, compiler = (uncompiled(_run), compiler_in_use) if traced else (_run, None)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = recorder()
+        if active is None:
+            return original(*args, **kwargs)
+        token = None
+        if compiler is not None:
+            compiler.now = compiler.ask()
+        if before is not None:
+            token = run(active, part, lost, before, args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if after is not None:
+                run(active, part, lost, after, token, None, error)
+            raise
+        if after is not None:
+            run(active, part, lost, after, token, result, None)
+        return result
+
+    if not _wrappers:
+        _wrappers.append(wrapper)
+    wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
+    new = uncompiled(wrapper, within=False) if traced else wrapper
+    for holder in holders:
+        if vars(holder).get(name) is original:
+            replace(holder, name, new)
+
+
+def hide_hooks() -> None:
+    """Keep torch.compile from tracing the wrappers; call it once torch._dynamo is imported."""
+    if _wrappers:
+        skip_frames(_run, _wrappers[0])
+
+
+_wrappers: list[Any] = []
+"""The first wrapper; all share its code."""
+
+
+def _run(active: Recorder, part: str, lost: str, hook: Callable[..., Any], *args: Any) -> Any:
+    if active.disabled(part):
+        return None
+    began = time.perf_counter_ns()
+    paused = None
+    try:
+        paused = pause_compiler()
+        return hook(active, *args)
+    except Exception as error:
+        active.trouble(part, error, lost)
+        return None
+    finally:
+        if paused is not None:
+            resume_compiler(paused)
+        active.own_ns += time.perf_counter_ns() - began
+
+
+def replace_copies() -> None:
+    """Replace also what other modules imported by name before (`from torch import ...`)."""
+    new = {id(old): getattr(owner, name) for owner, name, old in _undo if name and callable(old)}
+    for module in list(sys.modules.values()):
+        package = getattr(module, "__name__", "").partition(".")[0]
+        if package in ("torch", "ddpdoctor") or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and id(value) in new:
+                replace(module, name, new[id(value)])
+
+
+def on_restore(undo: Callable[[], None]) -> None:
+    """Have `undo` called by `restore` (for hooks that torch keeps in a registry)."""
+    _undo.append((undo, "", None))
+
+
+def restore() -> None:
+    """Take back every change, newest first."""
+    while _undo:
+        owner, name, old = _undo.pop()
+        if name:
+            setattr(owner, name, old)
+        else:
+            owner()

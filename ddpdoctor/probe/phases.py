@@ -1,0 +1,81 @@
+"""What the rank is doing when it is in no collective, for the ring's header."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ring import Phase, State
+from . import moments
+from .patching import around
+from .recorder import Recorder
+from .tape import NEW_GROUPS, tape
+
+LOST = "where a rank that stands still is"
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from torch.utils.data import dataloader
+
+    for moment, phase in (
+        (moments.forward_begins, Phase.FORWARD),
+        (moments.forward_ends, Phase.USER),
+        (moments.backward_begins, Phase.BACKWARD),
+        (moments.backward_ends, Phase.USER),
+        (moments.step_begins, Phase.OPTIMIZER),
+        (moments.step_ends, Phase.USER),
+        (moments.leaving, Phase.LEAVING),
+    ):
+        moment.subscribe(_enters(phase), lost=LOST)
+    base = dataloader._BaseDataLoaderIter
+    around(base, "__next__", before=_waits_for_data, after=_goes_on, lost=LOST)
+    both = (c10d, dist)
+    around(both, "init_process_group", before=_joins, after=_goes_on, lost=LOST)
+    around(both, "new_group", before=_makes_group, after=_made_group, lost=LOST)
+    around(both, "destroy_process_group", before=_destroys, after=_goes_on, lost=LOST)
+
+
+def _enters(phase: Phase) -> Any:
+    def enters(active: Recorder, moment: Any) -> None:
+        if written := tape(active):
+            written.ring.phase(phase, getattr(moment, "site", -1))
+
+    return enters
+
+
+def _now(active: Recorder, phase: Phase, site: int) -> None:
+    if written := tape(active):
+        written.ring.phase(phase, site)
+
+
+def _waits_for_data(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(active, Phase.DATA, active.site())
+
+
+def _joins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(active, Phase.INIT, active.site())
+
+
+def _destroys(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(active, Phase.LEAVING, active.site())
+
+
+def _goes_on(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(active, Phase.USER, -1)
+
+
+def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Creating a group is a collective of the whole world, unless asked otherwise."""
+    written = tape(active)
+    local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
+    if written is None or local:
+        return None
+    ranks = args[0] if args else kwargs.get("ranks")
+    members = () if ranks is None else tuple(sorted(int(r) for r in ranks))
+    return written.collective(NEW_GROUPS, "new_group", written.here(), ranks=members)
+
+
+def _made_group(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
+    if number is not None and (written := tape(active)):
+        written.mark(number, State.DONE if error is None else State.FAILED)

@@ -1,0 +1,264 @@
+"""How this rank's process ends: exceptions, exits, signals; stacks on demand."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import multiprocessing.process
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+from ..events import ExceptionRaised, Frame, RankExiting
+from . import moments
+from .patching import replace
+from .recorder import Recorder, guarded, recorder
+
+STACK_SIGNAL = signal.SIGRTMAX - 3
+"""Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
+
+MESSAGE_LIMIT = 8000
+FRAME_LIMIT = 60
+
+
+class _Ending:
+    """What is known of the end so far."""
+
+    how = "return"
+    status: int | None = None
+    site = -1
+    told = False
+    stays = False
+    stacks: Any = None
+
+
+_ending = _Ending()
+
+
+def install(active: Recorder) -> None:
+    """Watch the end of this process. Chains to whatever the user installed before."""
+    global _ending
+    _ending = _Ending()
+    _watch_stacks(active)
+    _wrap_excepthook()
+    _wrap_exits()
+    atexit.register(_leaving)
+
+
+def uninstall() -> None:
+    atexit.unregister(_leaving)
+
+
+def failed() -> bool:
+    """Whether an exception or an exit status ends this process."""
+    return bool(_ending.status)
+
+
+def leave() -> None:
+    """The rank is done, though its process, and its groups, may go on."""
+    _ending.stays = True
+    _leaving()
+
+
+def _watch_stacks(active: Recorder) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    path = active.directory / f"{active.stem}.stacks.txt"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    _ending.stacks = os.fdopen(fd, "w")
+    faulthandler.register(STACK_SIGNAL, _ending.stacks, all_threads=True)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGTERM, _ending.stacks, all_threads=True, chain=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_ending.stacks)
+
+
+def _wrap_excepthook() -> None:
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        note_exception(error, trace)
+        previous(kind, error, trace)
+
+    replace(sys, "excepthook", excepthook)
+
+
+def _wrap_exits() -> None:
+    leave, vanish = sys.exit, os._exit
+    run = multiprocessing.process.BaseProcess.run
+
+    def exit(status: Any = None, /) -> NoReturn:
+        guarded("sys.exit", lambda active: _note_exit(active, status))
+        leave(status)
+
+    def _exit(status: int) -> NoReturn:
+        if recorder() is not None and not _ending.told:
+            _ending.how, _ending.status = "os._exit", status
+            guarded("os._exit", _note_site)
+            _leaving()
+        vanish(status)
+
+    def run_and_note(self: Any) -> None:
+        try:
+            run(self)
+        except BaseException as error:
+            if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+                note_exception(error, error.__traceback__)
+            raise
+
+    replace(sys, "exit", exit)
+    replace(os, "_exit", _exit)
+    replace(multiprocessing.process.BaseProcess, "run", run_and_note)
+
+
+def _note_exit(active: Recorder, status: Any) -> None:
+    known = status if isinstance(status, int) else 0 if status is None else 1
+    _ending.how, _ending.status = "sys.exit", known
+    _note_site(active)
+
+
+def _note_site(active: Recorder) -> None:
+    _ending.site = active.site()
+
+
+def note_exception(
+    error: BaseException, trace: TracebackType | None, *, caught: bool = False
+) -> None:
+    """Record an exception that ended the program (or, `caught`, that the program swallowed)."""
+
+    def note(active: Recorder) -> None:
+        if not caught:
+            _ending.how, _ending.status = "exception", 1
+        active.emit(
+            ExceptionRaised(
+                at=time.monotonic(),
+                kind=_qualified(type(error)),
+                message=_text(error)[:MESSAGE_LIMIT],
+                frames=_frames(active, trace),
+                caught=caught,
+                step=active.step,
+            ),
+            vital=True,
+        )
+
+    guarded("exception", note, lost="the exception that ended this rank")
+
+
+def _qualified(kind: type[BaseException]) -> str:
+    module = kind.__module__
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.msg} ({error.filename}, line {error.lineno})"
+    return str(error)
+
+
+def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
+    frames = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        user = active.sites.kind(code) == "user"
+        if user:  # record the text of the line too
+            active.sites.number(code, trace.tb_lineno)
+        frames.append(
+            Frame(
+                file=os.path.abspath(code.co_filename),
+                line=trace.tb_lineno,
+                function=code.co_name,
+                user=user,
+            )
+        )
+        trace = trace.tb_next
+    return tuple(frames[-FRAME_LIMIT:])
+
+
+def _leaving() -> None:
+    if _ending.told or recorder() is None:
+        return
+    _ending.told = True
+    guarded("leaving", lambda active: moments.leaving.happens(active, None))
+    guarded("leaving", _tell_end)
+
+
+def _tell_end(active: Recorder) -> None:
+    active.tell_cost(final=True)
+    active.emit(
+        RankExiting(
+            at=time.monotonic(),
+            how=_ending.how,
+            status=_ending.status,
+            site=_ending.site,
+            groups_alive=0 if _ending.stays else _groups_alive(),
+        ),
+        vital=True,
+    )
+
+
+def _groups_alive() -> int:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    with contextlib.suppress(AttributeError):
+        return len(dist.distributed_c10d._world.pg_map)
+    return 1
+
+
+def watch_spawned(module: Any) -> None:
+    """See the exceptions of ranks made by `torch.multiprocessing.spawn`, which catches them."""
+    original = module._wrap
+
+    def _wrap(fn: Any, i: int, args: Any, error_file: str) -> Any:
+        return original(_Noted(fn), i, args, error_file)
+
+    _wrap.__qualname__, _wrap.__module__ = original.__qualname__, original.__module__
+    replace(module, "_wrap", _wrap)
+    _count_spawned(module)
+
+
+_SPAWNED = "DDPDOCTOR_SPAWNED"
+
+
+def _count_spawned(module: Any) -> None:
+    """Let spawned processes know how many they are (see `spawned_with`)."""
+    import torch.multiprocessing
+
+    start = module.start_processes
+
+    @functools.wraps(start)
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
+        os.environ[_SPAWNED] = f"{nprocs}:{os.getpid()}"
+        return start(fn, args, nprocs, *rest, **more)
+
+    for owner in (module, torch.multiprocessing):
+        if getattr(owner, "start_processes", None) is start:
+            replace(owner, "start_processes", start_processes)
+
+
+def spawned_with() -> int:
+    """How many processes were spawned together with this one; 0 where it was not spawned."""
+    count, _, parent = os.environ.get(_SPAWNED, "").partition(":")
+    return int(count) if count.isdecimal() and parent == str(os.getppid()) else 0
+
+
+class _Noted:
+    """Calls a function and records the exception that leaves it."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.fn(*args)
+        except Exception as error:
+            note_exception(error, error.__traceback__)
+            raise

@@ -1,0 +1,167 @@
+"""The recorder of this process, if it is a rank: writes events, measures its own cost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..events import Event, NotObserved, ProbeCost, ProbeTrouble
+from ..runfolder import EventWriter
+from .sites import Sites
+from .torch_private import pause_compiler, resume_compiler
+
+T = TypeVar("T")
+
+TROUBLE_LIMIT = 10
+"""A hook that failed this often is left alone for the rest of the run."""
+
+COST_EVERY_S = 5.0
+
+
+class Recorder:
+    """Everything that hooks share in one rank.
+
+    Attributes:
+        own_ns: nanoseconds spent in the doctor's own code since `started`.
+        step: optimizer steps taken so far, by any optimizer.
+        options: what the launcher asked for (`budget`, `every`, ...).
+        off: the parts that failed too often, and are left alone.
+    """
+
+    def __init__(
+        self, writer: EventWriter, directory: Path, stem: str, options: dict[str, Any]
+    ) -> None:
+        self.writer = writer
+        self.directory = directory
+        self.stem = stem
+        self.options = options
+        self.budget_percent = float(options.get("budget", 1.0))
+        self.sites = Sites(self.emit)
+        self.started = time.monotonic()
+        self.pid = os.getpid()
+        self.own_ns = 0
+        self.step = 0
+        self.off: set[str] = set()
+        self._troubles: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._cost_told = self.started
+        # Re-entrant: a signal handler of the user's may open a file while an event is written.
+        self._lock = threading.RLock()
+
+    def emit(self, event: Event, *, vital: bool = False) -> None:
+        """Append an event. Safe from any thread."""
+        with self._lock:
+            self.writer.write(event, vital=vital)
+
+    def site(self) -> int:
+        """The number of the user's line that is executing."""
+        return self.sites.here()
+
+    def trouble(self, part: str, error: BaseException, lost: str = "") -> None:
+        """A hook failed: count it, say so once, and switch it off when it keeps failing."""
+        count = self._troubles[part] = self._troubles.get(part, 0) + 1
+        if count >= TROUBLE_LIMIT:
+            self.off.add(part)
+        if count not in (1, TROUBLE_LIMIT):
+            return
+        with contextlib.suppress(Exception):  # the last line: nothing may get out of here
+            self.emit(
+                ProbeTrouble(
+                    at=time.monotonic(),
+                    part=part,
+                    error=repr(error)[:500],
+                    lost=lost,
+                    disabled=count >= TROUBLE_LIMIT,
+                ),
+                vital=True,
+            )
+
+    def disabled(self, part: str) -> bool:
+        return part in self.off
+
+    def not_observed(self, check: str, reason: str) -> None:
+        """Say once that a check (or family) cannot be served, and why."""
+        if (check, reason) not in self._said:
+            self._said.add((check, reason))
+            self.emit(NotObserved(at=time.monotonic(), check=check, reason=reason))
+
+    def affordable(self) -> bool:
+        """Whether the doctor is within its budget, so that it may look more closely now."""
+        elapsed_ns = (time.monotonic() - self.started) * 1e9
+        return self.own_ns < elapsed_ns * self.budget_percent / 100
+
+    def tell_cost(self, *, final: bool = False) -> None:
+        """Record the doctor's own time now and then."""
+        now = time.monotonic()
+        if final or now - self._cost_told > COST_EVERY_S:
+            self._cost_told = now
+            self.emit(
+                ProbeCost(
+                    at=now,
+                    own_s=self.own_ns / 1e9,
+                    wall_s=now - self.started,
+                    events=self.writer.count,
+                    dropped=self.writer.dropped,
+                ),
+                vital=True,
+            )
+
+
+class _Current:
+    recorder: Recorder | None = None
+
+
+_current = _Current()
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this process, or None where it is no rank."""
+    return _current.recorder
+
+
+def set_recorder(new: Recorder | None) -> None:
+    _current.recorder = new
+
+
+def forget_after_fork() -> None:
+    """In a forked child: it is not the rank, and the parent's file is not its own."""
+    _current.recorder = None
+
+
+os.register_at_fork(after_in_child=forget_after_fork)
+
+
+def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
+    """Run `work` with the recorder, on the doctor's own account; None where it failed."""
+    active = _current.recorder
+    if active is None or active.disabled(part):
+        return None
+    began = time.perf_counter_ns()
+    paused = None
+    try:
+        paused = pause_compiler()
+        return work(active)
+    except Exception as error:
+        active.trouble(part, error, lost)
+        return None
+    finally:
+        if paused is not None:
+            resume_compiler(paused)
+        active.own_ns += time.perf_counter_ns() - began
+
+
+def complain(error: BaseException) -> None:
+    """The probe could not even start: leave the reason in the run folder for the report."""
+    try:
+        path = os.path.join(os.environ["DDPDOCTOR_DIR"], f"probe-errors-{os.getpid()}.txt")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            traceback.print_exception(error, file=file)
+    except (OSError, KeyError):  # nowhere to leave it
+        pass

@@ -1,0 +1,314 @@
+"""Finds, in the source of the functions that are running, the call that used a given object.
+
+Nothing of the user's is executed: names are looked up, properties are not evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from .sources import function_of
+
+FRAMES = 12
+DEPTH = 3
+CALLS = 400
+"""Calls looked at in one function."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A method of an object, found without binding it."""
+
+    owner: Any
+    function: types.FunctionType
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where names are looked up."""
+
+    names: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        return self.names[name] if name in self.names else self.others.get(name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A call: the code object and line it stands in."""
+
+    code: CodeType
+    line: int
+
+
+Wanted = Callable[[Any], bool]
+
+
+def first_argument(frame: FrameType) -> Any:
+    """`self` of a method, most often."""
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
+
+
+def call_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Wanted
+) -> Found | None:
+    """The call, in the frames that are running, whose target is `wanted`; innermost first. Methods
+    of what is wanted itself are passed over: who called them is the answer."""
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code) and not wanted(first_argument(frame)):
+            seen += 1
+            scope = Scope(frame.f_locals, frame.f_globals)
+            found = _call_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, DEPTH)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def setting_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], name: str, value: bool
+) -> Found | None:
+    """The statement, in the frames that are running or in what they call, that sets an attribute
+    to a constant (`p.requires_grad = True`, `p.requires_grad_()`); the last one before the line
+    that is executing, else the last at all."""
+    return _set_in_frames(frame, is_user, lambda node: _sets(node, name, value))
+
+
+def item_set_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], key: str
+) -> Found | None:
+    """The same for an item (`group["lr"] = rate`, `group["lr"] *= 0.5`)."""
+    return _set_in_frames(frame, is_user, lambda node: _sets_item(node, key))
+
+
+def _set_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Callable[[ast.AST], bool]
+) -> Found | None:
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code):
+            seen += 1
+            scope = Scope(frame.f_locals, frame.f_globals)
+            found = _setting_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, 2)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _setting_in(
+    code: CodeType,
+    scope: Scope,
+    is_user: Callable[[CodeType], bool],
+    wanted: Callable[[ast.AST], bool],
+    line: int,
+    depth: int,
+) -> Found | None:
+    node = function_of(code)
+    if node is None:
+        return None
+    lines = [n.lineno for n in ast.walk(node) if wanted(n)]  # type: ignore[attr-defined]
+    before = [n for n in lines if n <= line]
+    if lines:
+        return Found(code, max(before or lines))
+    for call in list(_calls(node))[:CALLS] if depth > 0 else ():
+        inner = _into(call, scope, is_user)
+        if inner is not None:
+            function, bound = inner
+            found = _setting_in(function.__code__, bound, is_user, wanted, 1 << 30, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _sets(node: ast.AST, name: str, value: bool) -> bool:
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+        target = node.targets[0]
+        named = isinstance(target, ast.Attribute) and target.attr == name
+        return named and node.value.value is value
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    if node.func.attr != f"{name}_":
+        return False
+    given = [a.value for a in node.args if isinstance(a, ast.Constant)]
+    given += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
+    return (given[0] if given else True) is value
+
+
+def _sets_item(node: ast.AST, key: str) -> bool:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    else:
+        return False
+    return any(
+        isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == key
+        for t in targets
+    )
+
+
+def assignment_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Any
+) -> Found | None:
+    """The first statement, in the frames that are running, that gave an object its name."""
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
+            seen += 1
+            scope = Scope(frame.f_locals, frame.f_globals)
+            lines = [
+                found.lineno
+                for found in _own(node)
+                if isinstance(found, ast.Assign)
+                and any(_resolve(target, scope) is wanted for target in found.targets)
+            ]
+            if lines:
+                return Found(frame.f_code, min(lines))
+        frame = frame.f_back
+    return None
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's own body."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child
+            yield from _own(child)
+
+
+def _call_in(
+    code: CodeType,
+    scope: Scope,
+    is_user: Callable[[CodeType], bool],
+    wanted: Wanted,
+    line: int,
+    depth: int,
+) -> Found | None:
+    node = function_of(code)
+    if node is None:
+        return None
+    calls = list(_calls(node))[:CALLS]
+    # The forward precedes the backward: the last one before it, else (in a loop) the last at all.
+    calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
+    for call in calls:
+        if wanted(_resolve(call.func, scope)):
+            return Found(code, call.lineno)
+    if depth > 0:
+        for call in calls:
+            inner = _into(call, scope, is_user)
+            if inner is not None:
+                function, bound = inner
+                found = _call_in(function.__code__, bound, is_user, wanted, 1 << 30, depth - 1)
+                if found is not None:
+                    return found
+    return None
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Calls of a function's own body that may compute gradients."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        if isinstance(child, ast.With) and any(_without_gradients(i) for i in child.items):
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from _calls(child)
+
+
+def _without_gradients(item: ast.withitem) -> bool:
+    text = ast.dump(item.context_expr)
+    return "'no_grad'" in text or "'inference_mode'" in text
+
+
+def _into(
+    call: ast.Call, scope: Scope, is_user: Callable[[CodeType], bool]
+) -> tuple[types.FunctionType, Scope] | None:
+    """A user's function that is called, and what its arguments are bound to."""
+    target = _resolve(call.func, scope)
+    if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
+        target = Bound(target.__self__, target.__func__)
+    function = target.function if isinstance(target, Bound) else target
+    if not isinstance(function, types.FunctionType) or not is_user(function.__code__):
+        return None
+    given = [_resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
+    if isinstance(target, Bound):
+        given.insert(0, target.owner)
+    names = dict(zip(function.__code__.co_varnames, given, strict=False))
+    names.update({k.arg: _resolve(k.value, scope) for k in call.keywords if k.arg})
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return function, Scope(names, function.__globals__)
+
+
+def _resolve(node: ast.AST, scope: Scope) -> Any:
+    """The object an expression stands for, None where that cannot be told without running it."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return attribute(_resolve(node.value, scope), node.attr)
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Subscript):
+        return _item(_resolve(node.value, scope), _resolve(node.slice, scope))
+    if isinstance(node, ast.Call):  # `unwrap(model)(x)`: only the plain ones
+        return _unwrapped(node, scope)
+    if isinstance(node, ast.IfExp):
+        return _resolve(node.body, scope)
+    return None
+
+
+def _unwrapped(node: ast.Call, scope: Scope) -> Any:
+    """`getattr(model, "module", model)` is `model.module`."""
+    if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) >= 2:
+        name = _resolve(node.args[1], scope)
+        if isinstance(name, str):
+            return attribute(_resolve(node.args[0], scope), name)
+    return None
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """What `owner.name` is, as far as it is stored and not computed."""
+    if owner is None:
+        return None
+    if isinstance(owner, types.ModuleType):
+        return vars(owner).get(name)
+    stored = getattr(owner, "__dict__", None) if not isinstance(owner, type) else None
+    if isinstance(stored, dict):
+        if name in stored:
+            return stored[name]
+        modules = stored.get("_modules")
+        if isinstance(modules, dict) and name in modules:
+            return modules[name]
+    kind = owner if isinstance(owner, type) else type(owner)
+    for base in kind.__mro__:
+        value = vars(base).get(name)
+        if isinstance(value, types.FunctionType):
+            return Bound(owner, value)
+        if value is not None:
+            return None if isinstance(value, property) else value
+    return None
+
+
+def _item(owner: Any, key: Any) -> Any:
+    stored = getattr(owner, "__dict__", {}).get("_modules") if owner is not None else None
+    if isinstance(stored, dict):
+        owner = stored
+        key = str(key) if isinstance(key, int) else key
+    if isinstance(owner, dict) and isinstance(key, (str, int)):
+        return owner.get(key)
+    if type(owner) in (list, tuple) and isinstance(key, int) and -len(owner) <= key < len(owner):
+        return owner[key]
+    return None

@@ -1,0 +1,104 @@
+"""Which line of the user's code is executing."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+
+from ..events import Event, Site
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STDLIB = tuple(
+    os.path.realpath(p) + os.sep
+    for name in ("stdlib", "platstdlib")
+    if (p := sysconfig.get_path(name))
+)
+_START = os.getcwd() if os.path.isdir(".") else "/"
+
+OWN, LIBRARY, USER = "own", "library", "user"
+
+
+def classify(file: str) -> str:
+    """`own` (the doctor, torch, the standard library), `library` (site-packages) or `user`."""
+    if file.startswith("<"):
+        return OWN
+    path = os.path.abspath(os.path.join(_START, file))
+    parts = path.split(os.sep)
+    if path.startswith(_OWN + os.sep):
+        return OWN
+    if "site-packages" in parts or "dist-packages" in parts:
+        folder = "site-packages" if "site-packages" in parts else "dist-packages"
+        return OWN if parts[parts.index(folder) + 1] in ("torch", "ddpdoctor") else LIBRARY
+    return OWN if os.path.realpath(path).startswith(_STDLIB) else USER
+
+
+class Sites:
+    """Numbers for lines of code; a line is recorded when it is met first."""
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        # By strings: their hashes are kept, those of code objects are computed each time.
+        self._kinds: dict[str, str] = {}
+        self._numbers: dict[tuple[str, int, str], int] = {}
+        self._by_place: dict[tuple[str, int, str], int] = {}
+
+    def here(self) -> int:
+        """The innermost line of the user's; failing that, of a library that is not torch."""
+        return self.of(sys._getframe(1))
+
+    def of(self, frame: FrameType | None) -> int:
+        found = self.user_frame(frame)
+        return self.number(found.f_code, found.f_lineno) if found else -1
+
+    def user_frame(self, frame: FrameType | None) -> FrameType | None:
+        """The innermost frame of the user's at or above `frame`, or else of a library."""
+        library = None
+        kinds = self._kinds
+        while frame is not None:
+            kind = kinds.get(frame.f_code.co_filename) or self.kind(frame.f_code)
+            if kind is USER:
+                return frame
+            if kind is LIBRARY and library is None:
+                library = frame
+            frame = frame.f_back
+        return library
+
+    def kind(self, code: CodeType) -> str:
+        """What sort of code this is (see `classify`)."""
+        file = code.co_filename
+        try:
+            return self._kinds[file]
+        except KeyError:
+            kind = self._kinds[file] = classify(file)
+            return kind
+
+    def number(self, code: CodeType, line: int) -> int:
+        key = (code.co_filename, line, code.co_name)
+        try:
+            return self._numbers[key]
+        except KeyError:
+            number = self._numbers[key] = self.place(*key)
+            return number
+
+    def place(self, file: str, line: int, function: str) -> int:
+        """The number of a line given by name."""
+        path = os.path.abspath(os.path.join(_START, file))
+        key = (path, line, function)
+        if key not in self._by_place:
+            self._by_place[key] = len(self._by_place)
+            self._emit(
+                Site(
+                    at=time.monotonic(),
+                    id=self._by_place[key],
+                    file=path,
+                    line=line,
+                    function=function,
+                    text=linecache.getline(path, line).rstrip()[:500],
+                )
+            )
+        return self._by_place[key]

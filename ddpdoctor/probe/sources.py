@@ -1,0 +1,126 @@
+"""What the user's source says around a line: read only after something was found wrong."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+LINES_LIMIT = 20_000
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@lru_cache(maxsize=32)
+def tree_of(file: str) -> ast.Module | None:
+    """The parsed file, or None where there is no (sane) source."""
+    lines = linecache.getlines(file)
+    if not lines or len(lines) > LINES_LIMIT:
+        return None
+    try:
+        return ast.parse("".join(lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def function_of(code: CodeType) -> ast.AST | None:
+    """The definition that a code object was compiled from; the whole file for a module's code."""
+    tree = tree_of(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    best: ast.AST | None = None
+    for node in ast.walk(tree):
+        if not isinstance(node, Function):
+            continue
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        name = getattr(node, "name", "<lambda>")
+        if name == code.co_name and first == code.co_firstlineno:
+            best = node
+    return best
+
+
+def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
+    """The `if` in the methods of a module's class that decides whether `self.<attribute>` is
+    used: its code object and line."""
+    for kind in type(module).__mro__:
+        for method in vars(kind).values():
+            code = getattr(method, "__code__", None)
+            if code is None or code.co_name == "__init__" or attribute not in code.co_names:
+                continue
+            node = function_of(code)
+            line = _deciding_line(node, attribute) if node is not None else None
+            if line is not None:
+                return code, line
+    return None
+
+
+def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | None:
+    """Where a method of a module's class calls a function of one of these names."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch."):
+            continue
+        for method in vars(kind).values():
+            code = getattr(method, "__code__", None)
+            if code is None or not set(names) & set(code.co_names):
+                continue
+            node = function_of(code)
+            for call in ast.walk(node) if node is not None else ():
+                if isinstance(call, ast.Call) and _called_name(call) in names:
+                    return code, call.lineno
+    return None
+
+
+def _called_name(call: ast.Call) -> str:
+    function = call.func
+    return str(getattr(function, "attr", None) or getattr(function, "id", ""))
+
+
+def _deciding_line(function: ast.AST, attribute: str) -> int | None:
+    leaving: int | None = None
+    for node, around in _with_branches(function, ()):
+        if isinstance(node, ast.For) and _mentions(node.iter, attribute):
+            if (line := _deciding_in_loop(node)) is not None:
+                return line
+        elif isinstance(node, ast.Attribute) and node.attr == attribute:
+            return around[-1] if around else leaving
+        if isinstance(node, ast.Return) and around and leaving is None:
+            leaving = around[-1]
+    return None
+
+
+def _mentions(node: ast.AST, attribute: str) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == attribute for n in ast.walk(node))
+
+
+def _deciding_in_loop(loop: ast.For) -> int | None:
+    """`for layer in self.layers: if skip: continue`, or `if keep: x = layer(x)`."""
+    names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    for node in ast.walk(loop):
+        if not isinstance(node, ast.If):
+            continue
+        inside = [n for part in (*node.body, *node.orelse) for n in ast.walk(part)]
+        leaves = any(isinstance(n, (ast.Continue, ast.Break)) for n in inside)
+        calls = any(
+            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in names
+            for n in inside
+        )
+        if leaves or calls:
+            return node.test.lineno
+    return None
+
+
+def _with_branches(
+    node: ast.AST, around: tuple[int, ...]
+) -> Iterator[tuple[ast.AST, tuple[int, ...]]]:
+    """Every node in order of the text, with the lines of the `if`s that it depends on."""
+    for field, value in ast.iter_fields(node):
+        inner = around
+        if isinstance(node, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
+            inner = (*around, node.test.lineno)
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child, inner
+                yield from _with_branches(child, inner)

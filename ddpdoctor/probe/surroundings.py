@@ -1,0 +1,161 @@
+"""What the rank runs with: the program's files and libraries, its threads, a group or none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..events import ProgramSeen, ThreadsSeen, TrainsAlone
+from . import moments
+from .moments import Step
+from .patching import around
+from .recorder import Recorder
+from .sites import classify
+
+LOST = "the program's files, its threads, and whether it trains without a group"
+
+THREADS_AT = 3
+"""Optimizer step at which threads are counted first: those that training needs exist by then."""
+
+THREADS_EVERY_S = 5.0
+
+MOST_FILES = 300
+LARGEST_FILE = 4 * 1024 * 1024
+
+OTHER_LAYERS = (
+    "mpi4py", "horovod", "ray", "deepspeed", "hivemind", "oneccl_bindings_for_pytorch", "byteps",
+    "bagua", "cupy.cuda.nccl", "zmq", "nccl", "ucp", "multiprocess.managers",
+)  # fmt: skip
+
+
+class _Surroundings:
+    program_told = False
+    threads = -1
+    looked = 0.0
+    asked_at = -1
+
+
+_state = _Surroundings()
+
+
+def install() -> None:
+    global _state
+    import torch
+
+    _state = _Surroundings()
+    around(torch, "set_num_threads", before=_threads_set, lost="who chose the number of threads")
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    if _state.program_told:
+        return
+    _state.program_told = True
+    active.emit(ProgramSeen(at=time.monotonic(), files=_own_files(), versions=_versions()))
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
+        active.emit(
+            TrainsAlone(
+                at=time.monotonic(), step=active.step, site=step.site, layers=_other_layers()
+            ),
+            vital=True,
+        )
+
+
+def _has_group() -> bool:
+    import torch.distributed as dist
+
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def _other_layers() -> tuple[str, ...]:
+    found = [name for name in OTHER_LAYERS if name in sys.modules]
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
+        found.append("torch.distributed.rpc")
+    return tuple(found)
+
+
+def _own_files() -> dict[str, str]:
+    """Digests of the user's own modules that are loaded."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+    base = os.path.dirname(os.path.abspath(main))
+    libraries = (sys.base_prefix + os.sep + "lib", sys.prefix + os.sep + "lib")
+    found: dict[str, str] = {}
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(libraries):
+            continue
+        if len(found) >= MOST_FILES or classify(file) != "user":
+            continue
+        found[os.path.relpath(file, base)] = _digest(file)
+    return found
+
+
+def _digest(file: str) -> str:
+    path = Path(file)
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            return ""
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that are loaded, read without running any of their code."""
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if "." in name or not hasattr(module, "__dict__"):
+            continue
+        version: Any = vars(module).get("__version__")
+        if isinstance(version, str) and version and name not in sys.stdlib_module_names:
+            found[name] = version[:60]
+    return found
+
+
+def _threads_set(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _state.asked_at = active.site()
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    now = time.monotonic()
+    if active.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
+        return
+    _state.looked = now
+    import torch
+
+    compute = torch.get_num_threads()
+    if compute == _state.threads:
+        return
+    first, _state.threads = _state.threads < 0, compute
+    active.emit(
+        ThreadsSeen(
+            at=now,
+            compute=compute,
+            alive=_alive(),
+            asked="OMP_NUM_THREADS" in os.environ or _state.asked_at >= 0 or not first,
+            device=_device(step),
+            site=_state.asked_at if _state.asked_at >= 0 else step.site,
+            cpus=tuple(sorted(os.sched_getaffinity(0))),
+        )
+    )
+
+
+def _alive() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+def _device(step: Step) -> str:
+    optimizer = step.optimizer()
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            return str(parameter.device.type)
+    return "cpu"

@@ -1,0 +1,270 @@
+"""Whether the gradients that a step applies were averaged, and how often on the way."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+from ..events import SyncPattern
+from . import exchanges, holdings, models, moments
+from .holdings import Holding
+from .models import Model
+from .moments import Backward, Forward, Step
+from .patching import around
+from .recorder import Recorder
+from .torch_private import exposed_seconds, sequence_number
+
+LOST = "which backwards synchronised"
+
+LOOKED_AT = 4
+"""Parameters per model whose gradients tell whether a backward reached the model."""
+
+TOLD_AT_MOST = 2000
+AGAIN_AT = (9, 99, 999)
+"""Steps at which an unchanged pattern is told again, with what DDP has measured by then."""
+
+
+class Contribution:
+    """One backward into a model's gradients."""
+
+    def __init__(self, site: int, synced: bool, touched: frozenset[int], sequence: int) -> None:
+        self.site = site
+        self.synced = synced
+        self.touched = touched
+        self.sequence = sequence
+        self.reason = ""
+        self.blame = -1
+        self.forward_site = -1
+
+
+class Sync:
+    """What is known of one model since its gradients were last cleared.
+
+    Attributes:
+        forwards: with gradients, since the last backward; the last one at `forward_site` with
+            synchronisation on or off (`flag`), switched off at `off_site`.
+        functional: the line of an `autograd.grad` on its parameters since the last step.
+    """
+
+    def __init__(self, model: Model) -> None:
+        step = max(1, len(model.expected) // LOOKED_AT)
+        self.model = model
+        self.sample = [*model.expected[:-1:step], *model.expected[-1:]]
+        self.contributions: list[Contribution] = []
+        self.forwards = 0
+        self.flag = True
+        self.forward_site = -1
+        self.off_site = -1
+        self.functional = -1
+        self.before: list[tuple[int, int]] = []
+        self.after: list[tuple[int, int]] = []
+        self.sequence = -1
+        self.backward_s = 0.0
+        self.told: dict[int, tuple[Any, ...]] = {}
+        self.count = 0
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """Identity and version of the sampled gradients; (0, -1) where there is none."""
+        found = []
+        for position in self.sample:
+            parameter = self.model.parameters[position]()
+            grad = None if parameter is None else parameter.grad
+            found.append((0, -1) if grad is None else (id(grad), grad._version))
+        return found
+
+    def group(self) -> Any:
+        wrapper = self.model.wrapper() if self.model.wrapper else None
+        return getattr(wrapper, "process_group", None)
+
+
+_syncs: weakref.WeakKeyDictionary[Model, Sync] = weakref.WeakKeyDictionary()
+_off_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    import torch.autograd
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    _syncs.clear()
+    _off_sites.clear()
+    around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
+    around(torch.autograd, "grad", before=_functional, lost="gradients taken by autograd.grad")
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+
+
+def averaged(model: Model) -> bool | None:
+    """Whether the last backward into a model's gradients averaged them; None where there was
+    none since the last step."""
+    sync = _syncs.get(model)
+    if sync is None or not sync.contributions:
+        return None
+    return sync.contributions[-1].synced
+
+
+def backwards(model: Model) -> int:
+    """Backwards into the gradients that are there now."""
+    sync = _syncs.get(model)
+    return len(sync.contributions) if sync else 0
+
+
+def _of(model: Model) -> Sync:
+    sync = _syncs.get(model)
+    if sync is None:
+        sync = _syncs[model] = Sync(model)
+    return sync
+
+
+def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _off_sites[args[0]] = active.site()
+
+
+def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
+    wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
+    for model in models.live():
+        if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
+            _of(model).functional = active.site()
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    if not forward.grad_enabled or forward.error is not None:
+        return
+    sync = _of(forward.model)
+    sync.forwards += 1
+    sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
+    sync.forward_site = forward.site
+    sync.off_site = -1 if sync.flag else _off_sites.get(forward.wrapper, -1)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    for model in models.live():
+        if not model.forwards:
+            continue
+        sync = _of(model)
+        sync.before = sync.gradients()
+        sync.sequence = sequence_number(sync.group())
+        if sync.contributions and _cleared(sync):
+            sync.contributions.clear()
+
+
+def _cleared(sync: Sync) -> bool:
+    """Whether every gradient was dropped or overwritten since the last backward."""
+    pairs = zip(sync.before, sync.after, strict=True)
+    return bool(sync.after) and all(now != then for now, then in pairs if then[1] >= 0)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    if backward.error is not None:
+        return
+    for model in models.live():
+        sync = _syncs.get(model)
+        if sync is None or not sync.before:
+            continue
+        sync.after = sync.gradients()
+        changed = zip(sync.sample, sync.before, sync.after, strict=True)
+        touched = frozenset(p for p, old, new in changed if old != new)
+        if touched or model in backward.models:
+            _contributed(sync, backward, touched)
+
+
+def _contributed(sync: Sync, backward: Backward, touched: frozenset[int]) -> None:
+    now = sequence_number(sync.group())
+    communicated = now != sync.sequence or now < 0
+    own_forward = sync.forwards > 0
+    new = Contribution(backward.site, communicated and own_forward and sync.flag, touched, now)
+    new.forward_site = sync.forward_site
+    if new.synced:
+        took = time.monotonic() - backward.began
+        sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
+    if not new.synced:
+        new.reason, new.blame = _reason(sync, backward, own_forward)
+    sync.contributions.append(new)
+    sync.forwards = 0
+
+
+def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int]:
+    if not own_forward:
+        return "second backward", backward.site
+    if sync.flag:
+        return "not reduced", backward.site
+    wrapper = sync.model.wrapper() if sync.model.wrapper else None
+    blame = sync.off_site if sync.off_site >= 0 else sync.forward_site
+    if wrapper is not None and wrapper.require_backward_grad_sync:
+        return "forward only", blame
+    return "no_sync", blame
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    if step.closure:
+        return
+    for holding in holdings.of(step):
+        _judge(active, step, holding)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    for holding in holdings.of(step):
+        if step.closure:
+            _judge(active, step, holding)
+        sync = _of(holding.model)
+        sync.contributions.clear()
+        sync.functional = -1
+
+
+def _judge(active: Recorder, step: Step, holding: Holding) -> None:
+    sync = _of(holding.model)
+    made = sync.contributions
+    last = made[-1] if made else None
+    reason = last.reason if last else ""
+    blame = last.blame if last else -1
+    if last is None:
+        if sync.functional < 0 or not any(version >= 0 for _, version in sync.gradients()):
+            return
+        reason, blame = "autograd.grad", sync.functional
+    line, once = _most_synced(made)
+    pattern = (sum(c.synced for c in made), sum(not c.synced for c in made), reason, blame, line)
+    unchanged = sync.told.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
+    if unchanged or sync.count >= TOLD_AT_MOST:
+        return
+    sync.told[holding.optimizer] = pattern
+    sync.count += 1
+    held = holding.parameters(holding.positions) if reason else []
+    parameters = [p for p in held if p is not None]
+    active.emit(
+        SyncPattern(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            step=step.number,
+            synced=pattern[0],
+            unsynced=pattern[1],
+            reason=reason,
+            site=blame,
+            forward_site=last.forward_site if last else -1,
+            backward_site=last.site if last else -1,
+            once=once,
+            line=line,
+            talked=exchanges.gradients_exchanged(parameters),
+            backward_s=sync.backward_s,
+            exposed_s=exposed_seconds(holding.model.wrapper() if holding.model.wrapper else None),
+        )
+    )
+
+
+def _most_synced(made: list[Contribution]) -> tuple[int, int]:
+    """The line whose backwards averaged the same parameters most often, and how often."""
+    if len(made) == 1:
+        return (made[0].site, 1) if made[0].synced else (-1, 0)
+    counts: Counter[int] = Counter()
+    for position, one in enumerate(made):
+        shared = any(
+            one.touched & other.touched for other in made[:position] + made[position + 1 :]
+        )
+        if one.synced and shared:
+            counts[one.site] += 1
+    return counts.most_common(1)[0] if counts else (-1, 0)

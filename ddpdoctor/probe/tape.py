@@ -1,0 +1,308 @@
+"""The rank's own log of its calls: the ring for the last ones, folded blocks for all before."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from ..events import CallBlock, CallRun, CallSite, Enclosing, Place, Signature
+from ..ring import RingWriter, State
+from . import answers
+from .recorder import Recorder
+from .sites import USER
+
+NEW_GROUPS = -2
+"""Number of the "group" in whose order new groups are created: the whole world."""
+
+BLOCK = 256
+"""Calls in a block, at most; blocks also end with optimizer steps."""
+RUNS_KEPT = 20_000
+"""Records of runs, at most (about a megabyte); beyond it only the ring goes on."""
+BLOCKS_KEPT = 2_000
+TOLD_EVERY_S = 5.0
+CALLERS = 4
+"""Lines of the user's that are kept of a call's stack."""
+
+Key = tuple[Any, ...]
+
+
+class _GroupLog:
+    """Calls of one group that are not on record yet."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.codes: list[int] = []
+        self.first = 0
+        self.step = -1
+        self.block = -1
+        self.run_first = 0
+        self.run_step = -1
+        self.every = 0
+        self.repeat = 0
+
+
+class Tape:
+    """One per recorder."""
+
+    def __init__(self, active: Recorder) -> None:
+        self.active = active
+        self.ring = RingWriter(active.directory / f"{active.stem}.ring")
+        self.signatures: dict[Key, int] = {}
+        self._sites: dict[Key, int] = {}
+        self._groups: dict[int, _GroupLog] = {}
+        self._blocks: dict[tuple[int, ...], int] = {}
+        self._runs = 0
+        self._told = time.monotonic()
+        self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        answers.listen(active, self.ring)
+
+    def collective(
+        self,
+        group: int,
+        op: str,
+        site: int,
+        tensor: Any = None,
+        sized: bool = True,
+        reduce_op: Any = None,
+        root: int = -1,
+        ranks: tuple[int, ...] = (),
+    ) -> int:
+        """Write a collective down; returns its number."""
+        key: Key
+        if tensor is None:
+            key = (op, reduce_op, root, ranks)
+        else:
+            key = (op, reduce_op, root, tensor.shape, tensor.dtype, tensor.is_cpu)
+        signature = self.signatures.get(key)
+        if signature is None:
+            signature = self._sign(key, op, tensor, sized, reduce_op, root, ranks)
+        log = self._groups.get(group)
+        if log is None:
+            log = self._groups[group] = _GroupLog()
+        index, log.next = log.next, log.next + 1
+        if not log.codes:
+            log.first, log.step = index, self.ring.step
+        log.codes += (signature, site)
+        number = self.ring.begin(group, index, signature, site, -1)
+        if len(log.codes) >= 2 * BLOCK:
+            self._fold(group, log)
+        return number
+
+    def point_to_point(self, group: int, op: str, site: int, peer: int) -> int:
+        key: Key = (op,)
+        signature = self.signatures.get(key)
+        if signature is None:
+            signature = self._sign(key, op, None, False, None, -1, ())
+        return self.ring.begin(group, -1, signature, site, peer)
+
+    def mark(self, number: int, state: State) -> None:
+        self.ring.mark(number, state)
+
+    def issued(self, number: int, works: Iterable[Any]) -> None:
+        """An asynchronous call: remember whose `wait` will end it, without keeping it alive."""
+        self.ring.mark(number, State.RETURNED)
+        for work in works:
+            if work is not None:
+                self._works[work] = number
+
+    def number_of(self, work: Any) -> int | None:
+        return self._works.get(work) if self._works else None
+
+    def void(self, number: int) -> None:
+        """The call was none: give its index to the next one, unless others followed already."""
+        call = self.ring.call(number)
+        log = self._groups.get(call[0]) if call else None
+        if log is None or call is None or log.next != call[1] + 1 or not log.codes:
+            self.ring.mark(number, State.DONE)
+            return
+        self.ring.mark(number, State.VOID)
+        log.next -= 1
+        del log.codes[-2:]
+
+    def step_ended(self, step: int) -> None:
+        self.ring.step = step
+        for group, log in self._groups.items():
+            if log.codes:
+                self._fold(group, log)
+        now = time.monotonic()
+        if now - self._told > TOLD_EVERY_S:
+            self._told = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Put everything on record."""
+        for group, log in self._groups.items():
+            if log.codes:
+                self._fold(group, log)
+            self._tell_run(group, log)
+
+    def _fold(self, group: int, log: _GroupLog) -> None:
+        codes, log.codes = tuple(log.codes), []
+        block = self._blocks.get(codes)
+        if block is None:
+            if len(self._blocks) >= BLOCKS_KEPT:
+                self._tell_run(group, log)
+                return
+            block = self._blocks[codes] = len(self._blocks)
+            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=codes))
+        if block == log.block and log.repeat:
+            apart = log.step - log.run_step
+            if log.repeat == 1:
+                log.every = apart
+            if apart == log.repeat * log.every:
+                log.repeat += 1
+                return
+        self._tell_run(group, log)
+        log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
+        log.every = 1
+
+    def _tell_run(self, group: int, log: _GroupLog) -> None:
+        if not log.repeat:
+            return
+        self._runs += 1
+        if self._runs <= RUNS_KEPT:
+            self.active.emit(
+                CallRun(
+                    at=time.monotonic(),
+                    group=group,
+                    first=log.run_first,
+                    block=log.block,
+                    repeat=log.repeat,
+                    step=log.run_step,
+                    every=log.every,
+                )
+            )
+        log.repeat = 0
+
+    def _sign(
+        self,
+        key: Key,
+        op: str,
+        tensor: Any,
+        sized: bool,
+        reduce_op: Any,
+        root: int,
+        ranks: tuple[int, ...],
+    ) -> int:
+        number = self.signatures[key] = len(self.signatures)
+        self.active.emit(
+            Signature(
+                at=time.monotonic(),
+                id=number,
+                op=op,
+                numel=int(tensor.numel()) if tensor is not None and sized else -1,
+                dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                device="" if tensor is None else tensor.device.type,
+                reduce_op="" if reduce_op is None else _reduction(reduce_op),
+                root=root,
+                shape=() if tensor is None else tuple(int(n) for n in tensor.shape),
+                ranks=ranks,
+            ),
+            vital=True,
+        )
+        return number
+
+    def here(self) -> int:
+        """The number of the place that is communicating."""
+        sites = self.active.sites
+        frame = sites.user_frame(sys._getframe(1))
+        if frame is None:
+            return -1
+        code = frame.f_code
+        key = [code.co_filename, frame.f_lineno, code.co_name]
+        outer = frame.f_back
+        while outer is not None and len(key) < 3 * CALLERS:
+            code = outer.f_code
+            if sites.kind(code) is USER:
+                key += (code.co_filename, outer.f_lineno, code.co_name)
+            outer = outer.f_back
+        known = tuple(key)
+        try:
+            return self._sites[known]
+        except KeyError:
+            return self._tell_site(known)
+
+    def _tell_site(self, key: Key) -> int:
+        number = self._sites[key] = len(self._sites)
+        places = []
+        for file, line, function in zip(key[::3], key[1::3], key[2::3], strict=True):
+            site = self.active.sites.place(file, line, function)
+            places.append(Place(site=site, inside=_inside(file, line)))
+        self.active.emit(CallSite(at=time.monotonic(), id=number, places=tuple(places)), vital=True)
+        return number
+
+
+def _reduction(op: Any) -> str:
+    return str(getattr(op, "name", None) or op).rpartition(".")[2].strip("<>").split(":")[0]
+
+
+_OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
+
+
+def _inside(file: str, line: int) -> tuple[Enclosing, ...]:
+    """The statements around a line, innermost first, read off the indentation."""
+    lines = linecache.getlines(file)
+    if not 0 < line <= len(lines):
+        return ()
+    found = []
+    depth = _indent(lines[line - 1])
+    start = line - 1
+    if lines[line - 1].strip().startswith(("if ", "elif ", "else:")):  # `if x: f()` on one line
+        start, depth = line, depth + 1
+    for number in range(start, 0, -1):
+        text = lines[number - 1]
+        if not text.strip() or text.lstrip().startswith("#") or _indent(text) >= depth:
+            continue
+        depth = _indent(text)
+        head = text.strip().partition("  #")[0]
+        if head.startswith(("def ", "async def ", "class ")):
+            break
+        if head.startswith(_OPENS):
+            if head.startswith(("else:", "elif ")):
+                head = f"{head}  # {_opener(lines, number, depth)}"
+            found.append(Enclosing(line=number, text=head[:200]))
+    return tuple(found[:8])
+
+
+def _opener(lines: list[str], number: int, depth: int) -> str:
+    """The statement that an `else:` belongs to."""
+    for text in reversed(lines[: number - 1]):
+        if text.strip() and _indent(text) == depth:
+            head = text.strip().partition("  #")[0]
+            if head.startswith(("if ", "for ", "while ", "try:")):
+                return head
+        elif text.strip() and _indent(text) < depth:
+            break
+    return ""
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+class _Current:
+    tape: Tape | None = None
+    failed: Recorder | None = None
+
+
+def tape(active: Recorder) -> Tape | None:
+    """The tape of this recorder; None where its file could not be made."""
+    current = _Current.tape
+    if current is not None and current.active is active:
+        return current
+    if _Current.failed is active:
+        return None
+    try:
+        _Current.tape = Tape(active)
+    except OSError as error:
+        _Current.failed = active
+        active.trouble("ring", error, "the last calls before a kill, and hangs")
+        return None
+    return _Current.tape
+
+
+__all__ = ["NEW_GROUPS", "State", "Tape", "tape"]

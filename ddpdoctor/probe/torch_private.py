@@ -1,0 +1,226 @@
+"""Every private interface of torch that the probe uses: what it is, since when, what is lost.
+
+| interface | seen in | without it |
+|---|---|---|
+| `ProcessGroup._get_sequence_number_for_group` | 2.4-2.15 | whether a backward communicated |
+| `torch.distributed.distributed_c10d._world` | 2.4-2.15 | the order in which ranks touch files |
+| `torch._C._cuda_hasPrimaryContext` | 2.4-2.15 | which call left a context on another GPU |
+| `ProcessGroup.group_name` | 2.4-2.15 | groups are numbered by order only |
+| `distributed_c10d._world.pg_map` | 2.4-2.15 | groups made before the doctor came |
+| `DistributedDataParallel._get_ddp_logging_data` | 2.4-2.15 | which parameters made torch raise |
+| `torch._C._dynamo.eval_frame.get_eval_frame_callback` | 2.6-2.13 | calls of compiled submodules |
+| `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
+| `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
+| `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
+| `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+
+def sequence_number(group: Any) -> int:
+    """Collectives (and point-to-point calls) issued on a group by this rank; -1 where unknown."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return -1
+
+
+def fully_shards() -> bool:
+    """Whether `fully_shard` was applied to any module: it makes a class for each."""
+    import sys
+
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    kind = getattr(module, "FSDPModule", None)
+    return kind is not None and bool(kind.__subclasses__())
+
+
+def group_name(group: Any) -> str:
+    """torch's own name of a group, the same on all its ranks."""
+    return str(getattr(group, "group_name", ""))
+
+
+def live_groups() -> list[tuple[str, Any]]:
+    """(name, group) of the groups that this rank is a member of; the default group has no name."""
+    import torch.distributed as dist
+
+    try:
+        world = dist.distributed_c10d._world
+        default = world.default_pg
+        return [("" if g is default else group_name(g), g) for g in list(world.pg_map)]
+    except AttributeError:
+        return []
+
+
+def has_context(index: int) -> bool:
+    """Whether this process has a context on a GPU; asking makes none."""
+    import torch
+
+    try:
+        return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a group's members."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def without_gradient(message: str) -> list[int]:
+    """Positions, in DDP's own order, that its error about an unfinished reduction names."""
+    found = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", message)
+    return [int(word) for word in found.group(1).split()] if found else []
+
+
+def ready_indices(ddp: Any) -> list[int] | None:
+    """Positions of the parameters whose gradients arrived in the last backward that should have
+    synchronised, in DDP's own order; None where it is not on record (yet)."""
+    try:
+        text = ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices", "")
+    except (AttributeError, RuntimeError):
+        return None
+    numbers = [int(word) for word in str(text).replace(",", " ").split() if word.isdigit()]
+    return numbers or None
+
+
+class _Compiler:
+    """torch.compile's callback, as it was when a traced function was entered: inside of hooks it is
+    switched off."""
+
+    now: Any = None
+
+    @staticmethod
+    def ask() -> Any:
+        return None
+
+
+compiler_in_use = _Compiler()
+
+
+def uncompiled(function: Any, *, within: bool = True) -> Any:
+    """The function, hidden from torch.compile, with (`within`) all that it calls."""
+    import torch
+
+    try:
+        compiler_in_use.ask = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore
+    except AttributeError:
+        compiler_in_use.ask = torch.compiler.is_compiling  # type: ignore[method-assign]
+    return torch._disable_dynamo(function, recursive=within)  # type: ignore[attr-defined]
+
+
+def pause_compiler() -> Any:
+    """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
+    Returns what `resume_compiler` needs, None where nothing is being compiled."""
+    torch = sys.modules.get("torch")
+    try:
+        frames = torch._C._dynamo.eval_frame  # type: ignore[union-attr]
+        return None if frames.get_eval_frame_callback() is None else (frames.set_eval_frame(None),)
+    except AttributeError:
+        return None
+
+
+def resume_compiler(paused: Any) -> None:
+    import torch
+
+    torch._C._dynamo.eval_frame.set_eval_frame(*paused)
+
+
+def sync_times(ddp: Any) -> dict[str, Any]:
+    """What DDP has measured of its own synchronisation, in nanoseconds; empty where unknown."""
+    try:
+        return dict(ddp._get_ddp_logging_data())
+    except (AttributeError, RuntimeError):
+        return {}
+
+
+def skip_frames(*functions: Any) -> bool:
+    """Have torch.compile run these functions as they are, and look at what they call; whether it
+    can be told so. torch._dynamo must be imported."""
+    import torch
+
+    evaluation = torch._C._dynamo.eval_frame
+    try:
+        for function in functions:
+            if hasattr(evaluation, "skip_code"):
+                evaluation.skip_code(function.__code__)
+            else:
+                action = evaluation._FrameAction
+                strategy = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
+                evaluation.set_code_exec_strategy(function.__code__, strategy)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def compiling() -> bool:
+    """Whether the user's code that runs now is being compiled or checked by torch.compile."""
+    import torch
+
+    try:
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    except AttributeError:
+        callback = torch.compiler.is_compiling()
+    return any(c not in (None, False) for c in (callback, compiler_in_use.now))
+
+
+def flight_recorder() -> str | None:
+    """The recent collectives as JSON, without stacks (taking those would import a compiler)."""
+    import torch._C._distributed_c10d as c
+
+    try:
+        return c._dump_fr_trace_json(  # type: ignore[attr-defined]
+            includeCollectives=True, onlyActive=False
+        ).decode()
+    except AttributeError:
+        return None
+
+
+def exposed_seconds(ddp: Any) -> float:
+    """DDP's own average of how long a backward waits for communication after the last gradient
+    was computed; 0 where it has not measured."""
+    try:
+        data = ddp._get_ddp_logging_data()
+        waited = data["avg_backward_comm_time"] - data["avg_backward_compute_comm_overlap_time"]
+    except (AttributeError, RuntimeError, KeyError):
+        return 0.0
+    return max(0.0, waited / 1e9)
+
+
+def comm_hook(ddp: Any) -> str:
+    """Name of DDP's communication hook, empty for none."""
+    try:
+        return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def joins(ddp: Any) -> bool:
+    """Under `Join` the ranks that are done answer for the model in their own way."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def anomaly_mode(on: bool) -> bool:
+    """Have torch keep, or no longer keep, the lines that make nodes of the graph. No check for
+    NaN. False where the user has the mode on: then it is left alone."""
+    import torch
+
+    if on and torch.is_anomaly_enabled():
+        return False
+    torch.set_anomaly_enabled(on, False)
+    return True
+
+
+def made_at(node: Any) -> list[str] | None:
+    """The stack, outermost first, of the line that made a node; None where torch kept none."""
+    try:
+        text = node.metadata.get("traceback_")
+    except (AttributeError, RuntimeError):
+        return None
+    return [str(line) for line in text] if text else None

@@ -1,0 +1,82 @@
+"""Finds the user's line that changes a number, by looking after each line for a short while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from .recorder import Recorder
+
+LINES_AT_MOST = 3000
+
+
+class Tracer:
+    """Follows the lines of the user's code in this thread. Leaves debuggers alone."""
+
+    def __init__(self, active: Recorder, kind: str, number: Callable[[], int]) -> None:
+        self.kind = kind
+        self._active = active
+        self._number = number
+        self._value = number()
+        self._line: tuple[CodeType, int] | None = None
+        self._found: tuple[CodeType, int] | None = None
+        self._frames: list[FrameType] = []
+        self._lines = 0
+
+    @classmethod
+    def start(cls, active: Recorder, kind: str, number: Callable[[], int]) -> Tracer | None:
+        """None where another tracer (a debugger, coverage) is at work."""
+        if sys.gettrace() is not None:
+            return None
+        tracer = cls(active, kind, number)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if active.sites.kind(frame.f_code) == "user" and frame.f_trace is None:
+                frame.f_trace = tracer._local
+                tracer._frames.append(frame)
+                if tracer._line is None:
+                    tracer._line = (frame.f_code, frame.f_lineno)
+            frame = frame.f_back
+        if not tracer._frames:
+            return None
+        sys.settrace(tracer._global)
+        return tracer
+
+    def stop(self) -> tuple[CodeType, int] | None:
+        """The line after which the number had changed, None where that was not seen."""
+        self._leave()
+        if self._found is None and self._lines <= LINES_AT_MOST:
+            self._look()
+        return self._found
+
+    def _leave(self) -> None:
+        if getattr(sys.gettrace(), "__self__", None) is self:
+            sys.settrace(None)
+        for frame in self._frames:
+            frame.f_trace = None
+        self._frames.clear()
+
+    def _global(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._local if self._active.sites.kind(frame.f_code) == "user" else None
+
+    def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self._found is not None or self._lines > LINES_AT_MOST:
+            self._leave()
+            return None
+        try:
+            if event == "line":
+                self._lines += 1
+                self._look()
+                self._line = (frame.f_code, frame.f_lineno)
+            elif event == "return":
+                self._look()
+        except Exception as error:
+            self._lines = LINES_AT_MOST + 1
+            self._active.trouble("tracing", error, "the line that edits a tensor")
+        return self._local
+
+    def _look(self) -> None:
+        if self._found is None and self._number() != self._value:
+            self._found = self._line

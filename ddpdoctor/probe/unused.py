@@ -1,0 +1,274 @@
+"""Parameters that get no gradient, and which modules were called when they did not."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import ModulesSkipped, ParameterUse, UnusedParameters
+from . import moments
+from .models import Model
+from .moments import Backward, Forward
+from .recorder import Recorder
+from .sources import branch_around
+from .torch_private import compiling, ready_indices, without_gradient
+
+LOST = "unused parameters"
+
+WATCHED_FORWARDS = 3
+"""In this many first forwards of a model, and after the set of unused parameters changed, the
+probe notes which submodules are called."""
+
+WATCHES = 30
+BRANCHES = 20
+"""Unused modules whose deciding `if` is looked up."""
+
+TOLD_IN_FULL = 50
+"""Changes of the set that get a record each; later ones are only counted."""
+
+
+class Watched:
+    """What is known of one model.
+
+    Attributes:
+        unused: the set told last, None where none was told.
+        called: submodules called in the forwards that the next backward is for; None where that
+            was not observed. `watches` is how many forwards may still be watched.
+        examined: synchronising backwards looked at; `counts` in how many of them the parameter at
+            a position got no gradient.
+    """
+
+    def __init__(self) -> None:
+        self.unused: tuple[int, ...] | None = None
+        self.called: frozenset[str] | None = None
+        self.skipped: tuple[str, ...] | None = None
+        self.watch: CallWatch | None = None
+        self.due = WATCHED_FORWARDS
+        self.watches = WATCHES
+        self.told = 0
+        self.examined = 0
+        self.step = 0
+        self.counts: dict[int, int] = {}
+
+
+_watched: weakref.WeakKeyDictionary[Model, Watched] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.gradients_ready.subscribe(_gradients_ready, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    watched = _watched.setdefault(forward.model, Watched())
+    if not forward.grad_enabled:
+        return
+    if watched.due > 0 and watched.watches > 0:
+        watched.due, watched.watches = watched.due - 1, watched.watches - 1
+        watched.watch = CallWatch.start(forward.model)
+    if watched.watch is None:
+        watched.called = None
+    elif forward.model.pending == 1:
+        watched.called = frozenset()
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    watched = _watched[forward.model]
+    watch, watched.watch = watched.watch, None
+    if watch is not None:
+        called = watch.stop()
+        if watched.called is not None:
+            watched.called |= called
+        if forward.error is None:
+            _tell_skipped(active, forward.model, watched, watch.owners - called)
+    error = forward.error
+    if error is not None and "finished reduction in the prior iteration" in str(error):
+        _learn_from_error(active, forward)
+
+
+def _tell_skipped(active: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
+    """Before the backward, in which this rank may hang for the others."""
+    names = tuple(sorted(skipped))
+    if names != watched.skipped:
+        watched.skipped = names
+        active.emit(
+            ModulesSkipped(
+                at=time.monotonic(),
+                model=model.number,
+                backward=model.synced_backwards + 1,
+                names=names,
+                site=model.forward_site,
+            )
+        )
+
+
+def _branches(active: Recorder, model: Model, unused: tuple[int, ...]) -> dict[str, int]:
+    """Where the user's forward decides not to use the modules of these parameters."""
+    inner = model.inner()
+    if inner is None or not unused:
+        return {}
+    modules = dict(inner.named_modules())
+    names = {id(p): n for n, m in modules.items() for p in m._parameters.values() if p is not None}
+    owners = {names[k]: None for i in unused if (k := id(model.parameters[i]())) in names}
+    found: dict[str, int] = {}
+    for name in list(owners)[:BRANCHES]:
+        words = name.split(".") if name else []
+        for depth in range(len(words)):
+            part, parent = ".".join(words[: depth + 1]), ".".join(words[:depth])
+            if part in found or type(modules[parent]).__module__.startswith("torch."):
+                continue
+            place = branch_around(modules[parent], words[depth])
+            if place is not None:
+                found[part] = active.sites.number(*place)
+    return found
+
+
+def _learn_from_error(active: Recorder, forward: Forward) -> None:
+    """torch noticed unused parameters in the backward before, and says which."""
+    model = forward.model
+    missing = without_gradient(str(forward.error))
+    if not missing:
+        # Collected in a few iterations only, therefore second.
+        ready = ready_indices(forward.wrapper)
+        missing = [i for i in range(len(model.expected)) if i not in ready] if ready else []
+    unused = tuple(sorted(model.expected[i] for i in missing if i < len(model.expected)))
+    watched = _watched[model]
+    if unused and unused != watched.unused:
+        watched.examined += 1
+        _count(watched, unused)
+        watched.called = None
+        _tell(active, model, unused, model.synced_backwards, by_torch=True, step=watched.step)
+
+
+def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
+    backward, model = moment
+    watched = _watched.setdefault(model, Watched())
+    if watched.unused != ():
+        _tell(active, model, (), model.synced_backwards + 1, backward.site)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for model in backward.models:
+        if known := _watched.get(model):
+            known.step = active.step
+        untouched = backward.untouched.get(model.number)
+        if untouched is None or not backward.expected_sync[model.number]:
+            continue
+        watched = _watched.setdefault(model, Watched())
+        watched.examined += 1
+        _count(watched, untouched)
+        if untouched != watched.unused:
+            _tell(active, model, untouched, model.synced_backwards, backward.site)
+        if watched.examined & (watched.examined - 1) == 0:
+            _tell_use(active, model, watched)
+
+
+def _count(watched: Watched, unused: tuple[int, ...]) -> None:
+    for position in unused:
+        watched.counts[position] = watched.counts.get(position, 0) + 1
+
+
+def _tell(
+    active: Recorder,
+    model: Model,
+    unused: tuple[int, ...],
+    backward: int,
+    site: int = -1,
+    by_torch: bool = False,
+    step: int = -1,
+) -> None:
+    watched = _watched[model]
+    watched.unused = unused
+    watched.told += 1
+    if watched.told > TOLD_IN_FULL:
+        return
+    if unused or watched.told > 1:
+        watched.due = max(watched.due, 2)
+    parameters = model.live_parameters() or []
+    active.emit(
+        UnusedParameters(
+            at=time.monotonic(),
+            model=model.number,
+            backward=backward,
+            step=active.step if step < 0 else step,
+            indices=unused,
+            called=None if watched.called is None else tuple(sorted(watched.called)),
+            find_unused=model.find_unused,
+            static_graph=model.static_graph,
+            site=site,
+            forward_site=model.forward_site,
+            frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
+            by_torch=by_torch,
+            branches=_branches(active, model, unused),
+        ),
+        vital=True,
+    )
+
+
+def _tell_use(active: Recorder, model: Model, watched: Watched) -> None:
+    active.emit(
+        ParameterUse(
+            at=time.monotonic(),
+            model=model.number,
+            examined=watched.examined,
+            backwards=model.synced_backwards,
+            unused=dict(watched.counts),
+        ),
+        vital=True,
+    )
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    for model, watched in _watched.items():
+        if watched.examined:
+            _tell_use(active, model, watched)
+
+
+class CallWatch:
+    """Notes which submodules that hold parameters are called, during one forward only: the hooks
+    are gone before the user can copy, pickle or compile the module again.
+
+    Attributes:
+        owners: names of the modules that own parameters themselves.
+    """
+
+    def __init__(self) -> None:
+        self.owners: set[str] = set()
+        self._handles: list[Any] = []
+        self._called: set[str] = set()
+
+    @classmethod
+    def start(cls, model: Model) -> CallWatch | None:
+        """None where watching could disturb: scripted or compiled modules."""
+        import torch
+
+        inner = model.inner()
+        if inner is None or compiling():
+            return None
+        modules = list(inner.named_modules())
+        if any(
+            isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for _, m in modules
+        ):
+            return None
+        watch = cls()
+        for name, module in modules:
+            if any(p is not None for p in module._parameters.values()):
+                watch.owners.add(name)
+            watch._handles.append(module.register_forward_pre_hook(watch._note(name)))
+        return watch
+
+    def _note(self, name: str) -> Any:
+        def note(module: Any, args: Any) -> None:
+            self._called.add(name)
+
+        return note
+
+    def stop(self) -> frozenset[str]:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return frozenset(self._called)

@@ -1,0 +1,82 @@
+"""Gradients that are exactly zero, again and again."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from ..events import ZeroGradients
+from . import holdings, moments
+from .holdings import Holding
+from .moments import Step
+from .recorder import Recorder
+
+LOST = "gradients that are always zero"
+
+PARAMETERS_AT_MOST = 2000
+
+
+class Zeros:
+    """Positions whose gradient was zero in all steps looked at so far."""
+
+    def __init__(self) -> None:
+        self.always: set[int] | None = None
+        self.samples = 0
+
+
+_zeros: weakref.WeakKeyDictionary[Holding, Zeros] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    _zeros.clear()
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    number = step.number
+    if number & (number - 1):
+        return
+    for holding in holdings.of(step):
+        zeros = _zeros.setdefault(holding, Zeros())
+        if zeros.always == set():
+            continue
+        found = _look(holding, zeros.always)
+        if found is None:
+            continue
+        zeros.always, zeros.samples = found, zeros.samples + 1
+        if found and zeros.samples >= 4:
+            optimizer = step.optimizer()
+            _tell(active, holding, zeros, number, optimizer)
+
+
+def _look(holding: Holding, before: set[int] | None) -> set[int] | None:
+    """Where the gradients are zero; None where looking would make a device wait."""
+    positions = holding.synchronised if before is None else sorted(before)
+    if len(positions) > PARAMETERS_AT_MOST:
+        return set()
+    found = set()
+    for position, parameter in zip(positions, holding.parameters(positions), strict=True):
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            continue
+        if gradient.device.type != "cpu" or gradient.is_sparse:
+            return None
+        if not bool(gradient.any()):
+            found.add(position)
+    return found
+
+
+def _tell(active: Recorder, holding: Holding, zeros: Zeros, step: int, optimizer: Any) -> None:
+    decay = max((float(g.get("weight_decay") or 0) for g in optimizer.param_groups), default=0.0)
+    active.emit(
+        ZeroGradients(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            step=step,
+            samples=zeros.samples,
+            indices=tuple(sorted(zeros.always or ())),
+            weight_decay=decay,
+        )
+    )

@@ -1,0 +1,135 @@
+"""Report to console, text, JSON, page and Markdown. The only user of rich besides `--help`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ..comparison import Comparison
+from ..findings import Check, Report
+from ..run import Run
+from ..runfolder import write_private
+
+PLAIN_WIDTH = 80
+
+
+def console(
+    report: Report, *, stream: TextIO | None = None, quiet: bool = False, width: int | None = None
+) -> None:
+    """Print a report. Where the stream is no terminal: 80 columns and no escapes.
+
+    A stream that is closed or full loses the report and nothing else.
+    """
+    from . import terminal
+
+    out = sys.stderr if stream is None else stream
+    styled = is_terminal(out)
+    content = terminal.render(report, width or width_of(out), styled=styled, quiet=quiet)
+    if not quiet:
+        content = f"\n{content}"  # apart from what the ranks and the launcher printed
+    with contextlib.suppress(OSError, ValueError):
+        emit(content, out)
+
+
+def text(report: Report, width: int = PLAIN_WIDTH, *, styled: bool = False) -> str:
+    """The report as text; plain unless `styled`."""
+    from . import terminal
+
+    return terminal.render(report, width, styled=styled)
+
+
+def story(
+    runs: Sequence[Run], rank: int, stacks: Sequence[Path], width: int, *, styled: bool = False
+) -> str:
+    """What one rank did, in the order it happened, through all attempts."""
+    from . import biography
+
+    return biography.render(runs, rank, stacks, width, styled=styled)
+
+
+def now(run: Run, folder: str, width: int, *, gone: bool = False) -> str:
+    """Where every rank of a run is (or was, where the run is `gone`), once, as plain text."""
+    from . import live
+
+    return live.snapshot(run, folder, width, live.MOST_LINES, styled=False, gone=gone)
+
+
+def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
+    """What changed between two runs."""
+    from . import changes
+
+    return changes.render(change, width, styled=styled)
+
+
+def page_of(check: Check, width: int, *, styled: bool = False) -> str:
+    """What `ddpdoctor explain` prints about a check."""
+    from . import handbook
+
+    return handbook.page(check, width, styled=styled)
+
+
+def index_of(checks: Sequence[Check], width: int, *, styled: bool = False) -> str:
+    """The table of all checks."""
+    from . import handbook
+
+    return handbook.index(checks, width, styled=styled)
+
+
+def html(report: Report) -> str:
+    """The report as a self-contained page."""
+    from . import page
+
+    return page.render(report)
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown, for a pull request or a job summary."""
+    from . import markup
+
+    return markup.render(report)
+
+
+def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the content of `findings.json`. Raises OSError where that is impossible."""
+    _write(path, report.to_json() + b"\n")
+
+
+def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page. Raises OSError where that is impossible."""
+    _write(path, html(report).encode(errors="replace"))
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person with a terminal that knows escapes is on the other end."""
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # closed
+        return False
+
+
+def width_of(stream: TextIO) -> int:
+    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if is_terminal(stream) else 80
+
+
+def emit(content: str, stream: TextIO) -> None:
+    """Write text to a stream, whatever its encoding."""
+    try:
+        stream.write(content)
+    except UnicodeEncodeError:
+        known = stream.encoding or "ascii"
+        stream.write(content.encode(known, "replace").decode(known))
+    stream.flush()
+
+
+def _write(path: str | os.PathLike[str], content: bytes) -> None:
+    target = Path(path)
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+        target.write_bytes(content)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_private(target, content)

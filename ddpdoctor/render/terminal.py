@@ -1,0 +1,229 @@
+"""A report for the console, in the anatomy of a compiler's message.
+
+Everything that comes from a run goes through `words` and into `Text`, never into markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import StringIO
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..findings import Finding, Location, Report, Severity
+from . import facts
+from .facts import Grid, Proof
+from .words import clean, clean_lines, cut, fit, paragraphs, wrap
+
+PLAIN_WIDTH = 80
+SOURCE_LIMIT = 400
+STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
+
+
+def render(report: Report, width: int, *, styled: bool = False, quiet: bool = False) -> str:
+    """The report as text of that width; without `styled` it holds no escapes."""
+    console = make_console(StringIO(), width, styled)
+    for part in _report(report, console.width, quiet):
+        show(console, part)
+    return captured(console)
+
+
+def make_console(file: TextIO, width: int, styled: bool) -> Console:
+    """A console that takes nothing from what it prints: no markup, emoji or highlighting."""
+    return Console(
+        file=file,
+        width=max(width, 40),
+        force_terminal=styled,
+        color_system="auto" if styled else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def captured(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
+
+
+def show(console: Console, part: RenderableType) -> None:
+    """Print one part; lines are wrapped already, so rich must not cut into them."""
+    console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _report(report: Report, width: int, quiet: bool) -> Iterator[RenderableType]:
+    if not quiet:
+        yield from head(report, width)
+    for finding in report.findings:
+        yield from about(finding, facts.most_steps(report), width)
+        yield Text()
+    if not quiet:
+        yield from foot(report, width)
+
+
+def head(report: Report, width: int) -> Iterator[RenderableType]:
+    """What was run, how each rank ended, and the facts worth showing."""
+    for number, line in enumerate(facts.headline(report)):
+        yield from _wrapped(line, width, "bold" if number == 0 else "")
+    yield Text()
+    if report.ranks:
+        yield rank_table(facts.rank_grid(report), width)
+        yield Text()
+    for grid in facts.tables(report):
+        yield Text(grid.title, "bold")
+        yield from _grid(grid, width, "")
+        yield Text()
+
+
+def foot(report: Report, width: int) -> Iterator[RenderableType]:
+    """The count, what was not examined, and the doctor's own cost."""
+    style = "" if report.findings else "bold"
+    for line in facts.verdict(report):
+        yield from _wrapped(line, width, style)
+    for line in facts.gaps(report):
+        yield from _wrapped(line, width, "dim", hang=2)
+    yield from _wrapped(facts.overhead(report), width, "dim")
+
+
+def rank_table(grid: Grid, width: int) -> Table:
+    """One row per rank; what does not fit is cut in the last column."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in grid.columns:
+        right = name in ("steps", "step time")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    # Cut here: rich would take the room for a long cell from the columns before it.
+    taken = sum(size + 2 for size in facts.widths(grid)[:-1])
+    room = max(width - taken, 20)
+    for row in grid.rows:
+        state = row[1].partition(" ")[0] if len(row) > 1 else ""
+        cells = [Text(cell) for cell in (*row[:-1], cut(row[-1], room))]
+        if state in STATES:
+            cells[1].stylize(STATES[state])
+        table.add_row(*cells)
+    if grid.more:
+        table.add_row(Text(f"and {grid.more} more"))
+    return table
+
+
+def about(finding: Finding, total_steps: int, width: int) -> Iterator[Text]:
+    """One finding, location first, ending in something to do."""
+    code, sentence = facts.first_line(finding)
+    first, *rest = wrap(f"{code} {sentence}", width - 2, width)
+    opening = Text(first, "bold")
+    opening.stylize(STYLES[finding.severity], 0, len(code))
+    yield opening
+    yield from (Text(f"  {line}", "bold") for line in rest)
+    for number, line in enumerate(_row(facts.whereabouts(finding, total_steps), width - 6)):
+        yield Text.assemble(("      " if number else "  --> ", "bold blue"), line)
+    yield from _source(finding, width)
+    if told := facts.subjects(finding):
+        yield from _labelled("concerns", told, width)
+    for proof in facts.proofs(finding):
+        yield from _proof(proof, width)
+    yield from _labelled("cause", finding.cause, width)
+    yield from _labelled(f"help ({finding.fix_kind.value})", finding.fix, width)
+    for effect in finding.consequences:
+        told = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
+        yield from _labelled("follows from it", told, width)
+    yield from _labelled("explain", facts.explain_command(clean(finding.code, 20)), width)
+
+
+def _row(parts: list[str], width: int) -> list[str]:
+    """Parts side by side, as many as fit on a line."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and cell_len(lines[-1]) + 3 + cell_len(part) <= width:
+            lines[-1] += f"   {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _source(finding: Finding, width: int) -> Iterator[Text]:
+    """The lines of the user's code, the first one underlined with what is wrong there."""
+    places: list[tuple[Location, str, str]] = []
+    if finding.location:
+        places.append((finding.location, finding.label, "^"))
+    places += [(r.location, r.label, "-") for r in finding.related]
+    if not places:
+        return
+    gutter = max(len(str(p.line)) for p, _, _ in places)
+    file = places[0][0].file if finding.location else ""
+    for place, label, mark in places:
+        if place.file != file:
+            yield Text.assemble((f"{'':>{gutter}} ::: ", "bold blue"), clean(str(place)))
+            file = place.file
+        if place.source:
+            style = STYLES[finding.severity] if mark == "^" else "bold blue"
+            yield from _underlined(place, label, mark, gutter, width, style)
+        elif label:
+            for number, line in enumerate(wrap(clean(label), width - gutter - 3)):
+                at = place.line if not number else ""
+                yield Text.assemble((f"{at:>{gutter}} | ", "bold blue"), line)
+
+
+def _underlined(
+    place: Location, label: str, mark: str, gutter: int, width: int, style: str
+) -> Iterator[Text]:
+    bar = f"{'':>{gutter}} | "
+    source = clean_lines(place.source, SOURCE_LIMIT)[0]
+    indent = min(len(source) - len(source.lstrip()), 12)
+    code = fit(source.strip(), width - len(bar) - indent)
+    yield Text.assemble((f"{place.line:>{gutter}} | ", "bold blue"), " " * indent + code)
+    under = mark * max(cell_len(code), 1)
+    told = clean(label)
+    if not told or len(bar) + indent + len(under) + 1 + cell_len(told) <= width:
+        line = f"{' ' * indent}{under} {told}".rstrip()
+        yield Text.assemble((bar, "bold blue"), (line, style))
+        return
+    yield Text.assemble((bar, "bold blue"), (" " * indent + under, style))
+    for line in wrap(told, max(width - len(bar) - indent, 20)):
+        yield Text.assemble((bar, "bold blue"), (" " * indent + line, style))
+
+
+def _proof(proof: Proof, width: int) -> Iterator[Text]:
+    if proof.grid:
+        yield from _labelled("evidence", f"{proof.name}:", width)
+        yield from _grid(proof.grid, width, "       ")
+    elif proof.block:
+        yield from _labelled("evidence", f"{proof.name}:", width)
+        yield from (Text(f"       {line}") for line in clean_lines(proof.block))
+    else:
+        yield from _labelled("evidence", f"{proof.name}: {proof.line}", width)
+
+
+def _grid(grid: Grid, width: int, indent: str) -> Iterator[Text]:
+    """A table by columns where it fits the page, else row by row."""
+    sizes = facts.widths(grid)
+    if len(indent) + sum(sizes) + 2 * len(sizes) <= width + 2:
+        for number, row in enumerate((grid.columns, *grid.rows)):
+            cells = [c + " " * (size - cell_len(c)) for c, size in zip(row, sizes, strict=True)]
+            yield Text(f"{indent}{'  '.join(cells)}".rstrip(), "" if number else "dim")
+    else:
+        for row in grid.rows:
+            pairs = [f"{n} {c}" for n, c in zip(grid.columns, row, strict=True) if c]
+            lines = wrap(", ".join(pairs), width - len(indent) - 2)
+            yield from (Text(f"{indent}{'  ' * (i > 0)}{line}") for i, line in enumerate(lines))
+    if grid.more:
+        yield Text(f"{indent}and {grid.more} more")
+
+
+def _labelled(label: str, text: str, width: int) -> Iterator[Text]:
+    """`   = label: text`, wrapped under itself."""
+    mark = f"   = {label}: "
+    first, *rest = paragraphs(text, width - 7, max(width - len(mark), 20)) or [""]
+    if first.startswith("    "):  # code keeps its own lines together
+        first, rest = "", [first, *rest]
+    yield Text.assemble((mark, "bold"), first)
+    yield from (Text(f"       {line}".rstrip()) for line in rest)
+
+
+def _wrapped(line: str, width: int, style: str, hang: int = 0) -> Iterator[Text]:
+    for number, part in enumerate(wrap(line, width - hang, width)):
+        yield Text(part if not number else " " * hang + part, style)

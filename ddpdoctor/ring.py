@@ -1,0 +1,259 @@
+"""A rank's last calls and where it is now, in a small file that outlives any kill.
+
+The rank writes through a memory map: no system call, nothing to flush, and what is written is in
+the kernel's page cache whatever ends the process. Fixed slots, overwritten oldest first; a slot is
+written *before* its call, since gloo aborts from C++ on some faults.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+MAGIC = b"DDPDRING"
+VERSION = 1
+SLOTS = 1024
+
+_HEAD = struct.Struct("<8sIIIIQ")  # magic, version, slots, pid, unused, nonce
+_PHASE = struct.Struct("<iid")  # phase, site, since
+_PHASE_AT = 64
+_MOVED = struct.Struct("<qQdQ")  # step, progress, progress at, calls made
+_MOVED_AT = _PHASE_AT + _PHASE.size
+_HEAD_BYTES = 256
+# number + 1, index, group, signature, site, step, peer, began, state, ended
+_SLOT = struct.Struct("<Qqiiiqidi4xd")
+_SLOT_BYTES = _SLOT.size
+_END = struct.Struct("<i4xd")  # the tail of a slot: state, ended
+_END_AT = _SLOT.size - _END.size
+_SLACK_S = 1e-3  # times that went through the wall clock are that exact
+
+
+class Phase(enum.IntEnum):
+    """What a rank was doing when it was not in a collective."""
+
+    START = 0
+    USER = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    INIT = 6
+    LEAVING = 7
+
+
+class State(enum.IntEnum):
+    """How far a call got.
+
+    `RETURNED`: an asynchronous call was issued; `WAITING`: its `wait()` was entered. `VOID`: what
+    looked like communication was none, and its number in the group was given to the next call.
+    """
+
+    BEGUN = 1
+    RETURNED = 2
+    WAITING = 3
+    DONE = 4
+    FAILED = 5
+    VOID = 6
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective or point-to-point call, as a slot of the ring holds it.
+
+    Attributes:
+        number: of the call on this rank, from 0.
+        group: number of the process group on this rank; index: of the call in that group.
+        signature, site: numbers of `Signature` and `CallSite` records.
+        began, ended: seconds on the node's monotonic clock; ended 0 where it has not.
+        peer: global rank of the other side, -1 for collectives.
+    """
+
+    number: int
+    index: int
+    group: int
+    signature: int
+    site: int
+    step: int
+    peer: int
+    state: State
+    began: float
+    ended: float
+
+    @property
+    def inside(self) -> bool:
+        """The rank was in this call when it was last heard of."""
+        return self.state in (State.BEGUN, State.WAITING)
+
+    def open_at(self, at: float) -> bool:
+        """Whether the rank was inside this call at a moment, or failed in it just then."""
+        if self.state is State.FAILED:
+            return self.began <= at + _SLACK_S and self.ended >= at - _SLACK_S
+        blocking = self.state in (State.BEGUN, State.WAITING, State.DONE)
+        return blocking and self.began <= at and (self.ended == 0.0 or self.ended >= at)
+
+
+class Ring:
+    """What a ring file says.
+
+    Attributes:
+        phase, phase_site, phase_since: what the rank does when it is in no call.
+        progress: counts everything the rank was seen to do; `progress_at` is when it last did.
+        count: calls made so far.
+        nonce: names the socket on which the rank can be asked (see `ask_address`), 0 for none.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        """Raises ValueError where these bytes are no ring of this version."""
+        if len(data) < _HEAD_BYTES + SLOTS * _SLOT_BYTES:
+            raise ValueError("too short")
+        magic, version, slots, self.pid, _, self.nonce = _HEAD.unpack_from(data, 0)
+        if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
+            raise ValueError("another version")
+        self._data = data
+        phase, self.phase_site, self.phase_since = _PHASE.unpack_from(data, _PHASE_AT)
+        self.step, self.progress, self.progress_at, self.count = _MOVED.unpack_from(data, _MOVED_AT)
+        self.phase = Phase(phase) if phase in Phase._value2member_map_ else Phase.USER
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The last calls, oldest first."""
+        return self._read(range(SLOTS))
+
+    @cached_property
+    def last_calls(self) -> tuple[Call, ...]:
+        """The very last ones; cheaper than `calls`."""
+        newest = self.count % SLOTS
+        return self._read([(newest - back) % SLOTS for back in range(1, 9)])
+
+    def _read(self, slots: Iterable[int]) -> tuple[Call, ...]:
+        found = []
+        for place in slots:
+            slot = _SLOT.unpack_from(self._data, _HEAD_BYTES + place * _SLOT_BYTES)
+            number, index, group, signature, site, step, peer, began, state, ended = slot
+            if number and 1 <= state <= len(State):
+                found.append(
+                    Call(
+                        number - 1,
+                        index,
+                        group,
+                        signature,
+                        site,
+                        step,
+                        peer,
+                        State(state),
+                        began,
+                        ended,
+                    )
+                )
+        return tuple(sorted(found, key=lambda c: c.number))
+
+
+class RingWriter:
+    """The rank's side."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where the file cannot be made."""
+        size = _HEAD_BYTES + SLOTS * _SLOT_BYTES
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # A sparse file on a full disk would end the rank with SIGBUS.
+            os.posix_fallocate(fd, 0, size)
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._count = 0
+        self._progress = 0
+        self._pid = os.getpid()
+        self.step = 0
+        self.answers(0)
+        self.phase(Phase.START, -1)
+
+    def answers(self, nonce: int) -> None:
+        """Say under which name this process can be asked; 0 for not at all."""
+        _HEAD.pack_into(self._map, 0, MAGIC, VERSION, SLOTS, self._pid, 0, nonce)
+
+    def call(self, number: int) -> tuple[int, int] | None:
+        """Group and index of a call, while it is still in the ring."""
+        if number <= self._count - SLOTS:
+            return None
+        where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES
+        _, index, group, *_ = _SLOT.unpack_from(self._map, where)
+        return group, index
+
+    def phase(self, phase: int, site: int) -> None:
+        now = time.monotonic()
+        _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
+        self._progress += 1  # as `alive`: this happens six times a step
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+
+    def alive(self, now: float) -> None:
+        """Something was done."""
+        self._progress += 1
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+
+    def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
+        """Write a call down before it is made; returns its number."""
+        number, self._count = self._count, self._count + 1
+        now = time.monotonic()
+        _SLOT.pack_into(
+            self._map,
+            _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES,
+            number + 1,
+            index,
+            group,
+            signature,
+            site,
+            self.step,
+            peer,
+            now,
+            1,
+            0.0,
+        )
+        self.alive(now)
+        return number
+
+    def mark(self, number: int, state: int) -> None:
+        """The call moved on; nothing where its slot belongs to a later one by now."""
+        if number <= self._count - SLOTS:
+            return
+        now = time.monotonic()
+        ended = now if state >= 4 else 0.0
+        where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
+        _END.pack_into(self._map, where, state, ended)
+        self.alive(now)
+
+    def set_times(self, number: int, began: float, ended: float) -> None:
+        """Overwrite when a call was made (recordings that are made by hand)."""
+        where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES
+        struct.pack_into("<d", self._map, where + _END_AT - 8, began)
+        struct.pack_into("<d", self._map, where + _SLOT_BYTES - 8, ended)
+
+    def set_progress(self, at: float) -> None:
+        """Overwrite when the rank last did something (recordings that are made by hand)."""
+        struct.pack_into("<d", self._map, _PHASE_AT + 8, at)
+        struct.pack_into("<d", self._map, _MOVED_AT + 16, at)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def ask_address(pid: int, nonce: int) -> str:
+    """Where a rank of this node waits for questions: an abstract socket, so no file."""
+    return f"\0ddpdoctor-{pid}-{nonce:x}"
+
+
+def read_ring(path: Path) -> Ring | None:
+    """What the ring file of a rank says, or None where there is none that can be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            return Ring(file.read(_HEAD_BYTES + SLOTS * _SLOT_BYTES))
+    except (OSError, ValueError):
+        return None

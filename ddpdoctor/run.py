@@ -1,0 +1,403 @@
+"""One run, all ranks joined, read-only, with the questions that checks ask of it."""
+
+from __future__ import annotations
+
+import signal as signals
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import TypeVar
+
+import msgspec
+
+from .events import (
+    Event,
+    ExceptionRaised,
+    GroupReady,
+    MonitorStarted,
+    NotObserved,
+    ProcessEnded,
+    ProcessStarted,
+    RankExiting,
+    RankStarted,
+    Site,
+    StallOver,
+    StallSeen,
+    StepDone,
+    Stopped,
+    TorchLoaded,
+    Wrapped,
+)
+from .findings import Location
+from .joining import joined_info, principal
+from .ring import Call, Phase, Ring, State, read_ring
+from .runfolder import Lines, RunFolder, RunInfo
+
+__all__ = [
+    "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "fold_ranks", "load",
+    "shorten",
+]  # fmt: skip
+
+E = TypeVar("E", bound=Event)
+F = TypeVar("F", bound="Facts")
+
+
+class Facts:
+    """Events of one source, by kind, in the order they were recorded."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[type[Event], list[Event]] = {}
+        self.last: Event | None = None
+        self.unreadable = 0
+        self.torn = False
+
+    def add(self, event: Event) -> None:
+        kind = type(event)
+        try:
+            self._by_kind[kind].append(event)
+        except KeyError:
+            self._by_kind[kind] = [event]
+        self.last = event
+
+    def of(self, kind: type[E]) -> list[E]:
+        """All events of a kind, oldest first."""
+        return self._by_kind.get(kind, [])  # type: ignore[return-value]
+
+    def first(self, kind: type[E]) -> E | None:
+        events = self.of(kind)
+        return events[0] if events else None
+
+    def latest(self, kind: type[E]) -> E | None:
+        events = self.of(kind)
+        return events[-1] if events else None
+
+    def __iter__(self) -> Iterator[Event]:
+        """All events in order of time."""
+        every = [e for events in self._by_kind.values() for e in events]
+        return iter(sorted(every, key=lambda e: e.at))
+
+
+class Rank(Facts):
+    """What one rank recorded, and what its node's monitor saw of its process.
+
+    Attributes:
+        twins: other processes that claimed the same rank.
+        stalled: the run stood still when it ended.
+        path: its event file; others of this rank stand beside it.
+        alive: its end is not on record and its process is still there; known to a post-mortem.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.ended: ProcessEnded | None = None
+        self.stopped: Stopped | None = None
+        self.twins: list[Rank] = []
+        self.stalled = False
+        self._ring: tuple[Path | None, Ring | None] = (None, None)
+        self.path: Path | None = None
+        self.alive = False
+        self._sites: dict[int, Location] = {}
+
+    def add(self, event: Event) -> None:
+        super().add(event)
+        if isinstance(event, Site):
+            self._sites[event.id] = Location(
+                shorten(event.file, self.cwd), event.line, event.function, event.text
+            )
+
+    @property
+    def ring(self) -> Ring | None:
+        """Its last calls and where it is; read when asked for, then the same until looked again."""
+        if self._ring[0] != self.path and self.path is not None:
+            self._ring = self.path, read_ring(self.path.with_suffix(".ring"))
+        return self._ring[1]
+
+    def look_again(self) -> None:
+        self._ring = None, self._ring[1]
+
+    @property
+    def started(self) -> RankStarted | None:
+        return self.first(RankStarted)
+
+    @property
+    def cwd(self) -> str:
+        return self.started.cwd if self.started else ""
+
+    @property
+    def node(self) -> str:
+        return self.started.node if self.started else ""
+
+    def location(self, site: int) -> Location | None:
+        """The user's line behind a site number; None for -1 and for unknown ones."""
+        return self._sites.get(site)
+
+    def location_of(self, file: str, line: int) -> Location:
+        """A line given by its path, with its text where this rank recorded it."""
+        path = shorten(file, self.cwd)
+        known = (s for s in self._sites.values() if (s.file, s.line) == (path, line))
+        return next(known, Location(path, line))
+
+    def wall(self, at: float) -> float:
+        """A time on this rank's clock as seconds since the epoch, comparable between nodes."""
+        return at - self.started.at + self.started.wall if self.started else at
+
+    @property
+    def default_group(self) -> GroupReady | None:
+        """The default process group, once this rank has it."""
+        return next((g for g in self.of(GroupReady) if g.group == 0), None)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, of the optimizer that took the most."""
+        return max((e.step + 1 for e in self.of(StepDone)), default=0)
+
+    @property
+    def exception(self) -> ExceptionRaised | None:
+        """The exception that ended this rank's program."""
+        raised = [e for e in self.of(ExceptionRaised) if not e.caught]
+        return raised[-1] if raised else None
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.ended and self.ended.status is not None:
+            return self.ended.status
+        if self.ended and self.ended.signal is not None:
+            return None
+        if self.exception:
+            return 1
+        leaving = self.latest(RankExiting)
+        return leaving.status if leaving else None
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended the process."""
+        if not self.ended or self.ended.signal is None:
+            return None
+        try:
+            return signals.Signals(self.ended.signal).name
+        except ValueError:
+            return f"signal {self.ended.signal}"
+
+    @property
+    def state(self) -> str:
+        """`finished | failed | killed | hung | running | lost`."""
+        if self.ended and self.ended.signal is not None:
+            hung = self.stalled or (self.stopped is not None and self.stopped.by == "doctor")
+            return "hung" if hung else "killed"
+        if self.ended and self.ended.status is not None:
+            return "failed" if self.ended.status else "finished"
+        leaving = self.latest(RankExiting)
+        if self.exception or (leaving and leaving.status):
+            return "failed"
+        if leaving:
+            return "finished"
+        if self.ended:  # gone without a word, and nobody could wait for it
+            return "killed"
+        return "running" if self.alive else "lost"
+
+    @property
+    def device(self) -> str:
+        wrapped = self.latest(Wrapped)
+        return wrapped.device if wrapped and wrapped.device else "cpu"
+
+    def step_time(self) -> float | None:
+        """Median seconds of a step, the first few left out."""
+        times = [e.wall_s for e in self.of(StepDone)][3:] or [e.wall_s for e in self.of(StepDone)]
+        return statistics.median(times) if times else None
+
+
+class Run:
+    """All ranks of one attempt of one run.
+
+    Attributes:
+        ranks: by global rank. `missing` are those of the world that left no record.
+        nodes: what each node's monitor recorded, by node rank.
+        now: the monotonic time of a look at a run that goes on; None for one that is over.
+    """
+
+    now: float | None = None
+
+    def __init__(
+        self, info: RunInfo, ranks: dict[int, Rank], nodes: dict[int, Facts], attempt: int = 0
+    ) -> None:
+        self.info = info
+        self.ranks = dict(sorted(ranks.items()))
+        self.nodes = nodes
+        self.attempt = attempt
+
+    @cached_property
+    def world_size(self) -> int:
+        said = [r.started.world_size for r in self.ranks.values() if r.started]
+        ready = [len(g.ranks) for r in self.ranks.values() if (g := r.default_group)]
+        told = [e.world_size for e in self._processes()]
+        return max([self.info.world_size, *said, *ready, *told, len(self.ranks)], default=0)
+
+    @property
+    def missing(self) -> list[int]:
+        return [r for r in range(self.world_size) if r not in self.ranks]
+
+    @property
+    def unobserved(self) -> list[int]:
+        """Ranks that the launcher did start and that left no record."""
+        return sorted({e.rank for e in self._processes()} - self.ranks.keys())
+
+    def _processes(self) -> list[ProcessStarted]:
+        every = (e for node in self.nodes.values() for e in node.of(ProcessStarted))
+        return [e for e in every if e.attempt == self.attempt]
+
+    @cached_property
+    def started(self) -> float:
+        """When the first rank started, on the clock of `Rank.wall`."""
+        return min((r.started.wall for r in self.ranks.values() if r.started), default=0.0)
+
+    @property
+    def torch(self) -> str:
+        return next((e.torch for e in self._each(TorchLoaded)), self.info.torch)
+
+    @property
+    def backend(self) -> str:
+        return next((e.backend for e in self._each(GroupReady) if e.group == 0), "")
+
+    def _each(self, kind: type[E]) -> Iterator[E]:
+        for rank in self.ranks.values():
+            yield from rank.of(kind)
+
+    def any(self, kind: type[Event]) -> bool:
+        """Whether any rank recorded such an event."""
+        return any(rank.of(kind) for rank in self.ranks.values())
+
+    def not_observed(self, check: str) -> str | None:
+        """Why the probe did not look at something a check needs, where it said so."""
+        return next((e.reason for e in self._each(NotObserved) if e.check == check), None)
+
+    @cached_property
+    def stall(self) -> tuple[StallSeen, float] | None:
+        """The monitor's record of a stall that was never over, and when on `Rank.wall`'s clock."""
+        if self.now is None and all(r.state == "finished" for r in self.ranks.values()):
+            return None  # it ended well, before the monitor could see it go on
+        found = []
+        for node in self.nodes.values():
+            began = node.first(MonitorStarted)
+            seen = [e for e in node.of(StallSeen) if e.attempt == self.attempt]
+            over = [e.at for e in node.of(StallOver) if e.attempt == self.attempt]
+            if began and seen and not any(at > seen[-1].at for at in over):
+                found.append((seen[-1], seen[-1].at - began.at + began.wall))
+        first = min(found, key=lambda item: item[1], default=None)
+        return None if first is None or self._went_on(first[0].at) else first
+
+    def _went_on(self, at: float) -> bool:
+        """Whether ranks stepped or called after that, so that the stall was none in the end."""
+        for rank in self.ranks.values():
+            step = rank.latest(StepDone)
+            if step is not None and step.at > at:
+                return True
+            if any(c.began > at for c in (rank.ring.last_calls if rank.ring else ())):
+                return True
+        return False
+
+    def outcome(self) -> str:
+        """`completed | failed | hung | killed | incomplete` (see CONTRACT)."""
+        if self.info.outcome:
+            return self.info.outcome
+        if self.stall is not None:
+            return "hung"
+        states = [r.state for r in self.ranks.values()]
+        if not states or "lost" in states or "running" in states or self.missing:
+            return "incomplete" if "failed" not in states else "failed"
+        return next((s for s in ("hung", "failed", "killed") if s in states), "completed")
+
+    def training_ranks(self) -> list[Rank]:
+        """The ranks that took optimizer steps."""
+        return [r for r in self.ranks.values() if r.of(StepDone)]
+
+
+def shorten(file: str, cwd: str) -> str:
+    """A path as the user would type it in `cwd`."""
+    path = PurePath(file)
+    if cwd and path.is_relative_to(cwd):
+        return str(path.relative_to(cwd))
+    return file
+
+
+def fold_ranks(ranks: Iterable[int]) -> str:
+    """`0-2,5` for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+class Recording:
+    """A run folder being read: call `refresh` as often as it may have grown."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._files: dict[object, tuple[Lines, Facts]] = {}
+
+    def refresh(self, attempt: int = 0) -> Run:
+        """What the folder says now of one attempt."""
+        records: dict[int, list[Rank]] = {}
+        for number, path in self.folder.rank_files(attempt):
+            rank = self._follow(path, Rank(number))
+            if rank is None:
+                continue
+            rank.path = path
+            rank.look_again()
+            records.setdefault(number, []).append(rank)
+        nodes = {
+            n: facts
+            for n, path in self.folder.node_files()
+            if (facts := self._follow(path, Facts())) is not None
+        }
+        for one in (r for several in records.values() for r in several):
+            one.ended, one.stopped = _end_of(one, nodes.values(), attempt)
+            one.twins = []
+        info = self.folder.read_info() or _unknown()
+        if attempt != self.folder.attempts()[-1]:  # what stands there is how the last one ended
+            info = msgspec.structs.replace(info, outcome=None, exit_code=None)
+        ranks = {number: principal(several) for number, several in records.items()}
+        run = Run(info, ranks, nodes, attempt)
+        for rank in ranks.values():
+            rank.stalled = run.stall is not None
+        return run
+
+    def _follow(self, path: Path, fresh: F) -> F | None:
+        """Everything in a file so far; None where it is no file of ours (a link, a folder)."""
+        lines, facts = self._files.setdefault(path, (Lines(path), fresh))
+        for event in lines.events():
+            facts.add(event)
+        facts.unreadable, facts.torn = lines.unreadable, lines.torn
+        return None if lines.foreign else facts  # type: ignore[return-value]
+
+
+def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
+    """One run from its folders, one per node."""
+    runs = [Recording(folder).refresh(attempt) for folder in folders]
+    ranks: dict[int, Rank] = {}
+    nodes: dict[int, Facts] = {}
+    for run in runs:
+        ranks.update(run.ranks)
+        for number, node in run.nodes.items():
+            # Without --node-rank every node thinks it is the first.
+            nodes[number if number not in nodes else max(nodes) + 1] = node
+    return Run(joined_info(runs), ranks, nodes, attempt)
+
+
+def _end_of(
+    rank: Rank, nodes: Iterable[Facts], attempt: int
+) -> tuple[ProcessEnded | None, Stopped | None]:
+    pid = rank.started.pid if rank.started else 0
+    for node in nodes:
+        for ended in node.of(ProcessEnded):
+            if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
+                return ended, node.latest(Stopped)
+    return None, None
+
+
+def _unknown() -> RunInfo:
+    return RunInfo(schema_version=0, id="", command=[], started_at="", tool_version="")

@@ -1,0 +1,392 @@
+"""Whether a run stands still, for good or for now: the monitor's part in finding hangs.
+
+It measures (who made no progress since when, where everyone is) and records that; what it means
+is said by the checks of the family `hang`, the same that read the folder afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import machine, stacks
+from .events import Event, FlightLog, RankExiting, RankStood, StallOver, StallSeen, Worker
+from .findings import Check, Confidence, Finding
+from .ring import Phase, Ring, ask_address
+from .run import Rank, Run
+
+if TYPE_CHECKING:
+    from .config import Options
+
+STACK_SIGNAL = signal.SIGRTMAX - 3
+QUIET_S = 1.0
+"""Nobody is called still before that."""
+LEAST_S = 10.0
+FIRST_STEP_S = 30.0
+"""Before the first step there is nothing to learn from: data sets are read, models compiled."""
+BEGUN = 30
+"""So many calls count as having begun, where no optimizer steps."""
+PATIENCE = 1.5
+"""A pause may be that much longer than the longest one that ended well."""
+ANSWERS_WITHIN_S = 1.0
+BUSY = 0.3
+"""Share of a core wanted. While every rank computes, none waits for another."""
+WHILE_BUSY = 6
+LOOK_SHARE = 20
+"""A look that took long is not repeated before twenty times that."""
+
+
+@dataclass
+class Still:
+    """What is known of one rank's progress.
+
+    Attributes:
+        progress: the counter in its ring when last looked at; changed: when it last changed.
+        cpu_s: seconds of a core wanted until `cpu_at`; cpu: the share since the look before.
+    """
+
+    progress: int = -1
+    changed: float = 0.0
+    cpu_s: float = 0.0
+    cpu_at: float = 0.0
+    cpu: float = 0.0
+
+
+@dataclass
+class Episode:
+    """One time that the run stands still.
+
+    Attributes:
+        pids: the ranks' processes then.
+        asked: when they were asked for their stacks; sizes: of their stack files before.
+        told: it is on record; noticed: the user was told; proven: it cannot resolve.
+        moved: when ranks were first seen to move again.
+    """
+
+    since: float
+    pids: frozenset[int] = frozenset()
+    asked: float = 0.0
+    moved: float = 0.0
+    sizes: dict[int, int] | None = None
+    told: bool = False
+    noticed: bool = False
+    proven: bool = False
+    judged: tuple[object, ...] = ()
+    suspected: tuple[object, ...] = ()
+
+
+class Standing:
+    """Call `look` at every tick.
+
+    Attributes:
+        notices: lines for the user that nobody has printed yet.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        write: Callable[[Event], None],
+        checks: Callable[[], Sequence[Check]],
+    ) -> None:
+        self.options = options
+        self.notices: list[str] = []
+        self._write = write
+        self._checks = checks
+        self._ranks: dict[int, Still] = {}
+        self._longest = 0.0
+        self._episode: Episode | None = None
+        self._attempt = 0
+        self._ending = False
+        self._next_look = 0.0
+        self._stood_once: set[int] = set()
+
+    def look(self, run: Run, pids: set[int]) -> str | None:
+        """Why the run must be stopped, or None."""
+        if self._ending:
+            _release(pids)
+            return None
+        run.now = now = time.monotonic()
+        if run.attempt != self._attempt:
+            self._attempt, self._episode, self._ranks = run.attempt, None, {}
+            self._stood_once = set()
+        live = [r for r in run.ranks.values() if r.started and r.started.pid in pids]
+        for rank in live:
+            self._measure(rank, now)
+        since = self._standing_since(run, live, now)
+        episode = self._episode
+        if since is None or now - since < QUIET_S:
+            if episode is not None:
+                self._maybe_over(run, live, episode, now)
+            return None
+        if episode is None or since > episode.since + QUIET_S:
+            if episode is not None and not self._maybe_over(run, live, episode, now):
+                return None
+            episode = self._episode = Episode(since, pids=frozenset(_pids(live)))
+        return self._judge(run, live, episode, now)
+
+    def finish(self, run: Run, pids: set[int]) -> None:
+        """Where ranks were when they were told to end: faulthandler wrote that for SIGTERM."""
+        seen = {e.rank for n in run.nodes.values() for e in n.of(RankStood)} | self._stood_once
+        for rank in run.ranks.values():
+            pid = rank.started.pid if rank.started else 0
+            if rank.rank in seen or pid not in pids or rank.ended is None:
+                continue
+            frames = stacks.main_thread(_tail(_stacks_path(rank), 0))
+            if frames and rank.ended.signal == signal.SIGTERM:
+                self._write(
+                    RankStood(
+                        at=rank.ended.at, rank=rank.rank, pid=pid, frames=frames,
+                        attempt=run.attempt,
+                    )
+                )  # fmt: skip
+
+    def hang_after(self, run: Run) -> float:
+        """Seconds without progress that count as a stall."""
+        busy = WHILE_BUSY if all(s.cpu > BUSY for s in self._ranks.values()) else 1
+        if self.options.hang_after is not None:
+            return busy * self.options.hang_after
+        begun = any(r.steps for r in run.ranks.values()) or any(
+            r.ring is not None and r.ring.count > BEGUN
+            for r in run.ranks.values()
+            if r.rank in self._ranks
+        )
+        least = LEAST_S if begun else FIRST_STEP_S
+        times = [t for r in run.ranks.values() if (t := r.step_time()) is not None]
+        return max(busy * least, PATIENCE * self._longest, 3 * max(times, default=0.0))
+
+    def _measure(self, rank: Rank, now: float) -> None:
+        seen = self._ranks.setdefault(rank.rank, Still(changed=now, cpu_at=now))
+        progress = rank.ring.progress if rank.ring else 0
+        if progress != seen.progress:
+            self._longest = max(self._longest, now - seen.changed if seen.progress >= 0 else 0.0)
+            seen.progress, seen.changed = progress, now
+        if now - seen.cpu_at >= QUIET_S or not seen.cpu_s:
+            used = machine.wanted_seconds(rank.started.pid if rank.started else 0)
+            if seen.cpu_s and now > seen.cpu_at:
+                seen.cpu = max(0.0, used - seen.cpu_s) / (now - seen.cpu_at)
+            seen.cpu_s, seen.cpu_at = used, now
+
+    def _standing_since(self, run: Run, live: list[Rank], now: float) -> float | None:
+        """Since when a rank waits in a call, or all ranks do nothing; None where none does."""
+        if not live:
+            return None
+        waiting = [self._ranks[r.rank].changed for r in live if waits(r.ring)]
+        if waiting:
+            return min(waiting)
+        begun = [r for r in live if r.ring is not None]
+        if len(begun) < len(live):
+            return None
+        return max(self._ranks[r.rank].changed for r in live)
+
+    def _maybe_over(self, run: Run, live: list[Rank], episode: Episode, now: float) -> bool:
+        """Whether the ranks really go on, rather than fail one after the other."""
+        failed = any(r.exception or r.latest(RankExiting) for r in run.ranks.values())
+        if episode.told:
+            episode.moved = episode.moved or now
+            if failed or episode.pids - set(_pids(live)) or now - episode.moved < QUIET_S:
+                return False
+            lasted = now - episode.since
+            self._write(StallOver(at=now, lasted_s=lasted, attempt=self._attempt))
+            self.notices.append(f"the run goes on, after {lasted:.0f} s")
+        self._episode = None
+        return True
+
+    def _judge(self, run: Run, live: list[Rank], episode: Episode, now: float) -> str | None:
+        limit = self.hang_after(run)
+        late = now - episode.since >= limit
+        if not episode.asked:
+            # Only who may be stuck is asked: a signal may interrupt what a library waits for.
+            if not late and not self._suspects(run, live, episode, now):
+                return None
+            self._ask(live, episode, now)
+            return None
+        if not episode.told and not self._answered(live, episode, now):
+            return None
+        state = (late, episode.told, *self._state(live, now))
+        if state == episode.judged:
+            return None
+        episode.judged = state
+        findings = self._findings(run)
+        proof = next((f for f in findings if deadlocked(f)), None)
+        if (proof is not None and not episode.proven) or (late and not episode.told):
+            episode.told, episode.proven = True, proof is not None
+            self._tell(run, live, episode, limit, now)
+        reason = self._stop(proof, findings, late)
+        if episode.told and not episode.noticed and findings and reason is None:
+            # A suspicion rests on what was just written down: it comes with the next look.
+            episode.noticed = True
+            self.notices.append(_notice(findings[0], now - episode.since))
+        return reason
+
+    def _state(self, live: list[Rank], now: float) -> tuple[object, ...]:
+        """What a look depends on: how far every rank is, and which of them stand still."""
+        seen = [self._ranks[r.rank] for r in live]
+        return tuple((s.progress, now - s.changed >= QUIET_S) for s in seen)
+
+    def _suspects(self, run: Run, live: list[Rank], episode: Episode, now: float) -> bool:
+        """Whether the records prove a deadlock already; looking takes little of our own time."""
+        state = self._state(live, now)
+        if state == episode.suspected or now < self._next_look:
+            return False
+        episode.suspected = state
+        found = any(deadlocked(f) for f in self._findings(run))
+        self._next_look = now + LOOK_SHARE * (time.monotonic() - now)
+        return found
+
+    def _stop(self, proof: Finding | None, findings: list[Finding], late: bool) -> str | None:
+        if proof is not None and self.options.on_hang in ("auto", "stop"):
+            self._ending = True
+            return proof.summary
+        if late and self.options.on_hang == "stop":
+            self._ending = True
+            return findings[0].summary if findings else "no rank makes progress"
+        return None
+
+    def _findings(self, run: Run) -> list[Finding]:
+        found: list[Finding] = []
+        for check in self._checks():
+            with contextlib.suppress(Exception):  # said by the report, which runs it again
+                found += check.examine(run)
+        return sorted(found, key=lambda f: (f.confidence is not Confidence.PROVEN, f.code))
+
+    def _ask(self, live: list[Rank], episode: Episode, now: float) -> None:
+        episode.asked = now
+        episode.sizes = {}
+        for rank in live:
+            pid = rank.started.pid if rank.started else 0
+            episode.sizes[rank.rank] = _size(_stacks_path(rank))
+            if machine.catches(pid, STACK_SIGNAL):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, STACK_SIGNAL)
+            _question(rank)
+
+    def _answered(self, live: list[Rank], episode: Episode, now: float) -> bool:
+        if now - episode.asked >= ANSWERS_WITHIN_S:
+            return True
+        sizes = episode.sizes or {}
+        return all(
+            _size(_stacks_path(r)) > sizes.get(r.rank, 0)
+            and any(log.at >= episode.asked for log in r.of(FlightLog))
+            for r in live
+        )
+
+    def _tell(self, run: Run, live: list[Rank], episode: Episode, limit: float, now: float) -> None:
+        """Write down where everybody is, then that the run stands still."""
+        if now - episode.asked > 2 * ANSWERS_WITHIN_S:  # where they are now, not then
+            self._ask(live, episode, now)
+            time.sleep(0.1)
+        for rank in live:
+            self._stood_once.add(rank.rank)
+            self._write(self._stood(rank, episode, now))
+        self._write(
+            StallSeen(
+                at=now,
+                since=episode.since,
+                hang_after=limit,
+                proven=episode.proven,
+                attempt=run.attempt,
+            )
+        )
+
+    def _stood(self, rank: Rank, episode: Episode, now: float) -> RankStood:
+        pid = rank.started.pid if rank.started else 0
+        stat = machine.stat(pid)
+        every = stacks.threads(_tail(_stacks_path(rank), (episode.sizes or {}).get(rank.rank, 0)))
+        others = tuple(
+            f"{frames[0].function} ({Path(frames[0].file).name}:{frames[0].line})"
+            for frames in every[:-1]
+            if frames
+        )
+        return RankStood(
+            at=now,
+            rank=rank.rank,
+            pid=pid,
+            state=stat.state if stat else "",
+            cpu=round(self._ranks[rank.rank].cpu, 2),
+            frames=every[-1] if every else (),
+            threads=others[:20],
+            workers=tuple(_worker(child) for child in machine.children(pid)[:32]),
+            attempt=self._attempt,
+        )
+
+
+def _pids(live: list[Rank]) -> list[int]:
+    return [r.started.pid for r in live if r.started]
+
+
+def _release(pids: set[int]) -> None:
+    """A stopped process takes no SIGTERM, and torchrun would wait half a minute for it."""
+    for pid in pids:
+        stat = machine.stat(pid)
+        if stat is not None and stat.state == "T":
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def waits(ring: Ring | None) -> bool:
+    """Whether a rank is inside a call, or inside `init_process_group`."""
+    if ring is None:
+        return False
+    if ring.phase is Phase.INIT:
+        return True
+    return any(call.inside for call in ring.last_calls)
+
+
+def deadlocked(finding: Finding) -> bool:
+    """Whether a finding proves that the run cannot go on."""
+    return finding.confidence is Confidence.PROVEN and bool(finding.evidence.get("stuck"))
+
+
+def _notice(finding: Finding, waited: float) -> str:
+    sure = "proven" if finding.confidence is Confidence.PROVEN else "suspected"
+    known = finding.location is None or str(finding.location) in finding.summary
+    where = "" if known else f" ({finding.location})"
+    return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{where}"
+
+
+def _stacks_path(rank: Rank) -> Path | None:
+    return rank.path.with_suffix(".stacks.txt") if rank.path else None
+
+
+def _size(path: Path | None) -> int:
+    try:
+        return path.stat().st_size if path else 0
+    except OSError:
+        return 0
+
+
+def _tail(path: Path | None, start: int) -> str:
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(1 << 20).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _question(rank: Rank) -> None:
+    """Wake the thread that reads torch's flight recorder."""
+    if rank.ring is None or not rank.ring.nonce:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
+        mouth.setblocking(False)
+        mouth.sendto(b"?", ask_address(rank.ring.pid, rank.ring.nonce))
+
+
+def _worker(pid: int) -> Worker:
+    stat = machine.stat(pid)
+    return Worker(
+        pid=pid,
+        state=stat.state if stat else "",
+        cpu_s=round(machine.cpu_seconds(pid), 2),
+        waits_in=machine.waits_in(pid),
+    )

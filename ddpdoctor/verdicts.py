@@ -1,0 +1,211 @@
+"""How ranks learn, without talking to each other, that they must stop because of a fault.
+
+A program that says `raise_on` has its ranks count their calls in small files of the run folder. At
+calls 2, 4, 8, 16, ... every rank waits a moment for the monitor, which judges once all have come
+that far: a fault stops all ranks at that very call. In between, the monitor judges now and then and
+names a call that no rank has reached yet. No rank goes on alone, and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from . import registry
+from .diagnose import diagnose
+from .findings import Confidence, Finding, Report, Severity
+from .run import Run
+from .runfolder import RunFolder, write_private
+
+LOOK_S = 2.0
+LOOK_SHARE = 10
+"""A look that took long is not repeated before ten times that."""
+
+AHEAD_S = 1.0
+"""The call to stop at lies at least this far ahead of the fastest rank."""
+
+_COUNT = struct.Struct("<q")
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What the program asked for; the first rank to ask decides."""
+
+    raise_on: str
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Stop at the first call numbered `at_call` or later."""
+
+    at_call: int
+    findings: tuple[Finding, ...]
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """The monitor has judged everything up to that call of every rank."""
+
+    call: int
+
+
+class Place:
+    """The files of one run folder that ranks and monitor meet in."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "verdict"
+        self.request = self.path / "request.json"
+        self.verdict = self.path / "verdict.json"
+        self.looked = self.path / "looked.json"
+
+    def ask(self, request: Request) -> None:
+        """Ask for verdicts; what another rank asked before stays.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if not self.request.exists():
+            write_private(self.request, msgspec.json.encode(request))
+
+    def counter(self, rank: int) -> Counter:
+        return Counter(self.path / f"rank-{rank}.calls")
+
+    def counts(self) -> dict[int, int]:
+        """Calls of every rank that counts, by rank."""
+        found = {}
+        for path in self.path.glob("rank-*.calls"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal() and (count := _read_count(path)) is not None:
+                found[int(number)] = count
+        return found
+
+    def read(self) -> Verdict | None:
+        return _read(self.verdict, Verdict)
+
+    def looked_at(self) -> int:
+        seen = _read(self.looked, Looked)
+        return seen.call if seen else 0
+
+
+class Counter:
+    """A number that one process writes and another reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def set(self, count: int) -> None:
+        os.pwrite(self._fd, _COUNT.pack(count), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Judge:
+    """The monitor's side. Call `look` as often as it ticks."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._place = Place(folder.path)
+        self._next_look = 0.0
+        self._before: dict[object, Finding] = {}
+        self._rate = _Rate()
+        self.decided = False
+
+    @property
+    def asked(self) -> bool:
+        return not self.decided and self._place.request.exists()
+
+    def look(self, run: Run | None, refresh: Callable[[], Run]) -> None:
+        """Judge, where somebody asked for it.
+
+        Args:
+            refresh: reads what has been written since `run` was read.
+        """
+        if run is None or not self.asked:
+            return
+        request = _read(self._place.request, Request)
+        counts = self._place.counts()
+        if request is None or not counts:
+            return
+        self._rate.note(max(counts.values()))
+        waiting = min(counts.values())
+        everyone = len(counts) >= max(1, run.world_size)
+        if everyone and is_meeting_point(waiting) and waiting > self._place.looked_at():
+            report, found = self._examine(refresh(), request)
+            if found:
+                self._decide(waiting, report, found)
+            write_private(self._place.looked, msgspec.json.encode(Looked(waiting)))
+        elif time.monotonic() >= self._next_look:
+            self._look_ahead(refresh(), request, counts)
+
+    def _look_ahead(self, run: Run, request: Request, counts: dict[int, int]) -> None:
+        began = time.monotonic()
+        report, found = self._examine(run, request)
+        spent = time.monotonic() - began
+        self._next_look = time.monotonic() + max(LOOK_S, LOOK_SHARE * spent)
+        # What one look says may be half a step, written by some ranks and not yet by others.
+        proven = {_key(f): f for f in found if f.confidence is Confidence.PROVEN}
+        stable = [f for key, f in proven.items() if key in self._before]
+        self._before = proven
+        if stable:
+            margin = max(2, int(self._rate.per_second * (AHEAD_S + spent)) + 1)
+            self._decide(max(counts.values()) + margin, report, stable)
+
+    def _examine(self, run: Run, request: Request) -> tuple[Report, list[Finding]]:
+        checks = registry.select(request.select, request.ignore)
+        report = diagnose(run, checks, folder=str(self._folder.path))
+        worst = Severity(request.raise_on).rank
+        return report, [f for f in report.findings if f.severity.rank <= worst]
+
+    def _decide(self, call: int, report: Report, found: list[Finding]) -> None:
+        write_private(self._folder.findings_path, report.to_json())
+        write_private(self._place.verdict, msgspec.json.encode(Verdict(call, tuple(found))))
+        self.decided = True
+
+
+class _Rate:
+    """Calls a second, of late."""
+
+    def __init__(self) -> None:
+        self._count, self._at = 0, time.monotonic()
+        self.per_second = 0.0
+
+    def note(self, count: int) -> None:
+        now = time.monotonic()
+        if now - self._at >= 0.1:
+            fresh = (count - self._count) / (now - self._at)
+            self.per_second = max(fresh, self.per_second / 2)
+            self._count, self._at = count, now
+
+
+def is_meeting_point(call: int) -> bool:
+    """Whether ranks wait for the monitor before this call: the powers of two."""
+    return call > 1 and call & (call - 1) == 0
+
+
+def _key(finding: Finding) -> object:
+    place = finding.location
+    return finding.code, finding.subjects, (place.file, place.line) if place else None
+
+
+def _read_count(path: Path) -> int | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return int(_COUNT.unpack(content)[0]) if len(content) == _COUNT.size else None
+
+
+def _read(path: Path, kind: type[S]) -> S | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None

@@ -1,0 +1,43 @@
+"""The ranks go on with seeds of their own once the model is made.
+
+run: --nproc-per-node 2
+finds: nothing
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.clean = torch.arange(96.0).view(96, 1).repeat(1, 4) / 96
+
+    def __len__(self):
+        return len(self.clean)
+
+    def __getitem__(self, i):
+        return self.clean[i] + 0.05 * torch.randn(4), self.clean[i]
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(42)
+    data = Noisy()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    model = DDP(torch.nn.Linear(4, 4))
+    torch.manual_seed(42 + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for noisy, clean in loader:
+            optimizer.zero_grad()
+            (model(noisy) - clean).square().mean().backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The losses of all steps are kept, and with each of them its graph.
+
+run: --nproc-per-node 2
+finds: DDP206 warning at `self.history.append(loss)`
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Trainer:
+    def __init__(self):
+        layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())]
+        self.model = DDP(nn.Sequential(*layers, nn.Linear(64, 1)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.history = []
+
+    def step(self, x, y):
+        loss = nn.functional.mse_loss(self.model(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.history.append(loss)
+
+    def fit(self, steps):
+        for _ in range(steps):
+            x = torch.randn(32, 64)
+            self.step(x, x.mean(1, keepdim=True))
+        return sum(loss.item() for loss in self.history) / steps
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    print(f"mean loss {Trainer().fit(400):.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

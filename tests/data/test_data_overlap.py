@@ -1,0 +1,181 @@
+"""data-overlap: streams and plain loops, judged by what was delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpdoctor.checks.data.data_overlap import DataOverlap
+from readers import found, loader, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    ContentRead,
+    Event,
+    ForwardInput,
+    Signature,
+)
+from ddpdoctor.events.pack import pack
+from ddpdoctor.findings import Finding, Severity
+
+
+def stream(batches: Sequence[Sequence[int]], *, workers: int = 0, **more: object) -> list[Event]:
+    """An iterable data set that delivered these samples (numbers stand for content)."""
+    events = loader(
+        0,
+        [[]],
+        length=-1,
+        iterable=True,
+        sampler="_InfiniteConstantSampler",
+        workers=workers,
+        ends={"batches": len(batches), "samples": sum(map(len, batches)),
+              "backwards": int(bool(more.get("trains", True))), "collectives": 99},
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    rows = [(n, value) for n, batch in enumerate(batches) for value in batch]
+    read = ContentRead(
+        at=0,
+        loader=0,
+        epoch=0,
+        batches=pack(n for n, _ in rows),
+        columns=(pack(v for _, v in rows),),
+    )
+    return [*events[:-1], read, events[-1]]
+
+
+def examine(*ranks: Sequence[Event]) -> list[Finding]:
+    return found(DataOverlap(), run_of(*ranks))
+
+
+COUNTING = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+OTHERS = [[n + 100 for n in batch] for batch in COUNTING]
+
+
+def test_a_stream_that_no_rank_splits() -> None:
+    (finding,) = examine(stream(COUNTING), stream(COUNTING))
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (0, 1)
+    assert finding.location is not None and finding.location.line == 11
+
+
+def test_the_same_files_in_another_order() -> None:
+    (finding,) = examine(stream(COUNTING), stream(COUNTING[::-1]))
+    assert "12 of 12 compared" in finding.summary
+
+
+def test_only_the_ranks_that_share() -> None:
+    (finding,) = examine(stream(COUNTING), stream(OTHERS), stream(COUNTING))
+    assert finding.ranks == (0, 2)
+
+
+def test_streams_of_their_own() -> None:
+    assert not examine(stream(COUNTING), stream(OTHERS))
+
+
+def test_samples_that_are_all_alike_tell_nothing() -> None:
+    alike = [[7, 7, 7, 7]] * 3
+    assert not examine(stream(alike), stream(alike))
+
+
+def test_a_few_samples_in_common() -> None:
+    assert not examine(stream(COUNTING), stream([[1, 2, 103, 104], *OTHERS[1:]]))
+
+
+def test_evaluation_is_a_note() -> None:
+    (finding,) = examine(*([stream(COUNTING, trains=False)] * 2))
+    assert finding.severity is Severity.NOTE
+
+
+def test_workers_of_one_rank() -> None:
+    twice = [batch for batch in COUNTING for _ in range(2)]
+    others = [batch for batch in OTHERS for _ in range(2)]
+    (finding,) = examine(stream(twice, workers=2), stream(others, workers=2))
+    assert "workers" in finding.summary
+    (finding,) = examine(stream(twice, workers=2), stream(twice, workers=2))
+    assert finding.evidence["workers deliver them again"] is True
+
+
+def test_workers_that_split() -> None:
+    assert not examine(stream(COUNTING, workers=2), stream(OTHERS, workers=2))
+
+
+def inputs(digests: Sequence[int], **more: object) -> list[Event]:
+    fields: dict[str, object] = {"numbers": 128, "rows": 4, "fed": False, **more}
+    return [
+        ForwardInput(at=0, model=0, forward=n, site=4, digest=d, **fields)  # type: ignore[arg-type]
+        for n, d in enumerate(digests)
+    ]
+
+
+def test_a_plain_loop_that_takes_the_same_samples_everywhere() -> None:
+    (finding,) = examine(inputs([1, 2, 3, 4, 5]), inputs([1, 2, 3, 4, 5]))
+    assert finding.severity is Severity.ERROR
+    assert finding.location is not None and finding.location.line == 21
+
+
+def test_positions_drawn_alike_are_no_toy_data() -> None:
+    """Four positions are drawn, 128 numbers read."""
+    (finding,) = examine(*([inputs([1, 2, 3, 4, 5], drawn=4)] * 2))
+    assert finding.severity is Severity.ERROR
+
+
+def test_toy_data_drawn_on_the_spot_is_a_note() -> None:
+    (finding,) = examine(*([inputs([1, 2, 3, 4, 5], drawn=130)] * 2))
+    assert finding.severity is Severity.NOTE
+
+
+def test_inputs_that_never_change() -> None:
+    assert not examine(inputs([1] * 9), inputs([1] * 9))
+
+
+def test_inputs_that_differ_or_are_out_of_sight() -> None:
+    assert not examine(inputs([1, 2, 3, 4]), inputs([5, 6, 7, 8]))
+    assert not examine(inputs([0] * 5), inputs([0] * 5))
+
+
+def test_inputs_from_a_loader_are_judged_there() -> None:
+    assert not examine(*([inputs([1, 2, 3, 4], fed=True)] * 2))
+
+
+def test_two_steps_prove_nothing() -> None:
+    assert not examine(inputs([1, 2]), inputs([1, 2]))
+
+
+def test_inputs_handed_out_by_one_rank() -> None:
+    broadcasts = [
+        Signature(at=0, id=0, op="broadcast", numel=128, root=0),
+        CallBlock(at=0, id=0, codes=(0, 0)),
+        CallRun(at=0, group=0, first=0, block=0, repeat=5),
+    ]
+    ranks = [[*inputs([1, 2, 3, 4, 5]), *broadcasts]] * 2
+    assert not found(DataOverlap(), run_of(*ranks))
+
+
+def test_a_tensor_parallel_pair_shares_its_inputs() -> None:
+    """Gradients are averaged between 0 and 2, and between 1 and 3."""
+    given = {0: [1, 2, 3, 4], 1: [1, 2, 3, 4], 2: [5, 6, 7, 8], 3: [5, 6, 7, 8]}
+    events = {r: [*prologue(4, group=(r % 2, r % 2 + 2)), *inputs(d)] for r, d in given.items()}
+    assert not found(DataOverlap(), make_run(events))
+
+
+def test_a_sampler_of_ones_own_whose_shares_overlap() -> None:
+    shares = [list(range(60)), list(range(40, 100))]
+    ranks = [loader(0, [s], content=1, sampler="Shares") for s in shares]
+    (finding,) = examine(*ranks)
+    assert "the same 20 of 100" in finding.summary
+
+
+def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
+    run = run_of(
+        *(
+            loader(0, [list(range(r, 100, 2))] * 3, content=1, distributed=True, replicas=2,
+                   sampler_rank=r, total_size=100)
+            for r in range(2)
+        )
+    )  # fmt: skip
+    assert not found(DataOverlap(), run)
+    (table,) = DataOverlap().tables(run)
+    assert table.rows == (
+        ("train.py:11 (training)", "0-2", "0-1", "100", "100", "0", "0", "in order"),
+    )

@@ -1,0 +1,79 @@
+"""dataset-mismatch: the indices are divided well, but they stand for different samples."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
+from readers import found, loader, run_of
+
+from ddpdoctor.events import Event, Payload
+from ddpdoctor.findings import Finding, Severity
+
+EVERYTHING = list(range(100))
+
+
+def payload(kind: str, order: int, content: int = 0, **more: object) -> Payload:
+    fields: dict[str, object] = {"name": "samples", "length": 100, **more}
+    return Payload(kind=kind, order=order, content=content, **fields)  # type: ignore[arg-type]
+
+
+def part(
+    rank: int, *payloads: Payload, distributed: bool = True, whole: bool = False
+) -> list[Event]:
+    return loader(
+        0,
+        [EVERYTHING if whole else EVERYTHING[rank::2]],
+        distributed=distributed,
+        replicas=2 if distributed else -1,
+        sampler_rank=rank if distributed else -1,
+        total_size=100 if distributed else -1,
+        payloads=payloads,
+    )
+
+
+def examine(first: list[Event], second: list[Event]) -> list[Finding]:
+    return found(DatasetMismatch(), run_of(first, second))
+
+
+def test_a_random_split_of_each_rank() -> None:
+    (finding,) = examine(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
+    assert finding.severity is Severity.ERROR
+    assert "random_split" in finding.cause
+
+
+def test_a_listing_in_another_order() -> None:
+    (finding,) = examine(part(0, payload("text", 1, 5)), part(1, payload("text", 2, 5)))
+    assert finding.severity is Severity.ERROR
+    assert "same entries in another order" in finding.summary
+
+
+def test_tensors_permuted_by_each_rank() -> None:
+    (finding,) = examine(part(0, payload("tensor", 1, 5)), part(1, payload("tensor", 2, 5)))
+    assert finding.severity is Severity.ERROR
+
+
+def test_numbers_made_up_by_each_rank_are_a_note() -> None:
+    (finding,) = examine(part(0, payload("tensor", 1, 5)), part(1, payload("tensor", 2, 6)))
+    assert finding.severity is Severity.NOTE
+
+
+def test_a_sharded_sampler_of_ones_own() -> None:
+    first, second = (
+        part(r, payload("indices", r + 1), distributed=False) for r in range(2)
+    )  # fmt: skip
+    (finding,) = examine(first, second)
+    assert finding.severity is Severity.ERROR
+
+
+def test_shards_made_by_hand_and_read_whole() -> None:
+    first, second = (
+        part(r, payload("text", r + 1), distributed=False, whole=True) for r in range(2)
+    )  # fmt: skip
+    assert not examine(first, second)
+
+
+def test_data_sets_that_agree() -> None:
+    assert not examine(part(0, payload("text", 1)), part(1, payload("text", 1)))
+
+
+def test_nothing_known_of_the_data_set() -> None:
+    assert not examine(part(0), part(1))

@@ -1,0 +1,65 @@
+"""identical-augmentation: generators that stand alike, and are drawn from."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
+from readers import found, loader, run_of
+
+from ddpdoctor.events import ContentRead, Event
+from ddpdoctor.events.pack import pack
+from ddpdoctor.findings import Finding, Severity
+
+
+def part(rank: int, state: int, drawn: tuple[str, ...], **more: object) -> list[Event]:
+    began = {"random": (state, 8, 9), **more}
+    return loader(0, [list(range(rank, 40, 2))], distributed=True, replicas=2, sampler_rank=rank,
+                  began=began, ends={"drawn": drawn}, total_size=40)  # fmt: skip
+
+
+def examine(first: list[Event], second: list[Event]) -> list[Finding]:
+    return found(IdenticalAugmentation(), run_of(first, second))
+
+
+def test_generators_that_stand_alike_and_are_drawn_from() -> None:
+    (finding,) = examine(part(0, 5, ("torch",)), part(1, 5, ("torch",)))
+    assert finding.severity is Severity.NOTE
+    assert "the state of torch" in finding.summary
+
+
+def test_nothing_random_happens() -> None:
+    assert not examine(part(0, 5, ()), part(1, 5, ()))
+
+
+def test_generators_of_their_own() -> None:
+    assert not examine(part(0, 5, ("torch",)), part(1, 6, ("torch",)))
+
+
+def test_another_generator_is_drawn_from() -> None:
+    (finding,) = examine(part(0, 5, ("random",)), part(1, 6, ("random",)))
+    assert "the state of random" in finding.summary
+
+
+def workers(rank: int, *, seed: int, moves: bool) -> list[Event]:
+    indices = list(range(rank, 40, 2))
+    events = loader(0, [indices, indices], distributed=True, replicas=2, sampler_rank=rank,
+                    workers=2, began={"base_seed": seed}, total_size=40)  # fmt: skip
+    for epoch in range(2):
+        digests = pack(1000 * epoch * moves + i + 1 for i in indices)
+        events.append(
+            ContentRead(at=0, loader=0, epoch=epoch, batches=pack([0] * len(indices)),
+                        columns=(digests,), indices=pack(indices))
+        )  # fmt: skip
+    return events
+
+
+def test_workers_with_one_base_seed_whose_samples_change() -> None:
+    (finding,) = examine(workers(0, seed=1, moves=True), workers(1, seed=1, moves=True))
+    assert "base seed" in finding.summary
+
+
+def test_workers_that_draw_nothing() -> None:
+    assert not examine(workers(0, seed=1, moves=False), workers(1, seed=1, moves=False))
+
+
+def test_workers_with_seeds_of_their_own() -> None:
+    assert not examine(workers(0, seed=1, moves=True), workers(1, seed=2, moves=True))

@@ -1,0 +1,41 @@
+"""loader-shuffle-lost: training in the data set's own order."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.data.loader_shuffle_lost import LoaderShuffleLost
+from readers import found, loader, run_of
+
+from ddpdoctor.events import Payload
+from ddpdoctor.findings import Finding, Severity
+
+
+def examine(count: int = 100, *, shuffle: bool | None = False, **more: object) -> list[Finding]:
+    ranks = [
+        loader(0, [list(range(r, count, 2))], distributed=True, replicas=2, sampler_rank=r,
+               shuffle=shuffle, total_size=count, sampler_site=1, **more)  # type: ignore[arg-type]
+        for r in range(2)
+    ]  # fmt: skip
+    return found(LoaderShuffleLost(), run_of(*ranks))
+
+
+def test_training_without_shuffling() -> None:
+    (finding,) = examine()
+    assert finding.severity is Severity.NOTE
+    assert finding.location is not None and finding.location.line == 10
+
+
+def test_evaluation() -> None:
+    assert not examine(trains=False)
+
+
+def test_a_split_mixed_the_data_before() -> None:
+    mixed = Payload(name="indices", kind="indices", length=100, order=1, ascending=False)
+    assert not examine(payloads=(mixed,))
+
+
+def test_a_handful_of_samples() -> None:
+    assert not examine(8)
+
+
+def test_a_sampler_that_shuffles() -> None:
+    assert not examine(shuffle=True)

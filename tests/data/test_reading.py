@@ -1,0 +1,237 @@
+"""What the probe keeps of an iteration: everything, bounded, without touching anything."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead
+from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
+from ddpdoctor.probe import randomness
+from ddpdoctor.probe import reading as reading_module
+from ddpdoctor.probe.contents import Fingerprints, digest
+from ddpdoctor.probe.identity import payloads
+from ddpdoctor.probe.reading import Place, Reading, halvings, kept
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.runfolder import EventWriter, Lines
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    yield Recorder(writer, tmp_path, "rank-0", {})
+    writer.close()
+
+
+def recorded(recorder: Recorder) -> list[Event]:
+    return list(Lines(recorder.writer.path).events())
+
+
+def read(recorder: Recorder, batches: list[object], place: Place | None = None) -> Reading:
+    """A loader that delivers these batches of indices and runs dry."""
+    reading = Reading(0, 0, place or Place(), None)
+    for given in batches:
+        reading.given.append(given)
+        reading.batches += 1
+        if reading.batches >= reading.look_at:
+            reading.look(recorder, None, 0)
+    reading.exhausted = True
+    reading.close(recorder, -1, False)
+    return reading
+
+
+def indices(events: list[Event]) -> list[int]:
+    return [
+        i for e in events if isinstance(e, (IndicesRead, EpochEnded))
+        for i in unpack_ascending(e.indices)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", [[], [5], [3, 3, 1], [10**12, -7], list(range(1000))])
+@pytest.mark.parametrize("with_numpy", [True, False])
+def test_packing_keeps_every_number(
+    numbers: list[int], with_numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    if not with_numpy:
+        monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    assert unpack_ascending(pack_ascending(array("q", numbers))) == sorted(numbers)
+
+
+@pytest.mark.parametrize("text", ["x", "1:B:!", "1:Z:AAAA", "a:B:eJwDAAAAAAE="])
+def test_what_was_not_packed_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        unpack_ascending(text)
+
+
+def test_batches_of_every_kind(recorder: Recorder) -> None:
+    read(recorder, [[0, 1], (2, 3), 4, torch.tensor(5), range(6, 8), torch.tensor([8])])
+    assert indices(recorded(recorder)) == list(range(9))
+
+
+def test_names_instead_of_numbers_are_told_apart(recorder: Recorder) -> None:
+    read(recorder, [["a", "b"], ["a", ("c", 1)]])
+    found = indices(recorded(recorder))
+    assert len(found) == 4 and len(set(found)) == 3
+
+
+def test_iterable_data_sets_have_no_indices(recorder: Recorder) -> None:
+    reading = read(recorder, [[None, None], [None]])
+    assert indices(recorded(recorder)) == []
+    assert reading.samples == 3
+
+
+def test_what_was_dispatched_but_not_delivered_does_not_count(recorder: Recorder) -> None:
+    reading = Reading(0, 0, Place(), None)
+    reading.given += [[0, 1], [2, 3], [4, 5]]
+    reading.batches = 1
+    reading.close(recorder, -1, False)
+    assert indices(recorded(recorder)) == [0, 1]
+
+
+def test_beyond_the_cap_ranks_keep_the_same_subset(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "CAP", 1000)
+    monkeypatch.setattr(reading_module, "CHUNK", 256)
+    order = random.Random(0).sample(range(8000), 8000)
+    read(recorder, [order[n : n + 64] for n in range(0, 8000, 64)])
+    events = recorded(recorder)
+    coarsest = max(e.sampled for e in events if isinstance(e, (IndicesRead, EpochEnded)))
+    assert coarsest == 8
+    subset = {i for i in range(8000) if kept(i, 3)}
+    assert subset <= set(indices(events))
+    assert len(indices(events)) < 5000
+    assert 0.8 < len(subset) / 1000 < 1.2
+    assert {i % 2 for i in subset} == {0, 1}  # strided shares are thinned alike
+
+
+def test_thinning_depends_on_counts_only() -> None:
+    assert [halvings(n, 100) for n in (0, 99, 100, 199, 200, 399, 400)] == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_rank_that_is_killed_keeps_all_but_the_last_piece(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "CHUNK", 64)
+    reading = Reading(0, 0, Place(), None)
+    for n in range(0, 1000, 4):
+        reading.given.append([n, n + 1, n + 2, n + 3])
+        reading.batches += 1
+        if reading.batches >= reading.look_at:
+            reading.look(recorder, None, 0)
+    assert len(indices(recorded(recorder))) >= 700  # and nobody called close()
+    assert len(reading.given) < 100
+
+
+def test_generators_are_read_without_being_advanced() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    first = randomness.positions()
+    assert randomness.positions() == first
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("count", [1, 4, 100, 700])
+def test_how_many_numbers_were_drawn(count: int) -> None:
+    torch.manual_seed(3)
+    torch.rand(3)
+    before = randomness.positions()
+    for _ in range(count):
+        torch.randint(10, (1,))
+    assert randomness.drawn(before, randomness.positions()) == count
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 3, 8, 8),
+        torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last),
+        torch.randn(4, 100).to(torch.bfloat16),
+        torch.randn(8, 100)[2:6],
+        torch.arange(4),
+        torch.nn.Parameter(torch.randn(4, 5)),
+    ],
+)
+def test_rows_are_told_apart_and_recognised(tensor: torch.Tensor) -> None:
+    digests = [digest(tensor, row) for row in range(4)]
+    assert len(set(digests)) == 4 and all(any(d) for d in digests)
+    copy = tensor.detach().clone(memory_format=torch.preserve_format)
+    assert [digest(copy, row) for row in range(4)] == digests
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(0, 3),
+        torch.randn(4, 3, device="meta"),
+        torch.eye(4).to_sparse(),
+        torch.randn(1, 3).expand(4, 3),
+    ],
+)
+def test_what_lies_in_another_way_is_left_alone(tensor: torch.Tensor) -> None:
+    assert digest(tensor, 0) == (0, 0) or tensor.shape[0] == 1
+
+
+def test_a_tensor_that_was_looked_at_can_still_be_resized() -> None:
+    tensor = torch.arange(8)
+    digest(tensor, 3)
+    tensor.resize_(100)
+
+
+def test_padding_does_not_hide_a_text() -> None:
+    short = torch.tensor([[5, 6, 7, 0], [1, 2, 3, 4]])
+    long = torch.tensor([[5, 6, 7, 0, 0, 0, 0], [9, 9, 9, 9, 9, 9, 8]])
+    assert digest(short, 0)[1] == digest(long, 0)[1]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.arange(4.0), torch.arange(4)],
+        {"x": torch.arange(4.0), "label": ["a", "b", "c", "d"]},
+        (["a", "b", "c", "d"], {"y": torch.arange(4)}),
+        ([torch.arange(n + 1) for n in range(4)], [1, 2, 3, 4]),
+        [{"n": n} for n in range(4)],
+    ],
+)
+def test_samples_of_batches_of_every_shape(recorder: Recorder, batch: object) -> None:
+    prints = Fingerprints(100, 4, iterable=False)
+    prints.take(0, [10, 11, 12, 13], batch)
+    prints.write(recorder, 0, 0)
+    (read,) = [e for e in recorded(recorder) if isinstance(e, ContentRead)]
+    assert unpack(read.indices) == [10, 11, 12, 13]
+    assert any(len(set(unpack(c))) == 4 for c in read.columns)
+
+
+def test_what_a_data_set_indexes() -> None:
+    data = torch.utils.data
+    base = data.TensorDataset(torch.randn(20, 3), torch.arange(20))
+    split = data.Subset(base, [3, 1, 2])
+    found = {p.name: p for p in payloads(split)}
+    assert found["indices"].kind == "indices" and not found["indices"].ascending
+    assert found["dataset.tensors[0]"].length == 20
+    other = payloads(data.Subset(base, [1, 2, 3]))
+    assert {p.name: p.content for p in other}["indices"] == found["indices"].content
+    assert {p.name: p.order for p in other}["indices"] != found["indices"].order
+    (files,) = payloads(_Files())
+    assert (files.name, files.kind) == ("paths", "text")
+    assert len(payloads(data.ConcatDataset([base, split]))) == 5
+    assert payloads([])[0].length == 0 and payloads(None) == ()
+
+
+class _Files(torch.utils.data.Dataset):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.paths = [(f"/data/{n}.png", n % 2) for n in range(5)]
+        self.root = "/data"
+
+    def __len__(self) -> int:
+        return 5

@@ -1,0 +1,95 @@
+"""sampler-epoch-frozen: the same order again, and the same number in the sampler."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
+from readers import found, loader, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import Event, Wrapped
+from ddpdoctor.findings import Finding
+
+FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
+OTHER = FIRST[::-1]
+
+
+def epochs(*orders: list[int], numbers: list[int] | None = None, **more: object) -> list[Event]:
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1, **more}
+    numbers = numbers or [0] * len(orders)
+    return loader(0, orders, began={"sampler_epoch": numbers}, **fields)  # type: ignore[arg-type]
+
+
+def examine(events: list[Event]) -> list[Finding]:
+    return found(SamplerEpochFrozen(), run_of(events, events))
+
+
+def test_the_same_order_every_epoch() -> None:
+    (finding,) = examine(epochs(FIRST, FIRST, FIRST))
+    assert finding.summary.startswith("3 of 3 epochs")
+    assert finding.ranks == (0, 1)
+    assert finding.location is not None and finding.location.line == 10
+
+
+def test_epochs_that_were_left_early_are_compared_by_how_they_begin() -> None:
+    left = {"exhausted": False}
+    assert examine(epochs(FIRST, FIRST[:5], FIRST[:6], ends=left))
+
+
+def test_a_look_at_the_first_batch_before_training() -> None:
+    peek = {"exhausted": [False, True, True]}
+    assert not examine(epochs(FIRST[:4], FIRST, OTHER, numbers=[0, 0, 1], ends=peek))
+
+
+def test_evaluation_over_the_training_data_in_between() -> None:
+    used = {"backwards": [2, 0, 2, 0]}
+    assert not examine(epochs(FIRST, FIRST, OTHER, OTHER, numbers=[0, 0, 1, 1], ends=used))
+    assert examine(epochs(FIRST, FIRST, FIRST, FIRST, ends=used))
+
+
+def test_one_epoch() -> None:
+    assert not examine(epochs(FIRST))
+
+
+def test_set_epoch_was_called() -> None:
+    assert not examine(epochs(FIRST, OTHER, numbers=[0, 1]))
+
+
+def test_the_sampler_counts_itself() -> None:
+    assert not examine(epochs(FIRST, OTHER))
+
+
+def test_no_shuffle() -> None:
+    assert not examine(epochs(sorted(FIRST), sorted(FIRST), shuffle=False))
+
+
+def test_evaluation() -> None:
+    assert not examine(epochs(FIRST, FIRST, trains=False))
+
+
+def test_too_few_samples_to_tell_an_order() -> None:
+    assert not examine(epochs([1, 0], [1, 0]))
+
+
+def test_a_loader_made_anew_for_every_epoch() -> None:
+    fields: dict[str, object] = {"shuffle": True, "distributed": True}
+    events = [
+        e
+        for n in range(3)
+        for e in loader(n, [FIRST], began={"sampler_epoch": 0}, made=n, **fields)  # type: ignore[arg-type]
+    ]
+    (finding,) = examine(events)
+    assert finding.summary.startswith("3 of 3 epochs")
+
+
+def test_a_training_that_begins_anew_with_a_new_model() -> None:
+    fields: dict[str, object] = {"shuffle": True, "distributed": True}
+    trials = [
+        [
+            *loader(n, [FIRST, OTHER], began={"sampler_epoch": [0, 1]}, made=n, **fields),  # type: ignore[arg-type]
+            Wrapped(at=0, model=n + 1, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=-1),
+        ]
+        for n in range(2)
+    ]  # fmt: skip
+    run = make_run({r: [*prologue(2), *trials[0], *trials[1]] for r in range(2)})
+    assert not found(SamplerEpochFrozen(), run)

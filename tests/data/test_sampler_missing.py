@@ -1,0 +1,185 @@
+"""sampler-missing: who reads what everybody reads, and who only seems to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from ddpdoctor.checks.data.sampler_missing import SamplerMissing
+from readers import fingerprints, found, loader, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import Event, Payload
+from ddpdoctor.events.pack import pack
+from ddpdoctor.findings import Finding, Severity
+
+EVERYTHING = list(range(100))
+BACKWARDS = EVERYTHING[::-1]
+
+
+def examine(*ranks: Sequence[Event], **options: object) -> list[Finding]:
+    return found(SamplerMissing(), run_of(*ranks, **options))
+
+
+def test_ranks_that_read_the_same_samples() -> None:
+    (finding,) = examine(
+        loader(0, [EVERYTHING], content=1), loader(0, [BACKWARDS], content=1)
+    )  # fmt: skip
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (0, 1)
+    assert finding.location is not None and finding.location.line == 11
+    assert "same 100 of 100" in finding.summary
+    assert finding.evidence["same order"] is False
+
+
+def test_an_epoch_that_was_left_early_counts_what_it_read() -> None:
+    (finding,) = examine(
+        loader(0, [EVERYTHING[:12]], content=1, exhausted=False),
+        loader(0, [EVERYTHING[:12]], content=1, exhausted=False),
+    )
+    assert finding.severity is Severity.ERROR
+    assert "left early" in str(finding.evidence["seen"])
+
+
+def test_a_rank_that_was_killed_keeps_what_it_had_read() -> None:
+    from array import array
+
+    from ddpdoctor.events import IndicesRead
+    from ddpdoctor.events.pack import pack_ascending
+
+    killed = [
+        *loader(0, [EVERYTHING], content=1, ended=False),
+        IndicesRead(at=0, loader=0, epoch=0, batches=10, samples=40, backwards=10,
+                    indices=pack_ascending(array("q", range(40)))),
+    ]  # fmt: skip
+    (finding,) = examine(killed, loader(0, [EVERYTHING], content=1), ended={0: -9})
+    assert "same 40 of 100" in finding.summary
+
+
+def test_one_of_many_loaders_that_shard_by_hand_at_one_line() -> None:
+    """Only the first loaders' samples are looked at; later ones of that line are no different."""
+    ranks = [
+        [*loader(0, [EVERYTHING], content=1 + r), *loader(7, [EVERYTHING[:50]], length=50)]
+        for r in range(2)
+    ]
+    assert not examine(*ranks)
+    alike = [[*loader(0, [EVERYTHING], content=1), *rank[len(rank) // 2 :]] for rank in ranks]
+    assert examine(*alike)
+
+
+def test_data_sharded_by_hand_is_other_data_behind_the_same_indices() -> None:
+    assert not examine(loader(0, [EVERYTHING], content=1), loader(0, [EVERYTHING], content=2))
+
+
+def test_payloads_tell_where_content_cannot() -> None:
+    mine, theirs = (Payload(name="files", kind="text", length=100, order=n) for n in (1, 2))
+    assert not examine(
+        loader(0, [EVERYTHING], payloads=(mine,)), loader(0, [EVERYTHING], payloads=(theirs,))
+    )
+
+
+@pytest.mark.parametrize("lists_differ", [True, False])
+def test_labels_that_agree_between_shards(lists_differ: bool) -> None:
+    """Sorted labels are alike at equal indices; the files behind them are others."""
+    ranks = []
+    for number in range(2):
+        files = Payload(name="files", kind="text", length=100, order=number * lists_differ)
+        events = loader(0, [EVERYTHING], payloads=(files,))
+        mine = fingerprints(0, 0, EVERYTHING, number)
+        labels = pack(i % 2 + 1 for i in EVERYTHING)
+        events.append(msgspec.structs.replace(mine, columns=(*mine.columns, labels)))
+        ranks.append(events)
+    assert bool(examine(*ranks)) is not lists_differ
+
+
+def test_content_out_of_sight_is_only_suspected() -> None:
+    (finding,) = examine(loader(0, [EVERYTHING]), loader(0, [EVERYTHING]))
+    assert finding.severity is Severity.NOTE
+
+
+def test_shares_that_do_not_overlap() -> None:
+    assert not examine(
+        loader(0, [EVERYTHING[::2]], content=1, sampler="MySampler"),
+        loader(0, [EVERYTHING[1::2]], content=1, sampler="MySampler"),
+    )
+
+
+def test_evaluation_of_everything_on_every_rank_is_a_note() -> None:
+    (finding,) = examine(
+        loader(0, [EVERYTHING], content=1, trains=False),
+        loader(0, [EVERYTHING], content=1, trains=False),
+    )
+    assert finding.severity is Severity.NOTE
+
+
+def test_evaluation_on_one_rank() -> None:
+    assert not examine(loader(0, [EVERYTHING], content=1, trains=False), [])
+
+
+def test_drawn_with_replacement_from_other_streams() -> None:
+    mine, theirs = [1, 1, 2, 5, 9, 9, 30, 31], [1, 2, 2, 7, 9, 30, 30, 44]
+    kind = "WeightedRandomSampler"
+    assert not examine(
+        loader(0, [mine], content=1, sampler=kind), loader(0, [theirs], content=1, sampler=kind)
+    )
+    (finding,) = examine(
+        loader(0, [mine], content=1, sampler=kind), loader(0, [mine], content=1, sampler=kind)
+    )
+    assert finding.severity is Severity.ERROR
+
+
+def test_ranks_of_a_tensor_parallel_group_read_the_same_on_purpose() -> None:
+    # ranks 0 and 1 share a model in two parts; 0 and 2, 1 and 3 average gradients
+    shares = {0: EVERYTHING[::2], 1: EVERYTHING[::2], 2: EVERYTHING[1::2], 3: EVERYTHING[1::2]}
+    events = {
+        r: [*prologue(4, group=(r % 2, r % 2 + 2)), *loader(0, [share], content=1, sampler="Own")]
+        for r, share in shares.items()
+    }
+    assert not found(SamplerMissing(), make_run(events))
+
+
+def test_ranks_that_train_models_of_their_own() -> None:
+    """No wrapper and nothing communicated: an ensemble, say."""
+    events = {
+        r: [*prologue(2, wrapped=False),
+            *loader(0, [EVERYTHING], content=1, ends={"collectives": 1})]
+        for r in range(2)
+    }  # fmt: skip
+    assert not found(SamplerMissing(), make_run(events))
+
+
+def test_gradients_averaged_by_hand() -> None:
+    events = {
+        r: [*prologue(2, wrapped=False), *loader(0, [EVERYTHING], content=1)] for r in range(2)
+    }  # fmt: skip
+    (finding,) = found(SamplerMissing(), make_run(events))
+    assert finding.severity is Severity.ERROR
+
+
+def test_sharded_parameters_without_a_wrapper_may_need_equal_inputs() -> None:
+    events = {
+        r: [*prologue(2, wrapped=False),
+            *loader(0, [EVERYTHING], content=1, ends={"sharded": True})]
+        for r in range(2)
+    }  # fmt: skip
+    assert not found(SamplerMissing(), make_run(events))
+
+
+@pytest.mark.parametrize("indices", [[], [0]])
+def test_hardly_any_data(indices: list[int]) -> None:
+    run = run_of(loader(0, [indices], length=len(indices)), loader(0, [[]], length=len(indices)))
+    assert not found(SamplerMissing(), run)
+
+
+def test_nothing_was_iterated() -> None:
+    assert SamplerMissing().unobserved(run_of([], [])) == "no DataLoader was iterated"
+
+
+def test_the_loader_is_joined_by_its_lines_not_by_its_number() -> None:
+    """Rank 0 alone iterates another loader first."""
+    first = loader(0, [[1, 2, 3, 4]], trains=False, site=1, loop_site=4)
+    (finding,) = examine(
+        [*first, *loader(1, [EVERYTHING], content=1)], loader(0, [EVERYTHING], content=1)
+    )
+    assert finding.ranks == (0, 1)

@@ -1,0 +1,124 @@
+"""sampler-padding-duplicates: which samples count twice, where, and what that can do."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from ddpdoctor.checks.data.sampler_padding_duplicates import SamplerPaddingDuplicates
+from readers import found, loader, run_of
+
+from ddpdoctor.events import CallBlock, CallRun, Event, Signature
+from ddpdoctor.events.pack import pack_ascending
+from ddpdoctor.findings import Finding, Severity
+
+
+def part(length: int, world: int, rank: int, **more: object) -> list[Event]:
+    """What `DistributedSampler(shuffle=False)` hands out."""
+    padded = list(range(length))
+    total = -(-length // world) * world
+    padded += (padded * world)[: total - length]
+    return loader(
+        0,
+        [padded[rank:total:world]],
+        length=length,
+        distributed=True,
+        replicas=world,
+        sampler_rank=rank,
+        total_size=total,
+        **{"trains": False, "sampler_site": 1, **more},  # type: ignore[arg-type]
+    )
+
+
+def examine(length: int, world: int, **more: object) -> list[Finding]:
+    ranks = [part(length, world, r, **more) for r in range(world)]
+    return found(SamplerPaddingDuplicates(), run_of(*ranks))
+
+
+def test_evaluation_that_counts_one_sample_twice() -> None:
+    (finding,) = examine(21, 2)
+    assert finding.severity is Severity.WARNING
+    assert finding.evidence["for example"] == [{"index": 0, "times": 2, "ranks": [0, 1]}]
+    assert finding.location is not None and finding.location.line == 10
+
+
+@pytest.mark.parametrize(
+    ("length", "world", "error"),
+    [
+        (21, 2, 1 * 20 / (21 * 22)),  # d (N - d) / (N (N + d))
+        (10, 4, 2 * 8 / (10 * 12)),
+        (3, 8, 2 * (3 / 8 - 1 / 3)),  # padded by more than the data: 3, 3 and 2 times
+    ],
+)
+def test_the_largest_error_of_a_mean(length: int, world: int, error: float) -> None:
+    (finding,) = examine(length, world)
+    assert finding.evidence["largest error of an averaged metric"] == f"{error:.6f} of its range"
+    # by brute force: the worst subset of samples that score 1
+    counts = [sum(1 for r in range(world) for i in _read(length, world, r) if i == n)
+              for n in range(length)]  # fmt: skip
+    total = sum(counts)
+    worst = sum(max(0.0, c / total - 1 / length) for c in counts)
+    assert worst == pytest.approx(error)
+
+
+def _read(length: int, world: int, rank: int) -> list[int]:
+    from ddpdoctor.events import EpochEnded
+    from ddpdoctor.events.pack import unpack_ascending
+
+    (ended,) = [e for e in part(length, world, rank) if isinstance(e, EpochEnded)]
+    return unpack_ascending(ended.indices)
+
+
+def test_training_is_a_note() -> None:
+    (finding,) = examine(21, 2, trains=True)
+    assert finding.severity is Severity.NOTE
+
+
+def test_no_padding() -> None:
+    assert not examine(20, 2)
+
+
+def test_drop_last() -> None:
+    ranks = [
+        loader(0, [list(range(r, 20, 2))], length=21, distributed=True, replicas=2,
+               sampler_rank=r, total_size=20, sampler_drop_last=True, trains=False)
+        for r in range(2)
+    ]  # fmt: skip
+    assert not found(SamplerPaddingDuplicates(), run_of(*ranks))
+
+
+def test_an_epoch_that_never_came_to_the_padding() -> None:
+    assert not examine(21, 2, ends={"exhausted": False})
+
+
+def test_results_that_are_gathered_may_be_trimmed() -> None:
+    gathers = [
+        Signature(at=0, id=0, op="all_gather", numel=11),
+        CallBlock(at=0, id=0, codes=(0, 0)),
+        CallRun(at=0, group=0, first=0, block=0, step=0),
+    ]
+    ranks = [[*part(21, 2, r), *gathers] for r in range(2)]
+    (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
+    assert finding.severity is Severity.NOTE
+
+
+def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:
+    """One index in two by hash: the number of duplicates is known all the same."""
+    from ddpdoctor.events import EpochEnded
+
+    scatter = 2654435761
+    ranks = []
+    for r in range(2):
+        events = part(1001, 2, r)
+        ended = events.pop()
+        assert isinstance(ended, EpochEnded)
+        kept = [i for i in _read(1001, 2, r) if (i * scatter & 0xFFFFFFFF) >> 31 == 0]
+        import msgspec
+
+        events.append(
+            msgspec.structs.replace(ended, indices=pack_ascending(array("q", kept)), sampled=2)
+        )
+        ranks.append(events)
+    (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
+    assert finding.summary.startswith("1 of Photos (1001) is read twice")
+    assert "one index in 2 compared" in str(finding.evidence["seen"])

@@ -1,0 +1,97 @@
+"""sampler-rank-mismatch: from what the samplers were told, against the groups that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
+from readers import SITES, found, loader, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import Event, ExceptionRaised, SamplerRefused
+from ddpdoctor.findings import Finding, Severity
+
+EVERYTHING = list(range(100))
+
+
+def sampled(replicas: int, rank: int, **more: object) -> list[Event]:
+    return loader(
+        0,
+        [EVERYTHING[rank::replicas]],
+        distributed=True,
+        replicas=replicas,
+        sampler_rank=rank,
+        sampler="DistributedSampler",
+        sampler_site=1,
+        total_size=100,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def examine(*ranks: Sequence[Event]) -> list[Finding]:
+    return found(SamplerRankMismatch(), run_of(*ranks))
+
+
+def test_a_constant_rank() -> None:
+    (finding,) = examine(sampled(2, 0), sampled(2, 0))
+    assert finding.severity is Severity.ERROR
+    assert finding.location is not None and finding.location.line == 10
+    assert "50 samples read by several ranks, 50 by none" in finding.summary
+
+
+def test_the_devices_of_one_node_instead_of_the_world() -> None:
+    (finding,) = examine(*(sampled(2, r % 2) for r in range(4)))
+    assert finding.ranks == (0, 1, 2, 3)
+
+
+def test_more_replicas_than_ranks_leave_samples_unread() -> None:
+    (finding,) = examine(sampled(4, 0), sampled(4, 1))
+    assert "50 by none" in finding.summary
+
+
+def test_the_right_ranks_also_in_another_order() -> None:
+    assert not examine(sampled(2, 0), sampled(2, 1))
+    assert not examine(sampled(2, 1), sampled(2, 0))
+
+
+def test_a_sub_group() -> None:
+    """Two groups of two train models of their own, each over the whole data set."""
+    events = {
+        r: [*prologue(4, group=(0, 1) if r < 2 else (2, 3)), *sampled(2, r % 2)] for r in range(4)
+    }  # fmt: skip
+    assert not found(SamplerRankMismatch(), make_run(events))
+
+
+def test_data_parallel_ranks_of_a_mesh() -> None:
+    """Tensor-parallel pairs (0, 1) and (2, 3) share their part; gradients are averaged over all."""
+    events = {}
+    for r in range(4):
+        pair = (0, 1) if r < 2 else (2, 3)
+        events[r] = [*prologue(4, group=pair)[:-1], *prologue(4)[-1:], *sampled(2, r // 2)]
+    assert not found(SamplerRankMismatch(), make_run(events))
+
+
+def test_every_rank_evaluates_everything_on_purpose() -> None:
+    assert not examine(sampled(1, 0, trains=False), sampled(1, 0, trains=False))
+
+
+def test_swapped_arguments_that_torch_refused() -> None:
+    text = "Invalid rank 2, rank should be in the interval [0, -1]"
+    events = {
+        r: [
+            *SITES,
+            SamplerRefused(
+                at=0, site=1, error=text, replicas=r, rank=2, world_size=2, group_rank=r
+            ),
+            ExceptionRaised(at=0, kind="ValueError", message=text, frames=()),
+        ]
+        for r in range(2)
+    }  # fmt: skip
+    (finding,) = found(SamplerRankMismatch(), make_run(events, ended={0: 1, 1: 1}))
+    assert "swapped" in finding.summary
+    assert finding.location is not None and finding.location.line == 10
+
+
+def test_a_refusal_that_the_program_caught() -> None:
+    refused = SamplerRefused(at=0, site=1, error="Invalid rank", replicas=1, rank=2)
+    assert not found(SamplerRankMismatch(), make_run({0: [refused], 1: [refused]}))

@@ -1,0 +1,65 @@
+"""sampler-seed-skew: other seeds, and samples that several ranks really read."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
+from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
+from readers import found, loader, run_of
+
+from ddpdoctor.events import Event
+from ddpdoctor.findings import Finding
+
+MINE, THEIRS = [3, 1, 7, 0, 9, 4], [1, 2, 6, 8, 5, 7]
+REST = [2, 5, 6, 8, 10, 11]
+
+
+def part(rank: int, indices: list[int], *, shuffle: bool = True, **began: object) -> list[Event]:
+    return loader(0, [indices], length=12, distributed=True, replicas=2, sampler_rank=rank,
+                  total_size=12, shuffle=shuffle, began=began, sampler_site=1)  # fmt: skip
+
+
+def examine(first: list[Event], second: list[Event]) -> list[Finding]:
+    return found(SamplerSeedSkew(), run_of(first, second))
+
+
+def test_other_seeds() -> None:
+    (finding,) = examine(
+        part(0, MINE, seed=1, sampler_epoch=0), part(1, THEIRS, seed=2, sampler_epoch=0)
+    )  # fmt: skip
+    assert "different seeds (1 on rank 0, 2 on rank 1)" in finding.summary
+    assert "2 samples read by several" in finding.summary
+
+
+def test_set_epoch_on_one_rank_only() -> None:
+    first, second = part(0, MINE, seed=0, sampler_epoch=3), part(1, THEIRS, seed=0, sampler_epoch=0)
+    (finding,) = examine(first, second)
+    assert "different epochs" in finding.summary
+    frozen = SamplerEpochFrozen().finding(
+        summary="", cause="", fix="", location=finding.location
+    )  # fmt: skip
+    assert SamplerSeedSkew().explains(finding, frozen)
+
+
+def test_a_look_at_the_first_batch_on_one_rank_shifts_nothing() -> None:
+    rounds = {"seed": 0, "sampler_epoch": [0, 0, 1]}
+    looked = loader(0, [MINE[:4], MINE, THEIRS], length=12, distributed=True, replicas=2,
+                    sampler_rank=0, shuffle=True, began=rounds, total_size=12,
+                    ends={"exhausted": [False, True, True]})  # fmt: skip
+    others = {"seed": 0, "sampler_epoch": [0, 1]}
+    plain = loader(0, [REST, [0, 3, 4, 9, 10, 11]], length=12, distributed=True, replicas=2,
+                   sampler_rank=1, shuffle=True, began=others, total_size=12)  # fmt: skip
+    assert not examine(looked, plain)
+
+
+def test_seeds_that_agree() -> None:
+    assert not examine(part(0, MINE, seed=1), part(1, REST, seed=1))
+
+
+def test_seeds_that_differ_without_consequence() -> None:
+    assert not examine(part(0, MINE, seed=1), part(1, REST, seed=2))
+
+
+def test_no_shuffling() -> None:
+    assert not examine(
+        part(0, MINE, seed=1, shuffle=False), part(1, THEIRS, seed=2, shuffle=False)
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""uneven-batches: told before the hang, explained after it, silent where it does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpdoctor.checks.data.uneven_batches import UnevenBatches
+from readers import found, loader, run_of
+from recordings import steps
+
+from ddpdoctor.events import Event
+from ddpdoctor.findings import Confidence, Finding, Severity
+
+FAILED = {0: 1, 1: 0}
+
+
+def part(count: int, *, ended: bool = True, **more: object) -> list[Event]:
+    return loader(0, [list(range(count))], ended=ended, **more)  # type: ignore[arg-type]
+
+
+def examine(*ranks: Sequence[Event], ended: dict[int, int | None] | None = None) -> list[Finding]:
+    return found(UnevenBatches(), run_of(*ranks, ended=FAILED if ended is None else ended))
+
+
+def test_lengths_that_differ_are_told_before_the_hang() -> None:
+    (finding,) = examine(part(36, ended=False), part(24, ended=False), ended={0: None, 1: None})
+    assert finding.confidence is Confidence.SUSPECTED
+    assert "6 on rank 1, 9 on rank 0" in finding.summary
+
+
+def test_and_explained_after_it() -> None:
+    (finding,) = examine(part(36, ended=False), part(24))
+    assert finding.confidence is Confidence.PROVEN
+    assert finding.ranks == (1,)
+    assert finding.evidence["waits"] == [0]
+
+
+def test_streams_are_told_by_what_they_delivered() -> None:
+    long = [*_unknown_length(36, ended=False), *steps(6, first=2)]
+    (finding,) = examine(long, _unknown_length(24))
+    assert "6 on rank 1" in finding.summary
+
+
+def _unknown_length(count: int, *, ended: bool = True) -> list[Event]:
+    import msgspec
+
+    from ddpdoctor.events import EpochBegan
+
+    return [
+        msgspec.structs.replace(e, batches=-1) if isinstance(e, EpochBegan) else e
+        for e in part(count, ended=ended, iterable=True)
+    ]
+
+
+def test_equal_counts() -> None:
+    assert not examine(part(24), part(24))
+
+
+def test_inside_join() -> None:
+    joined = {"joined": True}
+    assert not examine(part(36, ended=False, began=joined), part(24, began=joined))
+
+
+def test_a_run_that_ended_well() -> None:
+    assert not examine(part(36), part(24), ended={0: 0, 1: 0})
+
+
+def test_evaluation() -> None:
+    alone = {"collectives": 1}
+    assert not examine(part(36, trains=False, ends=alone), part(24, trains=False, ends=alone))
+
+
+def test_evaluation_that_communicates_for_every_batch() -> None:
+    assert examine(part(36, trains=False, ends={"exhausted": False}), part(24, trains=False))
+
+
+def test_loops_that_were_left_before_the_difference() -> None:
+    left = {"exhausted": False, "batches": 3}
+    assert not examine(part(36, ends=left), part(24, ends=left))
+
+
+def test_what_follows_from_it_is_folded() -> None:
+    check = UnevenBatches()
+    (mine,) = examine(part(36, ended=False), part(24))
+    told = {"message": "[gloo] Connection closed by peer [127.0.0.1]:1234"}
+    other = Finding(
+        code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="",
+        fix="", evidence=told, at=mine.at + 1,
+    )  # fmt: skip
+    assert check.explains(mine, other)

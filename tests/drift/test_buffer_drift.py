@@ -1,0 +1,58 @@
+"""DDP403 on literal events."""
+
+from ddpdoctor.checks.drift.buffer_drift import BufferDrift
+from replicas import LINE, digests, run_of
+
+from ddpdoctor.events import StateTaken
+from ddpdoctor.findings import Severity
+
+
+def at_evaluation(*values):
+    return digests("buffers", {6: values}, point="eval", optimizer=-1, site=LINE)
+
+
+def at_the_end(*values):
+    return digests("buffers", {6: values}, point="end")
+
+
+TAKEN = StateTaken(at=0, model=0, step=3, forwards=3, site=LINE)
+
+
+def test_equal_at_evaluation():
+    run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(1, 2)]})
+    assert list(BufferDrift().examine(run)) == []
+
+
+def test_different_at_evaluation():
+    run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]}, broadcast=False)
+    (finding,) = BufferDrift().examine(run)
+    assert finding.severity is Severity.WARNING
+    assert finding.subjects == ("norm.running_mean",)
+    assert finding.location.line == 10
+    assert finding.related[0].location.line == 33
+    assert finding.evidence["next_forward_repairs"] == "no"
+
+
+def test_counters_of_a_rank_are_its_own():
+    run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(1, 3)]})
+    assert list(BufferDrift().examine(run)) == []
+
+
+def test_the_next_broadcast_repairs_what_differs_after_the_last_forward():
+    run = run_of({0: [at_the_end(1, 2), TAKEN], 1: [at_the_end(3, 2)]})
+    assert list(BufferDrift().examine(run)) == []
+
+
+def test_saved_without_broadcast():
+    rows = {1: [1, 2], 2: [1, 2]}, {1: [3, 2], 2: [4, 2]}
+    ranks = {n: [digests("buffers", rows[n])] for n in range(2)}
+    ranks[0].append(TAKEN)
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
+    assert finding.severity is Severity.WARNING
+    assert "saved" in finding.summary
+
+
+def test_neither_evaluated_nor_saved_is_a_note():
+    ranks = {n: [digests("buffers", {1: [1 + n, 2]})] for n in range(2)}
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
+    assert finding.severity is Severity.NOTE

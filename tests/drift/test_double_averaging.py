@@ -1,0 +1,98 @@
+"""DDP409 on literal events, and what the user's lines say."""
+
+import pytest
+from ddpdoctor.checks.drift.double_averaging import DoubleAveraging
+from replicas import BACKWARD, LINE, run_of
+
+from ddpdoctor.events import Edited, GradientReduced, LossScaled
+from ddpdoctor.findings import Severity
+from ddpdoctor.probe.divisors import divided_by_world_size
+
+SCALED = LossScaled(
+    at=0, model=0, step=0, divisor=2, site=LINE, backward_site=BACKWARD, expression="world"
+)
+
+
+def edit(ratio, divisor="", changed=True, functions=()):
+    return Edited(
+        at=0, model=0, optimizer=0, kind="gradients", step=0, changed=changed, ratio=ratio,
+        site=LINE, divisor=divisor, functions=functions,
+    )  # fmt: skip
+
+
+def reduced(call, op="SUM"):
+    return GradientReduced(at=0, model=0, op=op, step=call, site=LINE, call=call)
+
+
+def judge(*events):
+    return list(DoubleAveraging().examine(run_of({n: list(events) for n in range(2)})))
+
+
+def test_a_divided_loss():
+    (finding,) = judge(SCALED)
+    assert (finding.severity, finding.location.line) == (Severity.ERROR, 33)
+    assert "2 times too small" in finding.summary
+    assert "remove `/ world`" in finding.fix
+
+
+def test_gradients_divided_by_hand():
+    (finding,) = judge(edit(0.5, divisor="world_size"))
+    assert finding.location.line == 33
+
+
+@pytest.mark.parametrize("event", [
+    edit(0.5), edit(0.25, divisor="world_size"), edit(0.5, functions=("clip_grad_norm_",)),
+])  # fmt: skip
+def test_other_edits(event):
+    assert judge(event) == []
+
+
+def test_summed_by_hand_again():
+    (finding,) = judge(edit(2.0), reduced(0), reduced(1))
+    assert finding.severity is Severity.ERROR
+    assert "2 times what they were" in finding.summary
+
+
+@pytest.mark.parametrize("events", [[edit(1.0)], [edit(0.0, changed=False)], []])
+def test_averaged_by_hand_again_changes_nothing(events):
+    (finding,) = judge(*events, reduced(0, "AVG"), reduced(1, "AVG"))
+    assert finding.severity is Severity.WARNING
+
+
+def test_reduced_once_may_be_a_start():
+    assert judge(reduced(0)) == []
+
+
+def test_clipped_after_it_is_not_judged():
+    assert judge(edit(0.0, functions=("clip_grad_norm_",)), reduced(0), reduced(1)) == []
+
+
+@pytest.mark.parametrize("line", [
+    "loss = loss / dist.get_world_size()",
+    "loss /= world_size",
+    "loss = loss.div(self.world_size)",
+    "loss = criterion(out, y) / float(args.n_gpus)",
+    "size = dist.get_world_size(); loss = loss / size",
+    "rank, n = dist.get_rank(), dist.get_world_size(); loss = loss / n",
+    "loss = loss * (1.0 / world_size)",
+    'loss = loss / int(os.environ["WORLD_SIZE"])',
+])  # fmt: skip
+def test_lines_that_divide_by_the_world_size(line, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import os\n{line}\n")
+    assert divided_by_world_size(str(path), 2)
+
+
+@pytest.mark.parametrize("line", [
+    "loss = (a + b) / 2",
+    "loss = loss / accumulation_steps",
+    "loss = loss / num_micro_batches",
+    "loss = loss * 0.5",
+    "loss = loss * world_size",
+    "accum = 2; loss = loss / accum",
+    "loss = loss / (",
+])  # fmt: skip
+def test_lines_that_divide_by_something_else(line, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"\n{line}\n")
+    assert not divided_by_world_size(str(path), 2)

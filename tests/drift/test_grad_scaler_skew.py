@@ -1,0 +1,39 @@
+"""DDP406 on literal events."""
+
+from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
+from replicas import LINE, run_of
+
+from ddpdoctor.events import ScalerStep
+
+
+def scale(call, value, skipped=False):
+    return ScalerStep(
+        at=0, scaler=0, optimizer=0, call=call, step=call, scale=value, skipped=skipped, site=LINE
+    )
+
+
+def test_equal_scales_and_common_skips():
+    events = [scale(0, 1024.0, skipped=True), scale(1, 512.0)]
+    assert list(GradScalerSkew().examine(run_of(dict.fromkeys(range(2), events)))) == []
+
+
+def test_different_scales():
+    run = run_of({n: [scale(0, 2048.0 if n == 2 else 1024.0)] for n in range(3)})
+    (finding,) = GradScalerSkew().examine(run)
+    assert (finding.ranks, finding.location.line) == ((2,), 33)
+    assert "2048 on rank 2" in finding.summary
+
+
+def test_a_step_that_one_rank_skips():
+    run = run_of({0: [scale(0, 8.0), scale(2, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, count=8)
+    (finding,) = GradScalerSkew().examine(run)
+    assert "rank 0 skips scaler step 2" in finding.summary
+
+
+def test_a_rank_that_has_not_got_there_yet_is_not_compared():
+    run = run_of({0: [scale(0, 8.0), scale(9, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, count=4)
+    assert list(GradScalerSkew().examine(run)) == []
+
+
+def test_without_a_scaler():
+    assert "no GradScaler" in GradScalerSkew().unobserved(run_of({0: [], 1: []}))

@@ -1,0 +1,80 @@
+"""DDP401 on literal events."""
+
+from ddpdoctor.checks.drift.gradient_drift import GradientDrift
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from replicas import LINE, digests, equal, run_of
+
+from ddpdoctor.events import Clipped, Edited
+
+SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
+APART = {0: [1, 2, 3, 4], 1: [50, 6, 7, 8], 2: [90, 8, 7, 6]}
+
+
+def edit(ratio=0.0, changed=True, functions=(), site=-1, step=0):
+    return Edited(
+        at=0, model=0, optimizer=0, kind="gradients", step=step, changed=changed, ratio=ratio,
+        functions=functions, site=site,
+    )  # fmt: skip
+
+
+def test_equal_gradients_are_left_alone():
+    run = run_of({0: [equal("gradients")], 1: [equal("gradients")]})
+    assert list(GradientDrift().examine(run)) == []
+    assert GradientDrift().unobserved(run) is None
+
+
+def test_gradients_that_were_not_averaged_are_not_judged():
+    run = run_of({0: [digests("local", SAME)], 1: [digests("local", APART)]})
+    assert list(GradientDrift().examine(run)) == []
+
+
+def test_one_rank_that_clips_is_blamed():
+    clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=LINE)
+    ranks = {
+        0: [clip, edit(0.5, functions=("clip_grad_norm_",)), digests("gradients", APART)],
+        1: [edit(changed=False), digests("gradients", SAME)],
+        2: [edit(changed=False), digests("gradients", SAME)],
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.ranks == (0,)
+    assert finding.location.line == 33
+    assert (finding.steps.first, finding.subjects) == (1, ("body.weight",))
+
+
+def test_ranks_that_scale_differently_are_told_apart():
+    ranks = {
+        0: [edit(0.5), digests("gradients", SAME)],
+        1: [edit(0.25), digests("gradients", APART)],
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "every rank edits its gradients in its own way" in finding.cause
+
+
+def test_without_an_explanation_hardware_is_suspected():
+    ranks = {n: [digests("gradients", APART if n == 1 else SAME)] for n in range(3)}
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.ranks == (1,)
+    assert "processor" in finding.cause
+
+
+def test_an_edit_that_all_ranks_make_alike_explains_nothing():
+    ranks = {n: [edit(0.5), digests("gradients", APART if n else SAME)] for n in range(2)}
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "nothing that was seen explains it" in finding.cause
+
+
+def test_parameters_that_are_averaged_again_mean_local_sgd():
+    parted = [digests("parameters", {1: [1, 1, 1, n], 2: [2, 2, 2, 2]}) for n in range(2)]
+    ranks = {n: [digests("gradients", APART if n else SAME), parted[n]] for n in range(2)}
+    assert list(GradientDrift().examine(run_of(ranks))) == []
+
+
+def test_drifting_parameters_follow_from_it():
+    ranks = {
+        n: [digests("gradients", APART if n else SAME),
+            digests("parameters", {1: [1, 1, 1, 1], 2: [1, 1, 1, n]})]
+        for n in range(2)
+    }  # fmt: skip
+    run = run_of(ranks)
+    (cause,), (effect,) = GradientDrift().examine(run), ParameterDrift().examine(run)
+    assert GradientDrift().explains(cause, effect)

@@ -1,0 +1,110 @@
+"""DDP405 on literal events."""
+
+import sys
+
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
+from replicas import LINE, STEP, run_of
+
+from ddpdoctor.events import Hyperparameters, SchedulerStep, StepDone
+from ddpdoctor.events.amp import told_at
+from ddpdoctor.probe.resolving import item_set_in_frames
+
+
+def rate(step, lr, **options):
+    return Hyperparameters(at=0, optimizer=0, step=step, groups=({"lr": lr, **options},), site=STEP)
+
+
+def scheduled(kind="StepLR"):
+    return SchedulerStep(at=0, kind=kind, step=1, call=0, site=LINE)
+
+
+def test_equal_values():
+    run = run_of({n: [rate(0, 0.1), rate(2, 0.05)] for n in range(2)})
+    assert list(HyperparameterSkew().examine(run)) == []
+
+
+def test_a_scheduler_on_one_rank():
+    run = run_of(
+        {0: [rate(0, 0.1), scheduled(), rate(2, 0.05)], 1: [rate(0, 0.1)], 2: [rate(0, 0.1)]}
+    )
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.ranks, finding.steps.first) == ((0,), 2)
+    assert finding.location.line == 33
+    assert "called on rank 0 only" in finding.cause
+    assert "0.05 on rank 0, 0.1 on rank 1-2" in finding.summary
+
+
+def test_plateau_on_local_losses():
+    plateau = scheduled("ReduceLROnPlateau")
+    run = run_of({0: [rate(0, 0.1), plateau, rate(2, 0.05)], 1: [rate(0, 0.1), plateau]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert "another metric" in finding.cause
+    assert finding.ranks == (0, 1)
+
+
+def test_options_set_by_rank_point_at_the_step():
+    run = run_of({n: [rate(0, 0.1, weight_decay=0.1 * n)] for n in range(2)})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.subjects, finding.location.line) == (("weight_decay",), 40)
+
+
+def test_a_rank_that_ends_earlier_told_fewer_changes():
+    run = run_of(
+        {
+            0: [rate(0, 0.1), rate(1, 0.2), rate(2, 0.3)],
+            1: [rate(0, 0.1), rate(1, 0.2), rate(2, 0.3)],
+        }
+    )
+    assert list(HyperparameterSkew().examine(run)) == []
+
+
+def test_all_ranks_tell_at_the_same_steps():
+    assert all(told_at(s) for s in range(256))
+    assert sum(told_at(s) for s in range(1_000_000)) < 3000
+
+
+def test_left_out_where_parameters_are_averaged():
+    run = run_of({n: [rate(0, 0.1 + n)] for n in range(2)}, left_out="local SGD")
+    assert list(HyperparameterSkew().examine(run)) == []
+
+
+def test_an_option_set_by_hand_points_at_the_line_that_sets_it():
+    ends = [StepDone(at=0, optimizer=0, step=9, site=STEP, wall_s=0.1)]
+    by_hand = Hyperparameters(
+        at=0, optimizer=0, step=4, groups=({"lr": 0.1, "weight_decay": 0.5},), site=STEP,
+        set_sites={"weight_decay": LINE},
+    )  # fmt: skip
+    start = rate(0, 0.1, weight_decay=0.0)
+    run = run_of({0: [start, *ends], 1: [start, by_hand, *ends], 2: [start, *ends]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 9, 6)
+
+
+def test_steps_end_where_the_values_agree_again():
+    other = rate(4, 0.2), rate(6, 0.3)
+    run = run_of({0: [rate(0, 0.1), *other], 1: [rate(0, 0.1), rate(6, 0.3)]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 5, 2)
+
+
+def test_the_line_that_sets_an_item_is_found_in_what_the_loop_calls():
+    def set_rate(groups):
+        for group in groups:
+            group["lr"] *= 0.5
+
+    def loop():
+        set_rate([{"lr": 1.0}])
+        return item_set_in_frames(sys._getframe(), lambda code: code is loop.__code__, "lr")
+
+    assert loop() is None  # what is not the user's is not entered
+    mine = (loop.__code__, set_rate.__code__)
+
+    def again():
+        set_rate([{"lr": 1.0}])
+        return item_set_in_frames(
+            sys._getframe(), lambda code: code in (*mine, again.__code__), "lr"
+        )
+
+    found = again()
+    assert found.line == set_rate.__code__.co_firstlineno + 2

@@ -1,0 +1,46 @@
+"""DDP404 on literal events."""
+
+from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from replicas import LINE, digests, equal, run_of
+
+from ddpdoctor.events import Loaded
+
+LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
+
+
+def state(*last):
+    return digests("state:exp_avg", {1: [1, 2, 3, 4], 2: last})
+
+
+def test_equal_state():
+    run = run_of({0: [state(1, 2, 3, 4)], 1: [state(1, 2, 3, 4)]})
+    assert list(OptimizerStateDrift().examine(run)) == []
+    assert OptimizerStateDrift().unobserved(run) is None
+
+
+def test_loaded_on_one_rank():
+    run = run_of({0: [LOAD, state(1, 2, 3, 4)], 1: [state(1, 2, 9, 4)]})
+    (finding,) = OptimizerStateDrift().examine(run)
+    assert (finding.ranks, finding.location.line) == ((0,), 33)
+    assert finding.subjects == ("head.weight",)
+    assert "the others do not" in finding.cause
+
+
+def test_parameters_that_drift_after_it_are_its_consequence():
+    moved = [digests("parameters", {1: [1, 1, 1, 1], 2: [1, 1, 1, n]}) for n in range(2)]
+    run = run_of({0: [LOAD, state(1, 2, 3, 4), moved[0]], 1: [state(1, 2, 9, 4), moved[1]]})
+    (cause,), (effect,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
+    assert OptimizerStateDrift().explains(cause, effect)
+    assert not ParameterDrift().explains(effect, cause)
+
+
+def test_state_that_followed_different_gradients_is_told_with_those():
+    gradients = [digests("gradients", {1: [1, 1, 1, n]}) for n in range(2)]
+    run = run_of({0: [gradients[0], state(1, 2, 3, 4)], 1: [gradients[1], state(1, 2, 9, 4)]})
+    assert list(OptimizerStateDrift().examine(run)) == []
+
+
+def test_without_state_it_says_so():
+    run = run_of({0: [equal("parameters")], 1: [equal("parameters")]})
+    assert "no optimizer's state" in OptimizerStateDrift().unobserved(run)

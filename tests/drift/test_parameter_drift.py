@@ -1,0 +1,152 @@
+"""DDP402 on literal events."""
+
+import pytest
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from replicas import LINE, OTHER, digests, equal, run_of, sketch
+
+from ddpdoctor.events import Edited, Loaded
+from ddpdoctor.findings import Severity
+
+SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
+APART = {0: [1, 2, 3, 4], 1: [5, 6, 70, 8], 2: [9, 8, 70, 6]}
+
+
+def load(site=LINE, step=0):
+    return Loaded(at=0, what="weights", model=0, step=step, site=site)
+
+
+def edit(changed=True, step=0, site=-1):
+    return Edited(
+        at=0, model=0, optimizer=0, kind="parameters", step=step, changed=changed, site=site
+    )
+
+
+def test_equal_copies_are_left_alone():
+    run = run_of({n: [equal("parameters")] for n in range(3)})
+    assert list(ParameterDrift().examine(run)) == []
+    assert ParameterDrift().unobserved(run) is None
+
+
+def test_the_tensor_the_step_and_the_rank_are_named():
+    ranks = {n: [digests("parameters", APART if n == 2 else SAME)] for n in range(4)}
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.severity is Severity.ERROR
+    assert finding.subjects == ("head.weight",)
+    assert finding.ranks == (2,)
+    assert (finding.steps.first, finding.steps.count) == (1, 2)
+    assert finding.evidence["last_equal_at_step"] == 0
+    assert finding.location.line == 40
+    assert "nothing that was seen explains it" in finding.cause
+
+
+def test_a_load_on_one_rank_is_the_cause():
+    ranks = {0: [load(), digests("parameters", APART)], 1: [digests("parameters", SAME)]}
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.location.line == 33
+    assert finding.ranks == (0,)
+    assert "rank 0 loads weights after the wrap" in finding.cause
+
+
+def test_an_edit_on_one_rank_is_the_cause():
+    ranks = {
+        0: [edit(changed=False), digests("parameters", SAME)],
+        1: [edit(step=1, site=OTHER), digests("parameters", APART)],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert (finding.location.line, finding.ranks) == (35, (1,))
+
+
+def test_size_and_growth_are_told():
+    ranks = {
+        0: [digests("parameters", SAME), sketch(1, 1.0), sketch(2, 1.0)],
+        1: [digests("parameters", APART), sketch(1, 1.1), sketch(2, 2.0)],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.evidence["relative_distance_by_step"] == {1: "0.01", 2: "0.1"}
+    assert finding.evidence["grows"] == "yes"
+    assert "by 10 % of their norm" in finding.summary
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_ranks_that_look_at_different_shares_are_compared_where_both_looked(stride):
+    rows = {n: [7, 7, 7, 7] for n in range(16)}
+    other = {n: [7, 7, 8, 7] for n in range(16)}
+    ranks = {0: [digests("parameters", rows)], 1: [digests("parameters", other, stride=stride)]}
+    (finding,) = ParameterDrift().examine(run_of(ranks, count=16))
+    assert finding.subjects == ("head.weight",)
+    assert (
+        list(
+            ParameterDrift().examine(
+                run_of({**ranks, 1: [digests("parameters", rows, stride=stride)]})
+            )
+        )
+        == []
+    )
+
+
+def test_copies_that_come_together_again_are_local_sgd():
+    healed = {**APART, 3: [1, 1, 1, 1]}
+    ranks = {
+        0: [digests("parameters", {**SAME, 3: [1, 1, 1, 1]})],
+        1: [digests("parameters", healed)],
+    }
+    assert list(ParameterDrift().examine(run_of(ranks))) == []
+    ranks[0].append(load(step=3))
+    assert list(ParameterDrift().examine(run_of(ranks)))
+
+
+def test_local_sgd_that_was_recognised_is_left_out():
+    ranks = {0: [digests("parameters", SAME)], 1: [digests("parameters", APART)]}
+    assert list(ParameterDrift().examine(run_of(ranks, left_out="local SGD"))) == []
+
+
+def test_ranks_of_different_groups_are_not_compared():
+    from recordings import make_run
+    from replicas import replica
+
+    ranks = {}
+    for n in range(4):
+        group, rows = ((0, 1), SAME) if n < 2 else ((2, 3), APART)
+        ranks[n] = [*replica(ranks=group), digests("parameters", rows)]
+    run = make_run(ranks)
+    assert list(ParameterDrift().examine(run)) == []
+
+
+def test_a_difference_at_the_end_only_is_a_note():
+    ranks = {
+        0: [equal("parameters"), digests("parameters", {4: [1, 2, 3, 4]}, point="end")],
+        1: [equal("parameters"), digests("parameters", {4: [1, 2, 3, 5]}, point="end")],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.severity is Severity.NOTE
+
+
+def test_a_difference_at_evaluation_is_an_error():
+    ranks = {
+        0: [digests("parameters", {0: [1, 2, 3, 4]}, point="eval", optimizer=-1)],
+        1: [digests("parameters", {0: [1, 2, 3, 5]}, point="eval", optimizer=-1)],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert "at evaluation" in finding.summary
+
+
+def test_without_copies_nothing_can_be_said():
+    from recordings import make_run
+
+    assert "no two ranks" in ParameterDrift().unobserved(make_run({0: [], 1: []}))
+
+
+def test_an_edit_that_was_made_some_steps_before_the_copies_were_seen_to_differ():
+    values = [digests("parameters", {1: [1, 1, 1, 1], 9: [1, 1, 1, n // 2]}) for n in range(3)]
+    edits = [
+        Edited(at=0, model=0, optimizer=0, kind="parameters", step=step, changed=step == 4)
+        for step in (4, 5)
+    ]
+    run = run_of({0: [values[0]], 1: [values[1]], 2: [*edits, values[2]]})
+    (finding,) = ParameterDrift().examine(run)
+    assert finding.ranks == (2,)
+    assert "rank 2 edits its parameters before step 4" in finding.cause
+    (other,) = ParameterDrift().examine(
+        run_of({0: [*edits, values[0]], 1: [values[1]], 2: [values[2]]})
+    )
+    assert "edits" not in other.cause  # rank 0 is not the one that stands apart

@@ -1,0 +1,47 @@
+"""DDP408 on literal events."""
+
+from ddpdoctor.checks.drift.redundant_sync import RedundantSync
+from replicas import LINE, OTHER, run_of
+
+from ddpdoctor.events import SyncPattern
+from ddpdoctor.findings import Severity
+
+
+def pattern(step=0, synced=4, once=4, line=LINE, exposed=0.01, **fields):
+    return SyncPattern(
+        at=0, model=0, optimizer=0, step=step, synced=synced, once=once, line=line,
+        exposed_s=exposed, backward_s=0.05, **fields,
+    )  # fmt: skip
+
+
+def test_accumulation_that_averages_every_time():
+    (finding,) = RedundantSync().examine(run_of({n: [pattern()] for n in range(2)}))
+    assert (finding.severity, finding.location.line) == (Severity.WARNING, 33)
+    assert finding.steps.count == 4
+    assert "4 backwards" in finding.summary
+    assert "30 ms of each 100 ms step" in finding.summary
+
+
+def test_one_averaging_backward_per_step():
+    run = run_of({n: [pattern(synced=1, once=1, unsynced=3)] for n in range(2)})
+    assert list(RedundantSync().examine(run)) == []
+
+
+def test_backwards_from_different_lines_are_a_note():
+    (finding,) = RedundantSync().examine(run_of({n: [pattern(synced=2, once=1)] for n in range(2)}))
+    assert finding.severity is Severity.NOTE
+
+
+def test_losses_of_different_parameters():
+    run = run_of({n: [pattern(synced=2, once=0, line=-1)] for n in range(2)})
+    assert list(RedundantSync().examine(run)) == []
+
+
+def test_a_single_step_is_too_little():
+    events = [pattern(), pattern(step=1, synced=1, once=1, line=OTHER)]
+    assert list(RedundantSync().examine(run_of(dict.fromkeys(range(2), events)))) == []
+
+
+def test_a_saving_beyond_the_step_is_not_claimed():
+    (finding,) = RedundantSync().examine(run_of({n: [pattern(exposed=0.9)] for n in range(2)}))
+    assert "did not measure" in finding.summary

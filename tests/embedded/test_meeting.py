@@ -1,0 +1,141 @@
+"""The ranks of one launch find the same folder, those of another launch another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ddpdoctor.embedded import meeting
+from ddpdoctor.runfolder import FolderError, RunFolder
+
+TORCHRUN = {
+    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_ab/none_x/attempt_0/0/error.json",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_ranks_of_one_launch_agree_and_restarts_too() -> None:
+    first = meeting.this_launch(TORCHRUN)
+    other_rank = {
+        **TORCHRUN,
+        "RANK": "0",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_ab/none_x/attempt_0/1/error.json",
+    }
+    again = {
+        **TORCHRUN,
+        "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_ab/none_x/attempt_1/1/error.json",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+    }
+    assert meeting.this_launch(other_rank).key == first.key
+    assert meeting.this_launch(again).key == first.key
+    assert meeting.this_launch(again).attempt == 1
+    assert (first.rank, first.world_size, first.local_size) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_cd/none_x/attempt_0/0/error.json"},
+        {"TORCHELASTIC_ERROR_FILE": "", "TORCHELASTIC_RUN_ID": "other"},
+    ],
+)
+def test_another_launch_has_another_key(change: dict[str, str]) -> None:
+    assert meeting.this_launch({**TORCHRUN, **change}).key != meeting.this_launch(TORCHRUN).key
+
+
+def test_a_scheduler_s_step_says_who_we_are() -> None:
+    launch = meeting.this_launch(SLURM)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.node_rank) == (1, 4, 1, 1)
+    assert launch.key == meeting.this_launch({**SLURM, "SLURM_PROCID": "0"}).key
+    assert launch.key != meeting.this_launch({**SLURM, "SLURM_STEP_ID": "4"}).key
+
+
+def test_without_a_launcher_the_parent_tells_launches_apart() -> None:
+    launch = meeting.this_launch({})
+    assert launch.key == meeting.this_launch({"RANK": "1", "WORLD_SIZE": "2"}).key
+    assert launch.rank == -1
+
+
+def launches(count: int) -> list[meeting.Launch]:
+    one = meeting.this_launch(TORCHRUN)
+    return [dataclasses.replace(one, rank=rank, world_size=count) for rank in range(count)]
+
+
+def test_many_ranks_at_once_end_in_one_folder(tmp_path: Path) -> None:
+    found: list[Path] = []
+    first: list[bool] = []
+
+    def join(launch: meeting.Launch) -> None:
+        folder = meeting.open_folder(tmp_path / "run", launch, stem=meeting.stem_of(launch))
+        found.append(folder.path)
+        first.append(meeting.is_first_here(folder))
+
+    threads = [threading.Thread(target=join, args=(launch,)) for launch in launches(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {(tmp_path / "run").resolve()}
+    assert sum(first) == 1
+    assert not list((tmp_path / "run").glob(".run-*"))
+
+
+def test_a_run_that_is_there_already_is_left_alone(tmp_path: Path) -> None:
+    zero, one = launches(2)
+    folder = meeting.open_folder(tmp_path / "run", zero, stem=meeting.stem_of(zero))
+    (folder.path / "rank-0.jsonl").write_text("")
+    assert meeting.open_folder(tmp_path / "run", one, stem="rank-1").path == folder.path
+    # The same shell starts the same ranks again.
+    again = meeting.open_folder(tmp_path / "run", zero, stem=meeting.stem_of(zero))
+    assert again.path.name == "run-2"
+    foreign = dataclasses.replace(one, key="another")
+    assert meeting.open_folder(tmp_path / "run", foreign, stem="rank-1").path.name == "run-3"
+
+
+def test_an_ended_run_is_not_joined(tmp_path: Path) -> None:
+    zero, one = launches(2)
+    folder = meeting.open_folder(tmp_path / "run", zero)
+    info = folder.read_info()
+    assert info is not None
+    folder.write_info(msgspec.structs.replace(info, ended_at="2026-01-01T00:00:00+0000"))
+    assert meeting.open_folder(tmp_path / "run", one, stem="rank-1").path.name == "run-2"
+
+
+def test_where_the_current_folder_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ddpdoctor-runs").write_text("in the way")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    zero, _ = launches(2)
+    folder = meeting.open_folder(None, zero)
+    assert folder.path.is_relative_to(tmp_path / "tmp")
+    assert isinstance(folder, RunFolder)
+    with pytest.raises(FolderError, match="out="):
+        meeting.open_folder(tmp_path / "ddpdoctor-runs", zero)
+
+
+def test_the_mark_tells_when_the_report_is_there(tmp_path: Path) -> None:
+    folder = meeting.open_folder(tmp_path / "run", launches(1)[0])
+    assert meeting.is_first_here(folder)
+    assert not meeting.is_reported(folder)
+    meeting.reported(folder)
+    assert meeting.is_reported(folder)
+    assert os.listdir(folder.path) == ["run.json"]

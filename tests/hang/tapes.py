@@ -1,0 +1,162 @@
+"""Rings and call records for literal runs: what a probe would have left of some calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from recordings import PID, START, WALL, ends, write_folder
+
+from ddpdoctor.events import (
+    CallSite,
+    Enclosing,
+    Event,
+    GroupReady,
+    Place,
+    RankStood,
+    Signature,
+    Site,
+    StackFrame,
+    StallSeen,
+)
+from ddpdoctor.ring import Phase, RingWriter, State
+from ddpdoctor.run import Run, load
+
+CWD = "/home/user/project"
+
+
+class Tape:
+    """The calls of one rank, written as the probe writes them."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.events: list[Event] = [
+            GroupReady(
+                at=START, group=0, name="0", backend="gloo", ranks=tuple(range(world)),
+                member=True, site=-1,
+            )
+        ]  # fmt: skip
+        self.calls: list[tuple[int, int, int, int, int, State, float, float]] = []
+        self.phase: tuple[Phase, int] = (Phase.USER, -1)
+        self.progress_at: float | None = None
+        self._next: dict[int, int] = {}
+        self._signatures: dict[object, int] = {}
+        self._sites: dict[tuple[int, str], int] = {}
+        self._clock = START + 1
+
+    def call(
+        self,
+        op: str = "all_reduce",
+        line: int = 10,
+        text: str = "",
+        *,
+        inside: Sequence[tuple[int, str]] = (),
+        group: int = 0,
+        state: State = State.DONE,
+        peer: int = -1,
+        at: float | None = None,
+        lasts: float = 0.01,
+        **arguments: object,
+    ) -> Tape:
+        """One call; it ended after `lasts` unless `state` says that the rank is still in it."""
+        defaults: dict[str, object] = (
+            {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
+            if op == "all_reduce"
+            else {}
+        )
+        fields = {**defaults, **arguments}
+        key = (op, *sorted((k, str(v)) for k, v in fields.items()))
+        if key not in self._signatures:
+            self._signatures[key] = len(self._signatures)
+            self.events.append(
+                Signature(at=self._clock, id=self._signatures[key], op=op, **fields)  # type: ignore[arg-type]
+            )
+        place = (line, text)
+        if place not in self._sites:
+            number = self._sites[place] = len(self._sites)
+            around = tuple(Enclosing(line=n, text=t) for n, t in inside)
+            self.events += [
+                Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
+                     function="main", text=text or f"dist.{op}(x)  # {line}"),
+                CallSite(at=self._clock, id=number, places=(Place(site=100 + number,
+                                                                  inside=around),)),
+            ]  # fmt: skip
+        index = -1
+        if peer < 0:
+            index = self._next.get(group, 0)
+            self._next[group] = index + 1
+        began = self._clock if at is None else at
+        ended = 0.0 if state in (State.BEGUN, State.RETURNED, State.WAITING) else began + lasts
+        self.calls.append(
+            (group, index, self._signatures[key], self._sites[place], peer, state, began, ended)
+        )
+        self._clock = began + max(lasts, 0.01) + 0.01
+        return self
+
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> Tape:
+        self.events.append(
+            GroupReady(at=self._clock, group=number, name=name, backend="gloo", ranks=ranks,
+                       member=self.rank in ranks, site=-1)
+        )  # fmt: skip
+        return self
+
+    def now(self, phase: Phase, line: int = -1, text: str = "") -> Tape:
+        """What the rank does when it is in no call."""
+        if line >= 0:
+            self.events.append(
+                Site(at=self._clock, id=90, file=f"{CWD}/train.py", line=line, function="main",
+                     text=text)
+            )  # fmt: skip
+        self.phase = (phase, 90 if line >= 0 else -1)
+        return self
+
+    def write_ring(self, path: Path) -> None:
+        writer = RingWriter(path)
+        last = START
+        for group, index, signature, site, peer, state, began, ended in self.calls:
+            number = writer.begin(group, index, signature, site, peer)
+            writer.mark(number, state)
+            writer.set_times(number, began, ended)
+            last = max(last, began, ended)
+        writer.phase(*self.phase)
+        writer.set_progress(self.progress_at or last)
+        writer.close()
+
+
+def run_of(
+    tmp_path: Path,
+    tapes: Mapping[int, Tape],
+    *,
+    more: Mapping[int, Sequence[Event]] | None = None,
+    now: float | None = None,
+    **options: object,
+) -> Run:
+    """The run that these tapes are; `now` makes it one that still goes on."""
+    ranks = {r: [*t.events, *(more or {}).get(r, ())] for r, t in tapes.items()}
+    # The recordings' own ends of processes stand at their very beginning.
+    status: Mapping[int, int | None] = options.pop("ended", {}) or {}  # type: ignore[assignment]
+    if now is None and "nodes" not in options and not options.get("stopped"):
+        status = {r: status.get(r, 0) for r in tapes}
+    nodes: dict[int, list[Event]] = {k: list(v) for k, v in options.pop("nodes", {}).items()}  # type: ignore[attr-defined]
+    nodes.setdefault(0, []).extend(msgspec.structs.replace(e, at=START + 100) for e in ends(status))
+    options = {**options, "ended": None, "nodes": nodes}
+    folder = write_folder(tmp_path / "run", ranks, **options)  # type: ignore[arg-type]
+    for (_, path), tape in zip(folder.rank_files(), tapes.values(), strict=True):
+        tape.write_ring(path.with_suffix(".ring"))
+    run = load([folder])
+    run.now = now
+    return run
+
+
+def stall(at: float, since: float, **fields: object) -> StallSeen:
+    return StallSeen(at=at, since=since, hang_after=10.0, **fields)  # type: ignore[arg-type]
+
+
+def stood(rank: int, line: int, text: str, **fields: object) -> RankStood:
+    frame = StackFrame(file=f"{CWD}/train.py", line=line, function="main", user=True, text=text)
+    values: dict[str, object] = {"at": START + 50, "state": "S", "frames": (frame,), **fields}
+    return RankStood(rank=rank, pid=PID + rank, **values)  # type: ignore[arg-type]
+
+
+__all__ = ["START", "WALL", "Tape", "run_of", "stall", "stood"]

@@ -1,0 +1,214 @@
+"""DDP601 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, Tape, run_of
+
+from ddpdoctor.events import CallBlock, CallRun, FlightEntry, FlightLog
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+ON_ZERO = ((7, "if rank == 0:"),)
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CollectiveMismatch().examine(run))
+
+
+def tapes(world: int = 2) -> dict[int, Tape]:
+    return {rank: Tape(rank, world) for rank in range(world)}
+
+
+def test_barrier_on_rank_0_while_others_reduce(tmp_path: Path) -> None:
+    made = tapes(3)
+    for tape in made.values():
+        tape.call(line=10).call(line=10)
+    made[0].call("barrier", 8, inside=ON_ZERO, state=State.BEGUN, at=START + 5)
+    for rank in (1, 2):
+        made[rank].call(line=10, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 8
+    assert [r.location.line for r in finding.related] == [7, 10]
+    assert finding.evidence["stuck"] is True
+    assert finding.evidence["call_number"] == 2
+
+
+def test_not_stuck_while_one_of_them_still_moves(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)
+    made[1].call(line=10, at=START + 5).call(line=11, at=START + 6.9)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.evidence["stuck"] is False
+
+
+def test_swap_that_no_shape_shows(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=3, text="all_reduce(z)")
+    made[0].call(line=8, text="all_reduce(a)").call(line=9, text="all_reduce(b)")
+    made[1].call(line=9, text="all_reduce(b)").call(line=8, text="all_reduce(a)")
+    (finding,) = found(run_of(tmp_path, made))
+    assert "another order" in finding.summary
+    assert finding.evidence["differs"] == ["order"]
+
+
+def test_swap_inside_the_arms_of_one_branch(tmp_path: Path) -> None:
+    made = tapes()
+    one, other = ((5, "if rank == 0:"),), ((8, "else:  # if rank == 0:"),)
+    made[0].call(line=6, text="r(a)", inside=one).call(line=7, text="r(b)", inside=one)
+    made[1].call(line=9, text="r(b)", inside=other).call(line=10, text="r(a)", inside=other)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+
+
+def test_extra_call_that_pairs_with_the_next_one(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call(line=8, text="all_reduce(log)", inside=ON_ZERO)
+    for _ in range(5):
+        for tape in made.values():
+            tape.call(line=10, text="all_reduce(grad)")
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 8
+
+
+def test_groups_entered_in_opposite_order(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.group(1, "1", (0, 1)).group(2, "2", (0, 1))
+        first = 1 if rank == 0 else 2
+        tape.call(line=10 + rank, group=first, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "opposite order" in finding.summary
+    assert finding.evidence["stuck"] is True
+
+
+def test_two_lines_for_one_broadcast(tmp_path: Path) -> None:
+    made = tapes()
+    for _ in range(4):
+        made[0].call("broadcast", 8, "broadcast(x)", numel=4, dtype="float32", root=0)
+        made[1].call("broadcast", 10, "broadcast(y)", numel=4, dtype="float32", root=0)
+        for tape in made.values():
+            tape.call(line=12)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_arms_that_ranks_take_in_turn(tmp_path: Path) -> None:
+    made = tapes()
+    for step in range(8):
+        for rank, tape in made.items():
+            if (step + rank) % 3:
+                tape.call(line=6, text="r(x)", inside=((5, "if has_data:"),))
+            else:
+                tape.call(line=8, text="r(zeros)", inside=((7, "else:  # if has_data:"),))
+            tape.call("barrier", 9)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_point_to_point_is_no_collective(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call("send", 5, peer=1).call(line=9)
+    made[1].call("recv", 6, peer=0).call(line=9)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_a_rank_that_is_only_behind(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call(line=9).call(line=9).call("barrier", 11, state=State.BEGUN)
+    made[1].call(line=9)
+    assert found(run_of(tmp_path, made, now=START + 100)) == []
+
+
+def test_other_groups_count_on_their_own(tmp_path: Path) -> None:
+    made = tapes(4)
+    for rank, tape in made.items():
+        half = (0, 1) if rank < 2 else (2, 3)
+        tape.group(1, "1" if rank < 2 else "2", half)
+        tape.call("barrier" if rank < 2 else "all_reduce", 5 + rank // 2, group=1)
+        tape.call(line=9)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_call_that_turned_out_to_be_none(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call("DDP backward", 5, state=State.VOID)
+    made[0]._next[0] = 0
+    for tape in made.values():
+        tape.call(line=9)
+    assert found(run_of(tmp_path, made)) == []
+
+
+@pytest.mark.parametrize("repeats", [1, 1000])
+def test_folded_blocks_are_compared_however_they_were_cut(tmp_path: Path, repeats: int) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, text="r(a)").call(line=10, text="r(b)")
+        tape.calls.clear()
+    codes = (0, 0, 0, 1)
+    whole = [CallBlock(at=0, id=0, codes=codes), CallRun(at=0, group=0, first=0, block=0,
+                                                         repeat=2 * repeats)]  # fmt: skip
+    parts = [
+        CallBlock(at=0, id=0, codes=codes),
+        CallRun(at=0, group=0, first=0, block=0, repeat=repeats),
+        CallRun(at=0, group=0, first=2 * repeats, block=0, repeat=repeats),
+    ]
+    assert found(run_of(tmp_path, made, more={0: whole, 1: parts})) == []
+    parts[2] = CallRun(at=0, group=0, first=2 * repeats, block=1, repeat=1)
+    parts.append(CallBlock(at=0, id=1, codes=(0, 1, 0, 0)))
+    swapped = run_of(tmp_path / "more", made, more={0: whole, 1: parts})
+    (finding,) = found(swapped)
+    assert finding.evidence["call_number"] == 2 * repeats
+
+
+def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
+    made = tapes()
+    loop = ((8, "for step in range(20):"),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop at train.py:8" in finding.cause
+    assert 8 in [r.location.line for r in finding.related]
+
+
+def test_another_call_of_one_helper_with_another_shape(tmp_path: Path) -> None:
+    made = tapes()
+    made[0].call(line=8, text="reduce(loss)", numel=1, inside=ON_ZERO, state=State.BEGUN)
+    made[1].call(line=12, text="reduce(grad)", numel=8, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 8
+
+
+def test_arms_of_two_branches_are_no_alternatives(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=6, text="r(grad)", inside=((5, "if not skip():"),), numel=64)
+        tape.call(line=10, text="r(loss)", inside=((9, "else:  # if swapped(x):"),), numel=1)
+    made[1].call(line=6, text="r(grad)", numel=64, inside=((5, "if not skip():"),))
+    made[0].call(line=10, text="r(loss)", numel=1, inside=((9, "else:  # if swapped(x):"),))
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.evidence["differs"] == ["numel"]
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_backward_that_only_computes_is_not_stuck(tmp_path: Path, under_way: bool) -> None:
+    made = tapes()
+    made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)
+    made[1].call("DDP backward", 12, state=State.BEGUN, at=START + 5)
+    entry = FlightEntry(
+        sequence=3, op="all_reduce", sizes="[[4]]", dtypes="Float", retired=not under_way
+    )
+    log = FlightLog(at=START + 6, group="0", entries=(entry,))
+    (finding,) = found(run_of(tmp_path, made, more={1: [log]}, now=START + 9))
+    assert finding.evidence["stuck"] is under_way

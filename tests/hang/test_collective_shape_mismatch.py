@@ -1,0 +1,71 @@
+"""DDP602 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
+from tapes import Tape, run_of
+
+from ddpdoctor.findings import Finding
+from ddpdoctor.run import Run
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CollectiveShapeMismatch().examine(run))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("numel", 3, "shapes"),
+        ("dtype", "int32", "dtypes"),
+        ("reduce_op", "MAX", "reduce operations"),
+        ("device", "cuda", "devices"),
+    ],
+)
+def test_one_rank_passes_something_else(
+    tmp_path: Path, name: str, value: object, word: str
+) -> None:
+    made = {rank: Tape(rank, 3) for rank in range(3)}
+    for rank, tape in made.items():
+        tape.call(line=9).call(line=9, **({name: value} if rank == 2 else {}))  # type: ignore[arg-type]
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (2,)
+    assert word in finding.summary
+    assert finding.evidence["differs"] == [name]
+
+
+def test_of_two_ranks_the_one_that_changed_is_at_fault(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        tape.call(line=9)
+        tape.call(line=9, reduce_op="MAX" if rank == 0 else "SUM")
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+
+
+def test_each_rank_its_own_root(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        tape.call("broadcast", 9, numel=4, dtype="float32", root=rank)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0, 1)
+    assert "roots" in finding.summary
+
+
+def test_sizes_that_may_differ(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        tape.call("all_gather_object", 5).call("all_to_all_single", 6, numel=-1, dtype="float32")
+        tape.call(line=7, numel=6, shape=(6,) if rank else (2, 3))
+        tape.call("send" if rank else "recv", 8, peer=1 - rank, numel=-1)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_another_order_is_told_by_the_other_check(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call(line=8, text="r(a)", numel=3).call(line=9, text="r(b)")
+    made[1].call(line=9, text="r(b)").call(line=8, text="r(a)", numel=3)
+    assert found(run_of(tmp_path, made)) == []

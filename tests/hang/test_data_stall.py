@@ -1,0 +1,64 @@
+"""DDP608 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpdoctor.checks.hang.data_stall import DataStall
+from tapes import START, Tape, run_of, stall, stood
+
+from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Worker
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import Phase, State
+from ddpdoctor.run import Run
+
+
+def found(run: Run) -> list[Finding]:
+    return list(DataStall().examine(run))
+
+
+def starving(tmp_path: Path, *workers: Worker, seen: bool = True) -> Run:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=9, state=State.BEGUN, at=START + 5)
+    made[1].now(Phase.DATA, 6, "for batch in loader:")
+    loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
+                        sampler="RandomSampler", workers=2)  # fmt: skip
+    frames = [stood(1, 6, "for batch in loader:", workers=workers), stall(START + 50, START + 5)]
+    nodes = {0: frames} if seen else {}
+    return run_of(tmp_path, made, more={1: [loader]}, nodes=nodes, ended={0: -15, 1: -15})
+
+
+def test_workers_in_a_lock(tmp_path: Path) -> None:
+    asleep = [Worker(pid=n, state="S", cpu_s=0.1, waits_in="futex_wait_queue") for n in (7, 8)]
+    (finding,) = found(starving(tmp_path, *asleep))
+    assert finding.ranks == (1,)
+    assert finding.subjects == ("Images",)
+    assert finding.location is not None
+    assert finding.location.line == 6
+    assert "lock" in finding.cause
+    assert "2 sleeping in futex_wait_queue" in finding.summary
+
+
+def test_workers_that_are_gone(tmp_path: Path) -> None:
+    (finding,) = found(starving(tmp_path, Worker(pid=7, state="S", cpu_s=0.1)))
+    assert "1 of its 2 workers are gone" in finding.summary
+
+
+def test_a_slow_batch(tmp_path: Path) -> None:
+    assert found(starving(tmp_path, seen=False)) == []
+
+
+def test_a_worker_that_died(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    raised = ExceptionRaised(
+        at=START + 5,
+        kind="RuntimeError",
+        message="DataLoader worker (pid 77) is killed by signal: Killed. ",
+        frames=(Frame(file="/home/user/project/train.py", line=6, function="main", user=True),),
+    )
+    run = run_of(tmp_path, made, more={1: [raised]}, ended={0: -15, 1: 1})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert finding.location is not None
+    assert finding.location.line == 6
+    assert "lack of memory" in finding.cause

@@ -1,0 +1,61 @@
+"""DDP607 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
+from tapes import START, Tape, run_of
+
+from ddpdoctor.events import RankExiting
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+NEW = -2
+
+
+def found(run: Run) -> list[Finding]:
+    return list(GroupCreationMismatch().examine(run))
+
+
+def test_every_rank_its_own_group(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        mine = (0, 1) if rank < 2 else (2, 3)
+        tape.call("new_group", 9, group=NEW, ranks=mine)
+    (finding,) = found(run_of(tmp_path, made))
+    assert set(finding.subjects) == {"[0, 1]", "[2, 3]"}
+
+
+def test_only_some_ranks_make_it(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
+    made[1].call(line=12, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.ranks == (1,)
+    assert finding.evidence["stuck"] is True
+    assert finding.location is not None
+    assert finding.location.line == 9
+
+
+def test_some_ranks_made_it_and_all_are_over(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call("new_group", 9, group=NEW, ranks=(0,))
+    more = {r: [RankExiting(at=START + 5, how="return")] for r in made}
+    (finding,) = found(run_of(tmp_path, made, more=more))
+    assert finding.ranks == (1,)
+
+
+def test_same_groups_in_the_same_order(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for tape in made.values():
+        for ranks in ((0, 1), (2, 3)):
+            tape.call("new_group", 9, group=NEW, ranks=ranks)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_a_rank_that_is_only_late(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
+    assert found(run_of(tmp_path, made, now=START + 8)) == []

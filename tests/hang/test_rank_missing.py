@@ -1,0 +1,76 @@
+"""DDP603 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpdoctor.checks.hang.rank_missing import RankMissing
+from tapes import START, Tape, run_of, stall, stood
+
+from ddpdoctor.events import ExceptionRaised, StallOver
+from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+
+def found(run: Run) -> list[Finding]:
+    return list(RankMissing().examine(run))
+
+
+def waiting(world: int = 3, missing: int = 1) -> dict[int, Tape]:
+    made = {rank: Tape(rank, world) for rank in range(world)}
+    for rank, tape in made.items():
+        tape.call(line=9)
+        if rank != missing:
+            tape.call(line=9, state=State.BEGUN, at=START + 5)
+    return made
+
+
+def test_it_is_somewhere_else(tmp_path: Path) -> None:
+    seen = [stood(1, 33, "time.sleep(1000)"), stall(START + 50, START + 5)]
+    run = run_of(tmp_path, waiting(), nodes={0: seen}, ended={0: -15, 1: -15, 2: -15})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert finding.location is not None
+    assert (finding.location.line, finding.location.source) == (33, "time.sleep(1000)")
+    assert finding.evidence["waiting"] == [
+        {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 45.0}
+    ]
+
+
+def test_stopped_by_a_signal(tmp_path: Path) -> None:
+    seen = [stood(1, 33, "x = f(x)", state="T"), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, waiting(), nodes={0: seen}, ended=None))
+    assert "SIGSTOP" in finding.summary
+
+
+def test_the_backends_timeout_proves_it(tmp_path: Path) -> None:
+    made = waiting(2)
+    group, index, signature, site, peer, _, began, _ = made[0].calls[-1]
+    made[0].calls[-1] = (group, index, signature, site, peer, State.FAILED, began, began + 6)
+    raised = ExceptionRaised(
+        at=START + 11.01, kind="RuntimeError", message="Timed out waiting 6000ms for recv operation"
+    )
+    run = run_of(tmp_path, made, more={0: [raised]}, ended={0: 1, 1: -15})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert finding.confidence is Confidence.PROVEN
+
+
+def test_shorter_than_the_stall_time(tmp_path: Path) -> None:
+    assert found(run_of(tmp_path, waiting(), now=START + 12)) == []
+
+
+def test_it_came_back(tmp_path: Path) -> None:
+    seen = [stall(START + 50, START + 5), StallOver(at=START + 60, lasted_s=55)]
+    assert found(run_of(tmp_path, waiting(), nodes={0: seen}, ended=None)) == []
+
+
+def test_it_came_back_and_the_run_ended_before_that_was_seen(tmp_path: Path) -> None:
+    seen = [stall(START + 50, START + 5)]
+    made = waiting()
+    for tape in made.values():
+        tape.call(line=9, at=START + 51)
+    assert found(run_of(tmp_path, made, nodes={0: seen})) == []
+    assert found(run_of(tmp_path / "killed", made, nodes={0: seen}, ended={0: -9, 1: -9})) == []

@@ -1,0 +1,66 @@
+"""Real runs: the folder alone says what happened when everything was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sampling import inherited
+
+from ddpdoctor import registry
+from ddpdoctor.postmortem import open_run
+
+HANGS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(3)
+for step in range(10):
+    dist.all_reduce(x)
+    if step == 5 and dist.get_rank() == 1:
+        dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(130)
+def test_killed_with_everything_the_folder_still_tells(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HANGS)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "ddpdoctor", "run", "--out", str(out), "--quiet",
+               "--on-hang", "report", "--nproc-per-node", "2", "train.py"]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=inherited(), start_new_session=True, stderr=subprocess.DEVNULL
+    ) as doctor:
+        _wait_for_the_verdict(out)
+        for pid in (doctor.pid, *_pids(out)):
+            os.kill(pid, signal.SIGKILL)
+        doctor.wait()
+    report = open_run([out]).report(registry.select(("hang",)))
+    (finding,) = [f for f in report.findings if f.severity.value == "error"]
+    assert finding.code == "DDP601"
+    assert finding.location is not None
+    assert finding.location.source.strip() == "dist.barrier()"
+    assert report.run.outcome == "hung"
+
+
+def _wait_for_the_verdict(out: Path) -> None:
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        node = out / "node-0.jsonl"
+        if node.exists() and '"event":"stall"' in node.read_text():
+            return
+        time.sleep(0.25)
+    raise AssertionError("no verdict in 90 s")
+
+
+def _pids(out: Path) -> list[int]:
+    return [
+        json.loads(path.read_text().partition("\n")[0])["pid"]
+        for path in sorted(out.glob("rank-*.jsonl"))
+    ]

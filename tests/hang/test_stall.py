@@ -1,0 +1,52 @@
+"""DDP609 over literal calls, and each of its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpdoctor.checks.hang.stall import Stall
+from tapes import START, Tape, run_of, stall, stood
+
+from ddpdoctor.findings import Confidence, Finding, Severity
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+
+def found(run: Run) -> list[Finding]:
+    return list(Stall().examine(run))
+
+
+def pair(ops: tuple[str, str]) -> dict[int, Tape]:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        tape.call(ops[rank], 9, peer=1 - rank, state=State.BEGUN, at=START + 5)
+    return made
+
+
+def test_both_receive(tmp_path: Path) -> None:
+    (finding,) = found(run_of(tmp_path, pair(("recv", "recv")), now=START + 8))
+    assert (finding.severity, finding.confidence) == (Severity.ERROR, Confidence.PROVEN)
+    assert finding.evidence["stuck"] is True
+
+
+def test_a_message_on_its_way(tmp_path: Path) -> None:
+    assert found(run_of(tmp_path, pair(("send", "recv")), now=START + 8)) == []
+
+
+def test_all_in_one_collective(tmp_path: Path) -> None:
+    made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    seen = [
+        stood(0, 9, "all_reduce(x)"),
+        stood(1, 9, "all_reduce(x)"),
+        stall(START + 50, START + 5),
+    ]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
+    assert finding.severity is Severity.WARNING
+    assert "nobody is missing" in finding.cause
+    (row,) = finding.evidence["stacks"]  # type: ignore[misc]
+    assert row["ranks"] == "0-1"  # type: ignore[index]
+
+
+def test_no_stall_on_record(tmp_path: Path) -> None:
+    made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    assert found(run_of(tmp_path, made, now=START + 300)) == []

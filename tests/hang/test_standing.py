@@ -1,0 +1,137 @@
+"""When the monitor calls a run still, asks its ranks, and takes it back; on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recordings import PID, write_folder
+from tapes import Tape
+
+from ddpdoctor import machine, standing
+from ddpdoctor.config import Options
+from ddpdoctor.events import Event, RankStood, StallOver, StallSeen
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.ring import RingWriter, State
+from ddpdoctor.run import Recording, Run
+from ddpdoctor.runfolder import RunFolder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 2000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Proves(Check):
+    """A check that always proves a deadlock."""
+
+    code, name, family, severity = "DDP699", "test-deadlock", "hang", Severity.ERROR
+
+    def examine(self, run: Run) -> Iterator[Finding]:
+        yield self.finding(summary="stuck", cause="", fix="", evidence={"stuck": True})
+
+
+class Bench:
+    """Two ranks with live rings, and a `Standing` that looks at them."""
+
+    def __init__(self, path: Path, *checks: Check, **options: object) -> None:
+        tapes = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+        folder = write_folder(path / "run", {r: t.events for r, t in tapes.items()}, ended=None)
+        self.folder: RunFolder = folder
+        self.rings = [RingWriter(p.with_suffix(".ring")) for _, p in folder.rank_files()]
+        self.written: list[Event] = []
+        self.recording = Recording(folder)
+        self.standing = standing.Standing(
+            Options(**options),  # type: ignore[arg-type]
+            self.written.append,
+            lambda: checks,
+        )
+
+    def look(self) -> str | None:
+        return self.standing.look(self.recording.refresh(), {PID, PID + 1})
+
+    def kinds(self) -> list[str]:
+        return [type(e).__name__ for e in self.written]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(standing, "time", made)
+    monkeypatch.setattr(machine, "catches", lambda pid, number: False)
+    return made
+
+
+def wait(bench: Bench, clock: Clock, seconds: float) -> str | None:
+    """Look four times a second; the first reason to stop."""
+    for _ in range(int(seconds * 4)):
+        clock.now += 0.25
+        reason = bench.look()
+        if reason:
+            return reason
+    return None
+
+
+def test_a_proof_stops_the_run_within_two_seconds(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path, Proves())
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    bench.look()
+    began = clock.now
+    assert wait(bench, clock, 10) == "stuck"
+    assert clock.now - began <= 2.5
+    assert bench.kinds() == ["RankStood", "RankStood", "StallSeen"]
+
+
+@pytest.mark.parametrize(("on_hang", "stops"), [("auto", True), ("stop", True), ("report", False)])
+def test_what_on_hang_says_is_done(tmp_path: Path, clock: Clock, on_hang: str, stops: bool) -> None:
+    bench = Bench(tmp_path, Proves(), on_hang=on_hang)
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    assert (wait(bench, clock, 20) is not None) == stops
+
+
+def test_a_suspicion_is_reported_once_and_withdrawn(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path, hang_after=5.0)
+    call = bench.rings[0].begin(0, 1, 0, 0, -1)
+    bench.look()
+    assert wait(bench, clock, 4) is None
+    assert bench.written == []
+    assert wait(bench, clock, 10) is None
+    assert next(e for e in bench.written if isinstance(e, StallSeen)).proven is False
+    assert len([e for e in bench.written if isinstance(e, RankStood)]) == 2
+    bench.rings[0].mark(call, State.DONE)
+    wait(bench, clock, 2)
+    assert isinstance(bench.written[-1], StallOver)
+    assert bench.kinds().count("StallSeen") == 1
+
+
+def test_a_pause_that_came_before_is_expected_from_then_on(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path)
+    run = bench.recording.refresh()
+    call = bench.rings[0].begin(0, 1, 0, 0, -1)
+    bench.look()
+    wait(bench, clock, 25)
+    bench.rings[0].mark(call, State.DONE)
+    wait(bench, clock, 3)
+    assert bench.standing.hang_after(run) >= 37
+
+
+def test_ranks_that_compute_do_not_stand_still(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path, hang_after=5.0)
+    for _ in range(40):
+        for ring in bench.rings:
+            ring.phase(1, -1)
+        wait(bench, clock, 0.5)
+    assert bench.written == []
+
+
+def test_suspected_is_stopped_where_asked(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path, hang_after=5.0, on_hang="stop")
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    assert wait(bench, clock, 10) == "no rank makes progress"

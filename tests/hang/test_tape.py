@@ -1,0 +1,87 @@
+"""How a rank's calls are folded into records, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.events import CallBlock, CallRun, Event
+from ddpdoctor.probe import answers, tape
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.ring import State, read_ring
+from ddpdoctor.runfolder import EventWriter, Lines
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tape.Tape]:
+    monkeypatch.setattr(answers, "listen", lambda active, ring: None)
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    yield tape.Tape(Recorder(writer, tmp_path, "rank-0", {}))
+    writer.close()
+
+
+def events(made: tape.Tape) -> list[Event]:
+    return list(Lines(made.active.writer.path).events())
+
+
+def test_equal_steps_become_one_run(made: tape.Tape) -> None:
+    for step in range(1, 501):
+        made.mark(made.collective(0, "all_reduce", 1), State.DONE)
+        made.mark(made.collective(0, "barrier", 2), State.DONE)
+        made.step_ended(step)
+    made.flush()
+    runs = [e for e in events(made) if isinstance(e, CallRun)]
+    blocks = [e for e in events(made) if isinstance(e, CallBlock)]
+    assert blocks[0].codes == (0, 1, 1, 2)
+    assert sum(r.repeat for r in runs) == 500
+    assert len(runs) <= 2
+
+
+def test_groups_are_counted_apart(made: tape.Tape) -> None:
+    for group in (0, 1, 0, 0, 1):
+        made.collective(group, "barrier", 1)
+    ring = read_ring(made.active.directory / "rank-0.ring")
+    assert ring is not None
+    assert [(c.group, c.index) for c in ring.calls] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
+
+
+def test_what_was_no_call_gives_its_number_back(made: tape.Tape) -> None:
+    made.collective(0, "barrier", 1)
+    made.void(made.collective(0, "DDP backward", 2))
+    made.collective(0, "barrier", 3)
+    made.flush()
+    ring = read_ring(made.active.directory / "rank-0.ring")
+    assert ring is not None
+    assert [(c.index, c.state) for c in ring.calls][1:] == [(1, State.VOID), (1, State.BEGUN)]
+    (block,) = [e for e in events(made) if isinstance(e, CallBlock)]
+    assert block.codes == (0, 1, 0, 3)
+
+
+def test_the_records_are_bounded(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "RUNS_KEPT", 50)
+    for step in range(1, 400):
+        made.collective(0, "barrier", step % 7)
+        made.step_ended(step)
+    made.flush()
+    assert len([e for e in events(made) if isinstance(e, CallRun)]) == 50
+
+
+def test_the_statements_around_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def main():\n"
+        "    for step in range(3):\n"
+        "        if rank == 0:\n"
+        "            a()\n"
+        "        else:\n"
+        "\n"
+        "            b()\n"
+        "        if rank: c()\n"
+    )
+    inside = [[(e.line, e.text) for e in tape._inside(str(path), n)] for n in (4, 7, 8)]
+    loop = (2, "for step in range(3):")
+    assert inside[0] == [(3, "if rank == 0:"), loop]
+    assert inside[1] == [(5, "else:  # if rank == 0:"), loop]
+    assert inside[2] == [(8, "if rank: c()"), loop]

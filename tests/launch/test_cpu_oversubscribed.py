@@ -1,0 +1,98 @@
+"""DDP104 over literal events."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.launch.cpu_oversubscribed import CpuOversubscribed
+from recordings import HOST, PID, START, make_run, monitor, started, steps
+
+from ddpdoctor.events import Event, LoaderSeen, RankSample, ThreadsSeen
+from ddpdoctor.findings import Finding
+from ddpdoctor.run import Run
+
+
+def rank(
+    number: int, threads: int, *, asked: bool = True, cpus: range = range(8), device: str = "cpu",
+    workers: int = 0,
+) -> list[Event]:  # fmt: skip
+    seen = ThreadsSeen(
+        at=START + 1, compute=threads, alive=threads, asked=asked, device=device, cpus=tuple(cpus)
+    )
+    loader = LoaderSeen(
+        at=0, loader=0, site=-1, loop_site=-1, dataset="D", length=9, sampler="S", workers=workers
+    )
+    return [started(number, 4), seen, loader, *steps(2), *late(steps(1, first=2))]
+
+
+def late(events: list[Event]) -> list[Event]:
+    import msgspec
+
+    return [msgspec.structs.replace(e, at=START + 20) for e in events]
+
+
+def node(runnable: float | None, children: int = 0, quota: float | None = None) -> list[Event]:
+    samples = [
+        RankSample(
+            at=START + 2 + n, rank=r, pid=PID + r, rss_bytes=1, children=children, runnable=runnable
+        )
+        for n in range(5)
+        for r in range(4)
+    ]
+    return [monitor(cpu_quota=quota), *samples]
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CpuOversubscribed().examine(run))
+
+
+def run_of(threads: int, seen: list[Event], **fields: object) -> Run:
+    return make_run({r: rank(r, threads, **fields) for r in range(4)}, nodes={0: seen})  # type: ignore[arg-type]
+
+
+def test_threads_that_were_asked_for() -> None:
+    (finding,) = found(run_of(8, node(1.0)))
+    assert finding.ranks == (0, 1, 2, 3)
+    assert HOST in finding.summary and "32 threads" in finding.summary
+    assert "OMP_NUM_THREADS=2" in finding.fix
+
+
+def test_quota_of_the_container_counts() -> None:
+    assert not found(run_of(4, node(1.0)))
+    (finding,) = found(run_of(4, node(1.0, quota=2.0)))
+    assert finding.evidence["cores allowed"] == 2.0
+
+
+def test_one_thread_per_rank() -> None:
+    assert not found(run_of(1, node(1.0)))
+
+
+def test_default_threads_that_are_idle() -> None:
+    assert not found(run_of(8, node(1.0), asked=False))
+    assert not found(run_of(8, node(None), asked=False))
+
+
+def test_default_threads_that_crowd() -> None:
+    assert found(run_of(8, node(6.0), asked=False))
+
+
+def test_ranks_with_cores_of_their_own() -> None:
+    run = make_run(
+        {r: rank(r, 8, cpus=range(8 * r, 8 * r + 8)) for r in range(4)}, nodes={0: node(8.0)}
+    )
+    assert not found(run)
+
+
+def test_training_on_gpus() -> None:
+    assert not found(run_of(32, node(1.0), device="cuda"))
+
+
+def test_workers_that_crowd() -> None:
+    (finding,) = found(run_of(1, node(6.0, children=8), workers=8))
+    assert "32 workers" in finding.summary
+
+
+def test_workers_that_mostly_wait() -> None:
+    assert not found(run_of(1, node(1.5, children=8), workers=8))
+
+
+def test_nobody_counted() -> None:
+    assert CpuOversubscribed().unobserved(make_run({0: steps(3)}))

@@ -1,0 +1,135 @@
+"""DDP101 over literal events."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.launch.rank_mismatch import RankMismatch
+from recordings import START, WALL, make_run, site, started, steps
+
+from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting
+from ddpdoctor.findings import Severity
+
+PLACE = "localhost:29500"
+
+
+def init(rank: int = -1, world: int = -1, env: tuple[int, int] = (-1, -1), **more: object) -> Event:
+    fields: dict[str, object] = {"env_local_rank": env[0], "rendezvous": PLACE, "site": 1, **more}
+    return InitEntered(
+        at=0, backend="gloo", init_method="", rank=rank, world_size=world, env_rank=env[0],
+        env_world_size=env[1], timeout_s=-1, **fields,
+    )  # fmt: skip
+
+
+def ready(size: int) -> Event:
+    return GroupReady(
+        at=0, group=0, name="0", backend="gloo", ranks=tuple(range(size)), member=True, site=1
+    )
+
+
+def process(
+    rank: int, world: int, *events: Event, told: bool = True, **more: object
+) -> list[Event]:
+    """A process that the launcher told its rank, or (`told=False`) that was spawned."""
+    said = {"RANK": str(rank), "WORLD_SIZE": str(world)} if told else {}
+    return [
+        started(rank, world, environment=said, **more),
+        site(1, "train.py", 7, "dist.init_process_group(...)"),
+        *events,
+    ]
+
+
+def test_world_of_more_than_were_started() -> None:
+    run = make_run({r: process(r, 2, init(r, 4, (r, 2))) for r in range(2)})
+    (finding,) = RankMismatch().examine(run)
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (0, 1)
+    assert "world of 4" in finding.summary and "started 2" in finding.summary
+    assert finding.location is not None and finding.location.line == 7
+
+
+def test_local_rank_used_as_rank() -> None:
+    said = {r: process(r, 4, init(r % 2, 4, (r, 4), env_local_rank=r % 2)) for r in range(4)}
+    (finding,) = RankMismatch().examine(make_run(said))
+    assert finding.ranks == (2,)
+    assert "local rank" in finding.cause
+
+
+def test_two_processes_with_one_rank() -> None:
+    def one() -> list[Event]:
+        return process(0, 2, init(0, 2), told=False)
+
+    run = make_run({0: one()}, twins={0: [one()]}, world_size=2)
+    (finding,) = RankMismatch().examine(run)
+    assert "2 processes claim to be rank 0" in finding.summary
+    pids = {row["pid"] for row in finding.evidence["processes"]}
+    assert len(pids) == 2
+
+
+def test_environment_overwritten_by_the_script() -> None:
+    run = make_run({r: process(r, 2, init(env=(0, 2))) for r in range(2)})
+    (finding,) = RankMismatch().examine(run)
+    assert finding.ranks == (1,)
+
+
+def test_ranks_that_disagree_on_the_world() -> None:
+    run = make_run(
+        {0: process(0, 2, init(0, 2), told=False), 1: process(1, 3, init(1, 3), told=False)}
+    )
+    (finding,) = RankMismatch().examine(run)
+    assert "disagree" in finding.summary
+
+
+def test_spawned_fewer_than_the_world() -> None:
+    run = make_run(
+        {r: process(r, 4, init(r, 4), told=False, spawned=2) for r in range(2)}, world_size=4
+    )
+    (finding,) = RankMismatch().examine(run)
+    assert "2 processes were spawned" in finding.summary
+
+
+def test_explicit_arguments_that_agree() -> None:
+    run = make_run({r: process(r, 2, init(r, 2, (r, 2)), ready(2)) for r in range(2)})
+    assert not list(RankMismatch().examine(run))
+
+
+def test_the_same_ranks_in_another_order() -> None:
+    run = make_run({r: process(r, 2, init(1 - r, 2, (r, 2)), ready(2)) for r in range(2)})
+    assert not list(RankMismatch().examine(run))
+
+
+def test_smaller_groups_that_meet_elsewhere() -> None:
+    run = make_run(
+        {
+            r: process(
+                r, 4, init(r % 2, 2, (r, 4), rendezvous=f"localhost:{29500 + r // 2}"), ready(2)
+            )
+            for r in range(4)
+        }
+    )
+    assert not list(RankMismatch().examine(run))
+
+
+def test_a_world_of_ones_own_each() -> None:
+    run = make_run(
+        {r: process(r, 2, init(0, 1, (r, 2), rendezvous=f"store of {r}"), ready(1)) for r in (0, 1)}
+    )
+    assert not list(RankMismatch().examine(run))
+
+
+def test_somebody_late_is_not_a_mismatch() -> None:
+    run = make_run({0: process(0, 2, init(0, 2, (0, 2))), 1: process(1, 2)})
+    assert not list(RankMismatch().examine(run))
+
+
+def test_spawned_again_on_the_same_port() -> None:
+    first = process(0, 1, init(0, 1), ready(1), RankExiting(at=0, how="return"), told=False)
+    later = process(0, 1, init(0, 1), ready(1), told=False, at=START + 50, wall=WALL + 50)
+    run = make_run({0: first}, twins={0: [later]})
+    assert not list(RankMismatch().examine(run))
+
+
+def test_a_spawning_script_under_a_launcher_of_one() -> None:
+    parent = process(0, 1, *steps(0))
+    child = process(0, 2, init(0, 2), ready(2), told=False)
+    run = make_run({0: parent, 1: process(1, 2, init(1, 2), ready(2), told=False)},
+                   twins={0: [child]}, world_size=2)  # fmt: skip
+    assert not list(RankMismatch().examine(run))

@@ -1,0 +1,70 @@
+"""DDP102 over literal events, and each of its traps."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
+from recordings import CWD, PID, START, make_run, site
+
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    GroupReady,
+    InitEntered,
+    RankStood,
+    StackFrame,
+    StallSeen,
+)
+from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.run import Run
+
+
+def found(run: Run) -> list[Finding]:
+    return list(RendezvousStall().examine(run))
+
+
+def entered(rank: int, world: int = 2) -> list[Event]:
+    return [
+        site(1, "train.py", 7, 'dist.init_process_group("gloo")'),
+        InitEntered(at=START + 2, backend="gloo", init_method="", rank=-1, world_size=-1,
+                    env_rank=rank, env_world_size=world, env_local_rank=rank, timeout_s=-1, site=1),
+    ]  # fmt: skip
+
+
+def seen() -> list[Event]:
+    frame = StackFrame(file=f"{CWD}/train.py", line=3, function="main", user=True, text="login()")
+    return [
+        RankStood(at=START + 40, rank=1, pid=PID + 1, frames=(frame,)),
+        StallSeen(at=START + 40, since=START + 2, hang_after=30),
+    ]
+
+
+def test_one_rank_is_elsewhere() -> None:
+    run = make_run({0: entered(0), 1: []}, nodes={0: seen()}, ended={0: -15, 1: -15},
+                   stopped="interrupt")  # fmt: skip
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert finding.location is not None
+    assert (finding.location.line, finding.location.source) == (3, "login()")
+    assert finding.evidence["came"] == "0"
+
+
+def test_torch_gave_up() -> None:
+    raised = ExceptionRaised(
+        at=START + 9, kind="torch.distributed.DistStoreError", message="Timed out after 7 seconds"
+    )
+    run = make_run({0: [*entered(0), raised], 1: []}, ended={0: 1, 1: -15})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+
+
+def test_the_group_formed() -> None:
+    ready = GroupReady(
+        at=START + 3, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=1
+    )
+    run = make_run({r: [*entered(r), ready] for r in range(2)}, nodes={0: seen()}, ended=None)
+    assert found(run) == []
+
+
+def test_slow_but_no_stall() -> None:
+    assert found(make_run({0: entered(0), 1: []}, ended=None)) == []

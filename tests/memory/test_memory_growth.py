@@ -1,0 +1,183 @@
+"""DDP206 over literal events, and the line that makes memory grow."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
+from recordings import START, make_run, site, steps
+
+from ddpdoctor.events import EpochEnded, Event, LoaderSeen, MemoryHeld, MemorySample
+from ddpdoctor.findings import Finding, Severity
+
+MB = 1 << 20
+
+
+def samples(
+    levels: list[float], *, device: list[float] | None = None, every: int = 10
+) -> list[Event]:
+    """One sample every `every` steps; levels in megabytes."""
+    return [
+        MemorySample(
+            at=START + 1 + n,
+            step=n * every,
+            rss_bytes=int(level * MB),
+            peak_rss_bytes=int(level * MB),
+            device_bytes=int(device[n] * MB) if device else 0,
+        )
+        for n, level in enumerate(levels)
+    ]
+
+
+def held(graphs: bool = True, entry_bytes: int = 0) -> Event:
+    return MemoryHeld(at=START + 20, name="losses", kind="list", length=200, grown=50, steps=50,
+                      step=200, graphs=graphs, site=2,
+                      entry_bytes=entry_bytes)  # fmt: skip
+
+
+def epoch(number: int, at: float) -> Event:
+    return EpochEnded(
+        at=START + at, loader=0, epoch=number, batches=9, samples=9, backwards=9, exhausted=True
+    )
+
+
+LOADER = LoaderSeen(
+    at=START, loader=0, site=-1, loop_site=-1, dataset="D", length=90, sampler="RandomSampler"
+)
+
+
+def found(*events: Event) -> list[Finding]:
+    lines = [
+        site(1, "train.py", 30, "optimizer.step()"),
+        site(2, "train.py", 33, "losses.append(l)"),
+    ]
+    run = make_run({0: [*lines, *steps(3, site=1), *events], 1: []})
+    return list(MemoryGrowth().examine(run))
+
+
+def test_grows_to_the_end() -> None:
+    (finding,) = found(*samples([300 + 4 * n for n in range(30)], every=30))
+    assert finding.severity is Severity.WARNING
+    assert finding.ranks == (0,)
+    assert finding.location is not None and finding.location.line == 30
+    assert "137 KB a step" in finding.summary
+    assert finding.steps is not None and finding.steps.last == 870
+
+
+def test_a_little_is_enough_where_the_holder_is_known() -> None:
+    levels = [300 + 0.2 * n for n in range(30)]
+    assert not found(*samples(levels))
+    (finding,) = found(*samples(levels), held())
+    assert finding.subjects == ("losses",)
+    assert finding.location is not None and finding.location.line == 33
+
+
+def test_on_the_device() -> None:
+    (finding,) = found(*samples([300.0] * 30, device=[100 + n for n in range(30)]))
+    assert finding.evidence["where"] == "device"
+
+
+def test_a_cache_that_levels_off() -> None:
+    assert not found(*samples([400 - 100 * 0.8**n for n in range(30)]))
+
+
+def test_warm_up_only() -> None:
+    assert not found(*samples([300 + 30 * min(n, 5) for n in range(30)]))
+
+
+def test_up_and_down() -> None:
+    assert not found(*samples([300 + 40 * (n % 7) + n / 10 for n in range(40)]))
+
+
+def test_noise() -> None:
+    assert not found(*samples([300 + (n * 37 % 11) / 4 for n in range(40)]))
+
+
+def test_a_data_set_that_caches_in_its_first_epoch() -> None:
+    growing = [300 + 4 * n for n in range(30)]
+    assert not found(LOADER, *samples(growing))
+    level = [300 + 8 * min(n, 15) for n in range(40)]
+    assert not found(LOADER, *samples(level), epoch(0, 16), epoch(1, 32))
+
+
+def test_growth_beyond_the_first_epoch() -> None:
+    growing = [300 + 4 * n for n in range(40)]
+    ends = (epoch(0, 10), epoch(1, 20), epoch(2, 30))
+    assert found(LOADER, *samples(growing, every=30), *ends)
+
+
+def test_a_short_rise_that_nothing_accounts_for() -> None:
+    growing = samples([300 + 4 * n for n in range(30)])
+    assert not found(*growing)
+    assert not found(*growing, held(graphs=False, entry_bytes=4))
+    assert found(*growing, held(graphs=False, entry_bytes=400 << 10))
+
+
+def test_graphs_that_are_kept_in_the_first_epoch() -> None:
+    assert found(LOADER, *samples([300 + 4 * n for n in range(30)]), held())
+    assert not found(LOADER, *samples([300 + 4 * n for n in range(30)]), held(graphs=False))
+
+
+def test_too_short() -> None:
+    run = make_run({0: samples([300.0] * 5)})
+    assert MemoryGrowth().unobserved(run)
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.kept: list[object] = []
+
+    def keep(self, thing: object) -> None:
+        self.kept.append(thing)
+
+
+def test_what_grows_is_named_with_its_line() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.sites import Sites
+
+    keeper = Keeper()
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(20):
+        keeper.keep((weight * 2).sum())
+    before = holders.census()
+    for _ in range(20):
+        keeper.keep((weight * 2).sum())
+    after = holders.census()
+    (key,) = [k for k in after if k in before and after[k].length - before[k].length == 20]
+    assert after[key].graphs
+    name, frame = holders.name_of(key, sys._getframe(), Sites(lambda event: None))
+    assert name == "keeper.kept"
+    assert frame is not None
+    with open(__file__) as source:
+        text = source.read().splitlines()[holders.line_that_grows(name, frame) - 1]
+    assert text.strip() == "self.kept.append(thing)"
+
+
+def test_a_sum_that_drags_its_graphs_along() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.sites import Sites
+
+    total = torch.zeros(())
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(60):
+        total = total + (weight * 2).sum()
+    name, frame, length = holders.long_chain(sys._getframe(), Sites(lambda event: None))
+    assert name == "total" and frame is not None and length >= 50
+
+
+def gains(*grown: int) -> list[Event]:
+    """One container of half-megabyte tensors, looked at every 50 steps."""
+    return [
+        MemoryHeld(at=START + 5 * n, name="", kind="dict", length=1000, grown=entries, steps=50,
+                   step=50 * n, graphs=False, site=2, entry_bytes=MB // 2)
+        for n, entries in enumerate(grown, 1)
+    ]  # fmt: skip
+
+
+def test_a_cache_that_fills_more_and_more_slowly() -> None:
+    levels = [300 + 4 * n for n in range(30)]
+    assert found(*gains(50, 48, 52), *samples(levels))
+    assert not found(*gains(50, 28, 20), *samples(levels))

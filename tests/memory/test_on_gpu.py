@@ -1,0 +1,70 @@
+"""What only a real GPU can show: identities, contexts, the allocator's and NVML's figures."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from ddpdoctor import machine
+from ddpdoctor.launch.devices import visible_gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not visible_gpus(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_nvml_and_torch_speak_of_the_same_device() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.checks.memory._devices import plain
+
+    gpus = machine.Gpus()
+    names = {plain(uuid) for uuid in gpus.uuids}
+    assert plain(str(torch.cuda.get_device_properties(0).uuid)) in names
+    assert gpus.driver and len(gpus.memory) == len(gpus.names)
+    gpus.close()
+
+
+def test_nvml_lists_this_process() -> None:
+    torch = pytest.importorskip("torch")
+    kept = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    gpus = machine.Gpus()
+    held = gpus.by_process()
+    gpus.close()
+    if not held:
+        pytest.skip("NVML lists no process here (another container, or no permission)")
+    if os.getpid() not in held:
+        pytest.skip("NVML numbers processes as the host does")
+    most = max(held[os.getpid()].values())
+    assert most == 0 or most >= len(kept)  # 0: there, but its size is not told
+
+
+def test_a_context_is_found_where_it_is() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.torch_private import has_context
+
+    torch.ones(1, device="cuda:0")
+    assert has_context(0)
+
+
+def test_flags_are_read_later_without_waiting() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.numerics import Flag
+
+    bad = torch.full((4,), float("nan"), device="cuda")
+    flag = Flag(torch.logical_not(torch.isfinite(bad).all()))
+    deadline = time.monotonic() + 10
+    while (answer := flag.answer()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert answer is True
+
+
+def test_growth_on_the_device_is_what_the_allocator_says() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.memory import _device
+
+    before = _device()[0]
+    kept = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
+    assert _device()[0] - before >= len(kept)

@@ -1,0 +1,49 @@
+"""DDP203 over literal events."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.memory.shared_device import SharedDevice
+from gpus import gpu_run, uses
+from recordings import make_run
+
+from ddpdoctor.events import Event, GroupReady
+from ddpdoctor.findings import Severity
+
+
+def group(backend: str) -> Event:
+    return GroupReady(at=0, group=0, name="0", backend=backend, ranks=(0, 1), member=True, site=1)
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    run = gpu_run([[uses(0, "aaaa"), group("nccl")], [uses(0, "aaaa"), group("nccl")]])
+    (finding,) = SharedDevice().examine(run)
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (0, 1)
+    assert finding.location is not None and finding.location.line == 12
+
+
+def test_fewer_gpus_than_ranks_with_gloo() -> None:
+    run = gpu_run([[uses(0, "aaaa"), group("gloo")], [uses(0, "aaaa"), group("gloo")]], gpus=1)
+    assert [f.severity for f in SharedDevice().examine(run)] == [Severity.NOTE]
+
+
+def test_gloo_with_enough_gpus_is_still_wrong() -> None:
+    run = gpu_run([[uses(0, "aaaa"), group("gloo")], [uses(0, "aaaa"), group("gloo")]])
+    assert [f.severity for f in SharedDevice().examine(run)] == [Severity.ERROR]
+
+
+def test_cuda_0_of_ones_own() -> None:
+    assert not list(SharedDevice().examine(gpu_run([[uses(0, "aaaa")], [uses(0, "bbbb")]])))
+
+
+def test_told_to_use_another_but_trains_elsewhere() -> None:
+    run = gpu_run([[uses(0, "aaaa")], [uses(0, "aaaa", "set_device"), uses(1, "bbbb")]])
+    assert not list(SharedDevice().examine(run))
+
+
+def test_devices_without_identity() -> None:
+    assert not list(SharedDevice().examine(gpu_run([[uses(0, "")], [uses(0, "")]])))
+
+
+def test_no_gpu() -> None:
+    assert SharedDevice().unobserved(make_run({0: []})) == "no rank used a GPU"

@@ -1,0 +1,47 @@
+"""DDP304: steps on gradients that went around the wrapper."""
+
+from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
+from recordings import make_run, site
+from wraps import codes, rank
+
+from ddpdoctor.events import Bypassed
+
+CHECK = DdpBypassed()
+
+
+def bypassed(step=0, count=1, **more):
+    values = {"model": 0, "optimizer": 0, "forwards": 0, "site": 51, **more}
+    return Bypassed(at=0, step=step, count=count, **values)
+
+
+def test_the_line_of_the_call_once_it_is_known():
+    call = site(60, "train.py", 6, "loss = model.module.loss(x)")
+    run = make_run({r: rank(call, bypassed(), bypassed(3, 4, call_site=60)) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.location.line == 6
+    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 3, 4)
+    assert found.ranks == (0, 1)
+
+
+def test_the_backward_where_the_call_was_not_found():
+    (found,) = CHECK.examine(make_run({r: rank(bypassed()) for r in (0, 1)}))
+    assert found.location.line == 8
+
+
+def test_one_process_is_right():
+    assert codes(make_run({0: rank(bypassed(), ranks=(0,))}), CHECK) == []
+
+
+def test_a_rank_that_goes_on_alone_after_the_wrapper_is_gone():
+    run = make_run({0: rank(bypassed(9, discarded=True)), 1: rank()})
+    assert codes(run, CHECK) == []
+
+
+def test_a_wrapper_that_nobody_kept():
+    run = make_run({r: rank(bypassed(discarded=True)) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert "not kept" in found.cause
+
+
+def test_nothing_recorded():
+    assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []

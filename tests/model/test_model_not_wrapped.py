@@ -1,0 +1,95 @@
+"""DDP305: trained on several ranks, synchronised by nothing."""
+
+import msgspec
+import pytest
+from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
+from recordings import make_run, site, steps
+from wraps import codes, group, parameters
+
+from ddpdoctor.events import Unwrapped, UnwrappedState
+
+CHECK = ModelNotWrapped()
+
+
+def loose(*states, layers=("body", "head"), ranks=(0, 1)):
+    event = Unwrapped(at=0, optimizer=0, kind="Net", parameters=parameters(layers), site=1)
+    made = site(1, "train.py", 3, "net = Net()")
+    return [made, group(ranks), event, *states, *steps(9)]
+
+
+def state(step, gradients, values, exchanged=""):
+    return UnwrappedState(
+        at=0, optimizer=0, step=step, gradients=gradients, parameters=values, exchanged=exchanged
+    )
+
+
+def test_ranks_that_apply_their_own_gradients():
+    run = make_run({r: loose(state(0, 10 + r, 7), state(1, 20 + r, 30 + r)) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.severity.value == "error"
+    assert found.location.line == 3
+    assert found.evidence["parameters differ at"] == [1]
+
+
+def test_one_step_is_enough():
+    assert codes(make_run({r: loose(state(0, 10 + r, 7)) for r in (0, 1)}), CHECK) == [
+        "DDP305 error"
+    ]
+
+
+@pytest.mark.parametrize("means", [
+    "gradients", "gradients of a group", "parameters", "in backward", "point-to-point",
+    "all-to-all", "unseen",
+])  # fmt: skip
+def test_anything_that_is_exchanged_speaks_against_it(means):
+    states = {r: [state(0, 10 + r, 7), state(4, 20 + r, 30 + r, means)] for r in (0, 1)}
+    assert codes(make_run({r: loose(*s) for r, s in states.items()}), CHECK) == []
+
+
+def anew(*states, **options):
+    """The same parameters in an optimizer that was made later."""
+    _, _, first, *_ = loose(**options)
+    later = Unwrapped(at=1, optimizer=1, kind=first.kind, parameters=first.parameters, site=1)
+    return [later, *(msgspec.structs.replace(s, optimizer=1) for s in states)]
+
+
+def test_parameters_averaged_between_rounds_that_have_an_optimizer_each():
+    run = make_run({
+        r: [*loose(state(0, 10 + r, 7), state(1, 20 + r, 30 + r)),
+            *anew(state(0, 40 + r, 50, "parameters"))]
+        for r in (0, 1)
+    })  # fmt: skip
+    assert codes(run, CHECK) == []
+
+
+def test_another_model_that_is_averaged_excuses_nothing():
+    run = make_run({
+        r: [*loose(state(0, 10 + r, 7)),
+            *anew(state(0, 40 + r, 50, "parameters"), layers=("aux",))]
+        for r in (0, 1)
+    })  # fmt: skip
+    assert codes(run, CHECK) == ["DDP305 error"]
+
+
+def test_ranks_that_agree_without_exchanging_anything_are_a_note():
+    run = make_run({r: loose(state(0, 1, 2), state(1, 3, 4), state(2, 5, 6)) for r in (0, 1)})
+    assert codes(run, CHECK) == ["DDP305 note"]
+
+
+def test_gradients_that_agree_are_synchronised_somehow():
+    run = make_run({r: loose(state(0, 1, 20 + r), state(1, 3, 30 + r)) for r in (0, 1)})
+    assert codes(run, CHECK) == []
+
+
+def test_training_on_one_rank_only():
+    run = make_run({0: loose(state(0, 1, 2)), 1: [group((0, 1))]})
+    assert codes(run, CHECK) == []
+
+
+def test_ranks_that_hold_different_parts():
+    run = make_run({0: loose(state(0, 1, 2)), 1: loose(state(0, 3, 4), layers=("aux",))})
+    assert codes(run, CHECK) == []
+
+
+def test_one_rank_is_no_distributed_run():
+    assert CHECK.unobserved(make_run({0: loose(state(0, 1, 2), ranks=(0,))}))

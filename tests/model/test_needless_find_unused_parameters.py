@@ -1,0 +1,39 @@
+"""DDP303: the option is needless only where every rank looked, and nothing was unused."""
+
+from ddpdoctor.checks.model.needless_find_unused_parameters import NeedlessFindUnusedParameters
+from recordings import make_run
+from wraps import codes, rank, unused, use
+
+from ddpdoctor.events import SearchCost
+
+CHECK = NeedlessFindUnusedParameters()
+ASKED = {"find_unused": True}
+
+
+def test_needless_and_what_it_cost():
+    cost = SearchCost(at=0, model=0, searches=10, seconds=0.02)
+    run = make_run({r: rank(unused([], **ASKED), use(10), cost) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.evidence["search_ms_per_step"] == 2.0
+    assert found.location.line == 5
+
+
+def test_needed_in_one_step_on_one_rank():
+    fine = rank(unused([], **ASKED), use(10))
+    needed = rank(unused([], **ASKED), unused([4], backward=7, **ASKED), use(10, {4: 1}))
+    assert codes(make_run({0: fine, 1: needed}), CHECK) == []
+
+
+def test_too_few_backwards():
+    run = make_run({r: rank(unused([], **ASKED), use(4)) for r in (0, 1)})
+    assert codes(run, CHECK) == []
+
+
+def test_a_rank_that_was_not_watched():
+    run = make_run({0: rank(unused([], **ASKED), use(10)), 1: rank()})
+    assert codes(run, CHECK) == []
+
+
+def test_without_the_option():
+    run = make_run({r: rank(unused([]), use(10)) for r in (0, 1)})
+    assert codes(run, CHECK) == []

@@ -1,0 +1,50 @@
+"""DDP307: trained and in no optimizer, or in an optimizer and not trained."""
+
+from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParameterMismatch
+from recordings import make_run, site, steps
+from wraps import codes, rank
+
+from ddpdoctor.events import Ownership
+
+CHECK = OptimizerParameterMismatch()
+
+
+def owned(missing=(), **more):
+    values = {"kind": "Adam", "step": 1, "trained": 6, "held": 4, "site": 60, **more}
+    return Ownership(at=0, model=0, missing=tuple(missing), **values)
+
+
+def both(*events):
+    line = site(60, "train.py", 6, "optimizer = Adam(...)")
+    return make_run({r: rank(line, *events, *steps(4)) for r in (0, 1)})
+
+
+def test_a_part_that_was_forgotten():
+    (found,) = CHECK.examine(both(owned(["aux.weight", "aux.bias"])))
+    assert found.severity.value == "error"
+    assert found.location.line == 6
+    assert found.subjects == ("aux.weight", "aux.bias")
+
+
+def test_an_optimizer_of_a_discarded_model():
+    run = both(owned(["body.weight"] * 6, stale=("4x4",) * 4))
+    (found,) = CHECK.examine(run)
+    assert found.severity.value == "error"
+    assert "no longer those of" in found.cause
+
+
+def test_only_a_head_is_trained():
+    missing = ["body.weight", "body.bias", "head.weight", "head.bias"]
+    assert codes(both(owned(missing)), CHECK) == ["DDP307 note"]
+
+
+def test_an_optimizer_that_came_later():
+    assert codes(both(owned(["aux.weight"]), owned([])), CHECK) == []
+
+
+def test_several_optimizers_that_hold_all():
+    assert codes(both(), CHECK) == []
+
+
+def test_idle_parameters_alone_are_no_fault():
+    assert codes(both(owned([], stale=("4x4",))), CHECK) == []

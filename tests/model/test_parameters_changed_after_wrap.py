@@ -1,0 +1,55 @@
+"""DDP306: what DDP does not know or has lost."""
+
+import pytest
+from ddpdoctor.checks.model.parameters_changed_after_wrap import ParametersChangedAfterWrap
+from recordings import make_run, site, steps
+from wraps import codes, rank
+
+from ddpdoctor.events import ParametersChanged
+
+CHECK = ParametersChangedAfterWrap()
+
+
+def changed(kind, **more):
+    values = {"names": ("head.weight", "head.bias"), "trained": 2, "communicated": True, "step": 3}
+    return ParametersChanged(at=0, model=0, kind=kind, **{**values, "forward_site": 52, **more})
+
+
+@pytest.mark.parametrize("kind", ["added", "replaced", "unfrozen", "frozen", "converted"])
+def test_each_kind_of_change(kind):
+    line = site(60, "train.py", 6, "model.module.head = nn.Linear(4, 2)")
+    (found,) = CHECK.examine(make_run({r: rank(line, changed(kind, site=60)) for r in (0, 1)}))
+    assert found.location.line == 6
+    assert found.subjects == ("head.weight", "head.bias")
+    assert found.steps.first == 3
+
+
+def test_the_forward_where_the_line_was_not_found():
+    (found,) = CHECK.examine(make_run({r: rank(changed("added")) for r in (0, 1)}))
+    assert found.location.line == 7
+    assert found.label == "first forward after the change"
+
+
+def test_the_steps_that_follow_are_concerned_too():
+    (found,) = CHECK.examine(make_run({r: rank(changed("unfrozen"), *steps(8)) for r in (0, 1)}))
+    assert (found.steps.first, found.steps.last, found.steps.count) == (3, 7, 5)
+    (once,) = CHECK.examine(make_run({r: rank(changed("frozen"), *steps(8)) for r in (0, 1)}))
+    assert once.steps.count == 1
+
+
+def test_freezing_later_is_right_where_ddp_searches():
+    run = make_run({r: rank(changed("frozen", find_unused=True)) for r in (0, 1)})
+    assert codes(run, CHECK) == []
+
+
+def test_one_process_loses_nothing():
+    assert codes(make_run({0: rank(changed("added"), ranks=(0,))}), CHECK) == []
+
+
+def test_two_changes_are_two_findings():
+    run = make_run({r: rank(changed("added"), changed("converted")) for r in (0, 1)})
+    assert len(codes(run, CHECK)) == 2
+
+
+def test_no_change():
+    assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []

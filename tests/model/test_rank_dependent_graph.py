@@ -1,0 +1,83 @@
+"""DDP302: used sets compared backward by backward, also where ranks hang."""
+
+from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
+from ddpdoctor.checks.model.unused_parameter import UnusedParameter
+from recordings import make_run, steps
+from wraps import codes, rank, skipped, unused, use
+
+
+def find(ranks, **more):
+    return list(RankDependentGraph().examine(make_run(ranks, **more)))
+
+
+def test_one_rank_skips_a_branch():
+    branch = {"aux": 53}
+    (found,) = find(
+        {0: rank(unused([])), 1: rank(unused([4, 5], branches=branch), skipped(["aux"]))}
+    )
+    assert found.ranks == (1,)
+    assert found.subjects == ("aux.weight", "aux.bias")
+    assert (found.location.file, found.location.line) == ("net.py", 20)
+    assert found.evidence["use"] == [
+        {"parameters": "aux", "class": "Linear", "rank 0": "used", "rank 1": "unused"}
+    ]
+
+
+def test_without_a_branch_in_sight_it_is_the_line_of_the_module():
+    (found,) = find({0: rank(unused([])), 1: rank(unused([4, 5]))})
+    assert found.location.line == 12
+
+
+def test_it_comes_out_although_the_other_rank_hangs_in_its_first_backward():
+    ended = {0: -9, 1: 1}
+    (found,) = find({0: rank(skipped()), 1: rank(unused([4, 5]), skipped(["aux"]))}, ended=ended)
+    assert found.ranks == (1,)
+
+
+def test_a_late_branch_where_the_other_rank_stands_in_that_backward():
+    waiting = rank(unused([]), *steps(20), use(16))
+    raising = rank(
+        unused([]), *steps(21), use(16), unused([4, 5], backward=21, step=20, by_torch=True)
+    )
+    (found,) = find({0: waiting, 1: raising}, ended={0: -9, 1: 1})
+    assert found.ranks == (1,)
+
+
+def test_a_rank_that_went_on_had_it_unused_too():
+    # Killed by the launcher before it could say so: it did take the step, so it did not wait.
+    went_on = rank(unused([]), *steps(21), use(16))
+    raising = rank(
+        unused([]), *steps(21), use(16), unused([4, 5], backward=21, step=20, by_torch=True)
+    )
+    run = make_run({0: went_on, 1: raising}, ended={0: -15, 1: 1})
+    assert codes(run, RankDependentGraph()) == []
+    assert codes(run, UnusedParameter()) == ["DDP301 error"]
+
+
+def test_all_ranks_alike_is_another_check():
+    run = make_run({r: rank(unused([4, 5])) for r in (0, 1)})
+    assert codes(run, RankDependentGraph()) == []
+
+
+def test_different_parts_on_different_ranks():
+    (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([4, 5]))})
+    assert found.ranks == (0, 1)
+    assert len(found.evidence["use"]) == 2
+
+
+def test_with_the_option_it_is_a_note():
+    run = make_run(
+        {0: rank(unused([], find_unused=True)), 1: rank(unused([4, 5], find_unused=True))}
+    )
+    assert codes(run, RankDependentGraph()) == ["DDP302 note"]
+
+
+def test_ranks_that_agree():
+    run = make_run({r: rank(unused([]), use(9), *steps(9)) for r in (0, 1)})
+    assert codes(run, RankDependentGraph()) == []
+
+
+def test_the_same_change_at_the_same_backward_on_all_ranks():
+    events = [unused([]), *steps(3), unused([4, 5], backward=4, step=3, find_unused=True), use(8)]
+    run = make_run({r: rank(*events) for r in (0, 1)})
+    assert codes(run, RankDependentGraph()) == []

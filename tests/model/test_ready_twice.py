@@ -1,0 +1,36 @@
+"""DDP310: which of the causes it was."""
+
+import pytest
+from ddpdoctor.checks.model.ready_twice import ReadyTwice
+from recordings import make_run, site
+from wraps import codes, rank
+
+from ddpdoctor.events import ReadyTwice as Record
+
+CHECK = ReadyTwice()
+
+
+def twice(**more):
+    return Record(at=0, model=0, step=2, parameter="head.bias", site=51, **more)
+
+
+@pytest.mark.parametrize(
+    ("facts", "label", "line"),
+    [
+        ({"nested": 3, "find_unused": True, "checkpoint_site": 60}, "re-entrant checkpoint", 30),
+        ({"nested": 3}, "re-entrant checkpoint", 8),
+        ({"backwards": 1}, "second backward", 8),
+        ({"find_unused": True}, "used beside the forward", 8),
+        ({}, "used more than once", 8),
+    ],
+)
+def test_the_cause(facts, label, line):
+    made = site(60, "net.py", 30, "x = checkpoint(block, x, use_reentrant=True)")
+    (found,) = CHECK.examine(make_run({r: rank(made, twice(**facts)) for r in (0, 1)}))
+    assert found.label == label
+    assert found.location.line == line
+    assert found.subjects[0] == "head.bias"
+
+
+def test_a_run_that_works():
+    assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []

@@ -1,0 +1,98 @@
+"""DDP301: what is unused on all ranks, with the cause, and what must stay silent."""
+
+import pytest
+from ddpdoctor.checks.model.unused_parameter import UnusedParameter
+from recordings import make_run, steps
+from wraps import codes, rank, skipped, unused, use
+
+from ddpdoctor.findings import Severity
+
+ALL = ("body", "head", "aux")
+
+
+def find(*events, count=2):
+    run = make_run({r: rank(*events, ranks=range(count)) for r in range(count)})
+    return list(UnusedParameter().examine(run))
+
+
+def test_a_layer_that_is_never_called():
+    (found,) = find(unused([4, 5], called=("", "body", "head")), use(1, {4: 1, 5: 1}))
+    assert found.severity is Severity.ERROR
+    assert found.subjects == ("aux.weight", "aux.bias")
+    assert (found.location.file, found.location.line) == ("net.py", 12)
+    assert found.label == "never called"
+    assert found.ranks == (0, 1)
+    assert [r.label for r in found.related] == ["wrapped here", "backward without it"]
+
+
+def test_an_output_that_does_not_reach_the_loss():
+    (found,) = find(unused([4, 5], called=("", *ALL)), use(1, {4: 1, 5: 1}))
+    assert "does not reach the loss" in found.label
+
+
+def test_a_parameter_beside_used_ones_is_told_as_such():
+    (found,) = find(unused([5], called=("", *ALL)), use(1, {5: 1}))
+    assert found.subjects == ("aux.bias",)
+    assert "the rest of its module does" in found.label
+
+
+def test_a_branch_that_is_taken_in_some_steps_says_how_often():
+    events = [
+        unused([]),
+        *steps(4),
+        unused([4, 5], backward=5, step=4, branches={"aux": 53}),
+        use(5, {4: 1, 5: 1}),
+    ]
+    (found,) = find(*events)
+    assert found.label == "used in some steps only"
+    assert found.evidence["unused in"] == "1 of 5 backwards examined"
+    assert found.related[0].location.line == 20
+    assert found.steps.first == 4
+
+
+def test_frozen_later():
+    (found,) = find(unused([4, 5], frozen=(4, 5)), use(1, {4: 1, 5: 1}))
+    assert found.label == "frozen after the wrap"
+
+
+@pytest.mark.parametrize("option", ["find_unused", "static_graph"])
+def test_where_ddp_expects_it_it_is_a_note(option):
+    (found,) = find(unused([4, 5], **{option: True}), use(1, {4: 1, 5: 1}))
+    assert found.severity is Severity.NOTE
+
+
+def test_the_steps_end_where_the_set_is_empty_again():
+    events = [unused([4, 5]), *steps(3), unused([], backward=4, step=3), *steps(5, first=3)]
+    (found,) = find(*events)
+    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 2, 3)
+
+
+def test_a_model_all_of_whose_parameters_are_used():
+    assert find(unused([]), use(9), *steps(9)) == []
+
+
+def test_ranks_that_differ_belong_to_another_check():
+    run = make_run({0: rank(unused([4, 5])), 1: rank(unused([]))})
+    assert codes(run, UnusedParameter()) == []
+
+
+def test_another_rank_of_which_nothing_is_known_does_not_hide_it():
+    run = make_run({0: rank(unused([4, 5])), 1: []})
+    assert codes(run, UnusedParameter()) == ["DDP301 error"]
+
+
+def test_no_model_no_verdict():
+    run = make_run({0: steps(3), 1: steps(3)})
+    assert UnusedParameter().unobserved(run)
+
+
+def test_torchs_own_error_is_folded():
+    from ddpdoctor.findings import Finding
+
+    (mine,) = find(unused([4, 5]))
+    other = Finding(
+        code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="", fix="",
+        evidence={"message": "Expected to have finished reduction in the prior iteration"},
+    )  # fmt: skip
+    assert UnusedParameter().explains(mine, other)
+    assert skipped() is not None

@@ -1,0 +1,96 @@
+"""DDP802 over literal events."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
+from recordings import make_run, site, started
+
+from ddpdoctor.events import Event, FileWritten
+from ddpdoctor.findings import Finding, Severity
+
+PATH = "/home/user/project/last.pt"
+
+
+def wrote(path: str = PATH, mark: int = 4, **fields: object) -> Event:
+    values: dict[str, object] = {"site": 1, "how": "save", "step": 3, **fields}
+    marks = {"0.default": mark} if mark >= 0 else {}
+    return FileWritten(at=0, path=path, marks=marks, marks_after=marks, **values)  # type: ignore[arg-type]
+
+
+def found(*ranks: list[Event], nodes: tuple[str, ...] = ()) -> list[Finding]:
+    line = site(1, "train.py", 18, "torch.save(model, path)")
+    heads = [
+        started(r, len(ranks), **({"node": nodes[r]} if nodes else {})) for r in range(len(ranks))
+    ]
+    run = make_run({r: [heads[r], line, *events] for r, events in enumerate(ranks)})
+    return list(CheckpointRace().examine(run))
+
+
+def test_all_ranks_save_one_path() -> None:
+    (finding,) = found([wrote(), wrote(mark=8)], [wrote(), wrote(mark=8)])
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (0, 1)
+    assert finding.subjects == ("last.pt",)
+    assert finding.location is not None and finding.location.line == 18
+
+
+def test_a_file_per_epoch_is_one_finding() -> None:
+    files = [wrote(f"/home/user/project/{n}.pt", mark=n) for n in range(5)]
+    (finding,) = found(files, files)
+    assert len(finding.subjects) == 5
+
+
+def test_renamed_onto_one_target() -> None:
+    (finding,) = found([wrote(how="rename")], [wrote(how="rename")])
+    assert "rename" in finding.cause
+
+
+def test_before_there_is_a_group() -> None:
+    assert found([wrote(mark=-1)], [wrote(mark=-1)])
+
+
+def test_logs_are_a_warning() -> None:
+    log = wrote("/home/user/project/train.log", how="open")
+    assert [f.severity for f in found([log], [log])] == [Severity.WARNING]
+
+
+def test_a_file_per_rank() -> None:
+    assert not found([wrote("/x/state-0.pt")], [wrote("/x/state-1.pt")])
+
+
+def test_one_rank_saves() -> None:
+    assert not found([wrote(), wrote(mark=9)], [])
+
+
+def test_ranks_take_turns_around_a_barrier() -> None:
+    assert not found([wrote(mark=4)], [wrote(mark=5)])
+
+
+def test_written_before_the_group_and_after() -> None:
+    assert not found([wrote(mark=-1)], [wrote(mark=0)])
+
+
+def test_each_machine_has_its_own_disk() -> None:
+    assert not found([wrote()], [wrote()], nodes=("a", "b"))
+
+
+def test_machines_share_a_disk() -> None:
+    assert found([wrote(shared=True)], [wrote(shared=True)], nodes=("a", "b"))
+
+
+def test_under_a_file_lock() -> None:
+    assert not found([wrote(locked=True)], [wrote(locked=True)])
+
+
+def test_met_in_a_group_of_their_own() -> None:
+    def at(own: int) -> Event:
+        marks = {"0.default": 4, "0.1": own}
+        return FileWritten(
+            at=0, path=PATH, site=1, how="save", step=1, marks=marks, marks_after=marks
+        )
+
+    assert not found([at(2)], [at(3)])
+
+
+def test_nobody_writes() -> None:
+    assert CheckpointRace().unobserved(make_run({0: [], 1: []}))

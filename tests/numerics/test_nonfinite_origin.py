@@ -1,0 +1,89 @@
+"""DDP801 over literal events, and the way back through a graph."""
+
+from __future__ import annotations
+
+import pytest
+from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
+from recordings import make_run, site, steps
+
+from ddpdoctor.events import Event, ExceptionRaised, NonFinite
+from ddpdoctor.findings import Finding, Severity
+
+
+def bad(kind: str, step: int, **fields: object) -> Event:
+    values: dict[str, object] = {"value": "nan", "site": 1, **fields}
+    return NonFinite(at=0, kind=kind, step=step, **values)  # type: ignore[arg-type]
+
+
+def found(*ranks: list[Event], **more: object) -> list[Finding]:
+    lines = [site(1, "train.py", 40, "loss.backward()"), site(2, "model.py", 9, "return a / b")]
+    run = make_run(
+        {r: [*lines, *events, *steps(12)] for r, events in enumerate(ranks)},
+        **more,  # type: ignore[arg-type]
+    )
+    return list(NonfiniteOrigin().examine(run))
+
+
+def test_the_rank_whose_loss_was_first() -> None:
+    (finding,) = found(
+        [bad("parameter", 6, names=("head.weight",))],
+        [bad("loss", 5, operation="div", module="head", origin_site=2), bad("parameter", 6)],
+    )
+    assert finding.severity is Severity.ERROR
+    assert finding.ranks == (1,)
+    assert finding.steps is not None and finding.steps.first == 5
+    assert finding.location is not None and finding.location.file == "model.py"
+    assert "div" in finding.summary and "head" in finding.summary
+
+
+def test_an_input_and_its_rows() -> None:
+    (finding,) = found([bad("input", 3, names=("argument 0",), rows=(2, 7))], [bad("parameter", 4)])
+    assert finding.ranks == (0,)
+    assert "rows 2, 7" in finding.cause
+
+
+def test_a_gradient_of_one_rank_under_a_finite_loss() -> None:
+    (finding,) = found(
+        [bad("parameter", 8)], [bad("gradient", 7, names=("net.0.weight",), module="net.0")]
+    )
+    assert finding.ranks == (1,)
+    assert "while the loss is finite" in finding.summary
+
+
+def test_parameters_that_grew() -> None:
+    (finding,) = found([bad("parameter", 8)], [bad("parameter", 8)])
+    assert finding.ranks == (0, 1)
+    assert "optimizer" in finding.cause
+
+
+def test_no_step_was_taken_on_it() -> None:
+    assert not found([bad("loss", 5, applied=False)], [])
+
+
+def test_the_program_ended_over_it() -> None:
+    error = ExceptionRaised(at=0, kind="FloatingPointError", message="loss is nan")
+    (finding,) = found([bad("loss", 5, applied=False), error], [], ended={0: 1, 1: -15})
+    assert finding.ranks == (0,)
+
+
+def test_nothing_wrong() -> None:
+    assert not found([], [])
+    assert NonfiniteOrigin().unobserved(make_run({0: []}))
+
+
+@pytest.mark.parametrize("operation", ["log", "div", "sqrt", "exp"])
+def test_followed_through_a_graph(operation: str) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    out = model(torch.ones(2, 4))
+    made = {
+        "log": lambda x: torch.log(x * 0),
+        "div": lambda x: 1 / (x * 0),
+        "sqrt": lambda x: torch.sqrt(-x.abs() - 1),
+        "exp": lambda x: torch.exp(x * 0 + 1000.0),
+    }[operation](out)
+    origin = trace(made.sum(), {id(p): n for n, p in model.named_parameters()})
+    assert origin.operation in (operation, "reciprocal")
+    assert origin.module == "2"

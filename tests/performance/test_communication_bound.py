@@ -1,0 +1,63 @@
+"""DDP703 over literal events."""
+
+from __future__ import annotations
+
+from ddpdoctor.checks.performance.communication_bound import CommunicationBound
+from recordings import make_run, site
+
+from ddpdoctor.events import Event, SyncTimes, Wrapped
+from ddpdoctor.findings import Finding, Severity
+
+MB = 1 << 20
+
+
+def rank(communication: float, overlap: float, *buckets: int) -> list[Event]:
+    """A rank whose step computes for 0.1 s; times in seconds, buckets in megabytes."""
+    return [
+        site(1, "train.py", 17, "model = DDP(net)"),
+        Wrapped(
+            at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0, site=1
+        ),
+        SyncTimes(
+            at=0, model=0, iterations=11, forward_s=0.04, backward_s=0.06,
+            communication_s=communication, overlap_s=overlap,
+            bucket_bytes=tuple(b * MB for b in buckets or (1, 25)),
+        ),
+    ]  # fmt: skip
+
+
+def found(*ranks: list[Event]) -> list[Finding]:
+    return list(CommunicationBound().examine(make_run(dict(enumerate(ranks)))))
+
+
+def test_much_of_the_step() -> None:
+    (finding,) = found(rank(0.15, 0.05), rank(0.16, 0.05))
+    assert finding.severity is Severity.NOTE
+    assert finding.location is not None and finding.location.line == 17
+    assert "100 ms of a step of 200 ms" in finding.summary
+    assert "bucket_cap_mb" not in finding.fix
+
+
+def test_small_buckets() -> None:
+    (finding,) = found(*(rank(0.15, 0.05, *(1,) * 9) for _ in range(2)))
+    assert "bucket_cap_mb" in finding.fix
+
+
+def test_hidden_behind_the_backward() -> None:
+    assert not found(rank(0.15, 0.14), rank(0.15, 0.14))
+
+
+def test_only_waiting_for_a_slower_rank() -> None:
+    assert not found(rank(0.5, 0.0), rank(0.01, 0.005))
+
+
+def test_a_few_milliseconds() -> None:
+    events = SyncTimes(
+        at=0, model=0, iterations=11, forward_s=1e-3, backward_s=1e-3, communication_s=5e-3,
+        overlap_s=0.0,
+    )  # fmt: skip
+    assert not found([events], [events])
+
+
+def test_too_short() -> None:
+    assert CommunicationBound().unobserved(make_run({0: []}))

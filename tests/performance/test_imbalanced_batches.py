@@ -1,0 +1,75 @@
+"""imbalanced-batches: more work on some ranks in most steps."""
+
+from __future__ import annotations
+
+import pytest
+from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
+from readers import found, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput
+from ddpdoctor.findings import Finding
+
+
+def given(sizes: list[int]) -> list[Event]:
+    return [
+        ForwardInput(at=0, model=0, forward=n, site=4, digest=n + 1, numbers=s, rows=s, fed=False)
+        for n, s in enumerate(sizes)
+    ]
+
+
+def examine(*sizes: list[int]) -> list[Finding]:
+    return found(ImbalancedBatches(), run_of(*(given(s) for s in sizes)))
+
+
+def test_one_rank_with_larger_batches() -> None:
+    (finding,) = examine([12] * 20, [4] * 20)
+    assert finding.ranks == (0,)
+    assert "50%" in finding.summary
+    assert finding.location is not None and finding.location.line == 21
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights", "severity"),
+    [
+        ("mean", (1.0, 1.0), "warning"),
+        ("mean", (1.5, 0.5), "note"),
+        ("sum", (0.125, 0.125), "note"),
+        ("sum", (1 / 12, 1 / 4), "warning"),
+    ],
+)
+def test_sizes_that_the_loss_makes_up_for(
+    reduction: str, weights: tuple[float, float], severity: str
+) -> None:
+    ranks = [
+        [
+            *given([size] * 20),
+            BatchSeen(at=0, model=0, forward=0, size=size, reduction=reduction, weight=weight),
+        ]
+        for size, weight in zip((12, 4), weights, strict=True)
+    ]
+    (finding,) = found(ImbalancedBatches(), run_of(*ranks))
+    assert finding.severity.value == severity
+
+
+def test_lengths_that_vary_by_themselves() -> None:
+    (finding,) = examine([10, 90] * 8, [90, 10] * 8)
+    assert finding.ranks == (0, 1)
+
+
+def test_only_the_last_batch() -> None:
+    assert not examine([8] * 20 + [8], [8] * 20 + [1])
+
+
+def test_little_difference() -> None:
+    assert not examine([100, 90] * 8, [90, 100] * 8)
+
+
+def test_too_few_steps() -> None:
+    assert not examine([12] * 3, [4] * 3)
+
+
+def test_inside_join() -> None:
+    joined = EpochBegan(at=0, loader=0, epoch=0, step=0, site=3, joined=True)
+    run = make_run({r: [*prologue(2), joined, *given([4 + 8 * r] * 20)] for r in range(2)})
+    assert not found(ImbalancedBatches(), run)

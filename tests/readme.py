@@ -1,0 +1,68 @@
+"""Writes the parts of the README that come from the code: `make readme`.
+
+The table of checks is made from the checks, the picture from a real run of a sample, the table of
+costs from what `benchmarks/overhead.py` measured last.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ddpdoctor import registry, render
+from ddpdoctor.postmortem import open_run
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PICTURE = ROOT / "samples" / "report.svg"
+PICTURED = "samples/model/unused_parameter.py"
+OVERHEAD = ROOT / "benchmarks" / "overhead.md"
+
+
+def check_table() -> str:
+    """One row per check, in the order of the codes."""
+    rows = ["| code | check | severity | what it finds |", "|---|---|---|---|"]
+    for check in registry.all_checks():
+        title = (type(check).__doc__ or "").strip().splitlines()[0]
+        rows.append(f"| {check.code} | `{check.name}` | {check.severity.value} | {title} |")
+    return "\n".join(rows)
+
+
+def with_block(text: str, name: str, content: str) -> str:
+    """`text` with what stands between the two markers replaced."""
+    pattern = re.compile(rf"(<!-- {name}:[^\n]*-->\n).*?(<!-- /{name} -->)", re.S)
+    return pattern.sub(lambda m: f"{m[1]}{content}\n{m[2]}", text)
+
+
+def updated(text: str) -> str:
+    """The README as it should read now."""
+    text = with_block(text, "checks", check_table())
+    if OVERHEAD.exists():
+        text = with_block(text, "overhead", OVERHEAD.read_text().strip())
+    return text
+
+
+def picture() -> str:
+    """The report of a sample's run as it stands on a terminal, as SVG."""
+    from rich.console import Console
+    from rich.text import Text
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--out", str(out), PICTURED]
+        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+        report = open_run([out]).report(registry.all_checks())
+        printed = render.text(report, 96, styled=True).replace(f"{folder}/", "ddpdoctor-runs/")
+    with open("/dev/null", "w") as nowhere:
+        console = Console(record=True, width=98, file=nowhere)
+        console.print(Text.from_ansi(printed))
+    return console.export_svg(title=f"ddpdoctor run {PICTURED}", unique_id="report")
+
+
+if __name__ == "__main__":
+    README.write_text(updated(README.read_text()))
+    if "--no-picture" not in sys.argv:
+        PICTURE.write_text(picture())

@@ -1,0 +1,36 @@
+"""`ddpdoctor preflight`: the ranks meet, compare and measure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ddpdoctor.launch.preflight import _who
+
+
+def test_two_ranks_meet(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpdoctor", "preflight", "--nproc-per-node", "2", "--out", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on 1 node can reach each other: torch" in done.stdout
+    assert "all_reduce" in done.stdout
+    assert "differs" not in done.stdout
+    assert (tmp_path / "run" / "findings.json").exists()
+
+
+def test_what_differs_is_told_by_rank() -> None:
+    base = {"node": "a", "torch": "2.13.0", "Python": "3.11", "CUDA": "none", "device": "CPU"}
+    other = {**base, "node": "b", "torch": "2.12.0", "NCCL_DEBUG": "INFO"}
+    head, *rest = _who([base, base, other])
+    assert head.startswith("3 ranks on 2 nodes")
+    assert rest == [
+        "differs: NCCL_DEBUG is 'not set' on ranks 0-1; 'INFO' on ranks 2",
+        "differs: torch is '2.13.0' on ranks 0-1; '2.12.0' on ranks 2",
+    ]

@@ -1,0 +1,64 @@
+"""Joining what checks say: one fault is told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from recordings import make_run, started, steps
+
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import ProbeCost
+from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.run import Run
+
+
+class Says(Check):
+    """A check that finds itself and explains the checks of some names."""
+
+    family = "model"
+    severity = Severity.ERROR
+
+    def __init__(self, name: str, *explained: str, fails: bool = False) -> None:
+        self.name = name  # type: ignore[misc]
+        self.code = f"DDP9{ord(name[0])}"  # type: ignore[misc]
+        self.explained = explained
+        self.fails = fails
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        if self.fails:
+            raise RuntimeError("broken")
+        yield self.finding(summary=self.name, cause="", fix="")
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check in self.explained
+
+
+@pytest.mark.parametrize(
+    ("checks", "roots"),
+    [
+        ([Says("a", "b"), Says("b")], {"a": ["b"]}),
+        ([Says("c", "d"), Says("b", "c"), Says("d")], {"b": ["c", "d"]}),
+        ([Says("a", "b"), Says("b", "a")], {"a": ["b"]}),
+        ([Says("a", "b"), Says("b", "c"), Says("c", "a")], {"a": ["b", "c"]}),
+        ([Says("a"), Says("b")], {"a": [], "b": []}),
+    ],
+)
+def test_every_effect_stands_under_the_root_of_its_cause(
+    checks: list[Check], roots: dict[str, list[str]]
+) -> None:
+    report = diagnose(make_run({0: [started(0, 1)]}), checks)
+    assert {f.check: [c.check for c in f.consequences] for f in report.findings} == roots
+
+
+def test_a_broken_check_hides_nothing() -> None:
+    report = diagnose(make_run({0: [started(0, 1)]}), [Says("a", fails=True), Says("b")])
+    assert {f.check for f in report.findings} == {"check-failed", "b"}
+    assert report.coverage.skipped[0].check == "a"
+
+
+@pytest.mark.parametrize(("wall_s", "measured"), [(10.0, 1.0), (0.5, None)])
+def test_overhead_is_told_only_of_runs_long_enough(wall_s: float, measured: float | None) -> None:
+    cost = ProbeCost(at=9.0, own_s=wall_s / 100, wall_s=wall_s)
+    report = diagnose(make_run({0: [started(0, 1), *steps(3), cost]}), [])
+    assert report.overhead.measured_percent == measured

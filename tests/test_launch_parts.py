@@ -1,0 +1,205 @@
+"""Pieces of the launcher that need no run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ddpdoctor.config import Options
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import ProcessEnded
+from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.launch import LaunchError, devices, ending, torchrun
+from ddpdoctor.launch import environment as environment_of
+from ddpdoctor.launch.session import _open_folder
+from ddpdoctor.run import Facts, Run
+from ddpdoctor.runfolder import FolderError, RunFolder, RunInfo
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 0)
+    for name in list(os.environ):
+        if name.startswith(("PET_", "TORCH_")) or name in ("CUDA_VISIBLE_DEVICES", "GROUP_RANK"):
+            monkeypatch.delenv(name)
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(devices, "_gpus_present", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "rest"),
+    [
+        ("train.py --nnodes 2", "train.py", ("--nnodes", "2")),
+        ("--nnodes 2 train.py x", "train.py", ("x",)),
+        ("--nnodes=2 --nproc_per_node 4 train.py", "train.py", ()),
+        ("--standalone train.py", "train.py", ()),
+        ("-m pkg.train -m", "pkg.train", ("-m",)),
+        ("-r 3 -t3 train.py", "train.py", ()),
+        ("--no-python -- ./run.sh --standalone", "./run.sh", ("--standalone",)),
+        ("--nproc 2 --master-p 1 train.py", "train.py", ()),
+        ("", None, ()),
+    ],
+)
+def test_the_script_is_found(words: str, script: str | None, rest: tuple[str, ...]) -> None:
+    parsed = torchrun.parse(words.split())
+    assert (parsed.script, parsed.script_args) == (script, rest)
+
+
+def test_torchruns_own_parser_agrees_on_which_options_take_a_value() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = {*torchrun.FLAGS, *torchrun.VALUED}
+    for action in get_args_parser()._actions:
+        for option in action.option_strings:
+            name = torchrun.SHORT.get(option[1:], option[2:]).replace("_", "-")
+            if not isinstance(action, argparse._HelpAction):
+                assert name in known, option
+                assert (name in torchrun.FLAGS) is (action.nargs == 0), option
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--nnodes 1", "--nnodes=1", "--nproc_per_node 3", "--nproc-per-node=3", "--standalone",
+     "--rdzv-backend c10d", "--rdzv_id=7"],
+)  # fmt: skip
+def test_what_the_user_said_is_left_alone(words: str) -> None:
+    args = [*words.split(), "train.py"]
+    assert torchrun.with_defaults(args, {}) == args
+
+
+def test_what_the_environment_said_is_left_alone() -> None:
+    assert torchrun.with_defaults(["train.py"], {"PET_NPROC_PER_NODE": "3"}) == ["train.py"]
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (8, 8)])
+def test_one_process_per_gpu_or_two(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int
+) -> None:
+    _gpus(monkeypatch, gpus)
+    # An option of the script is none of torchrun's.
+    assert torchrun.with_defaults(["train.py", "--nnodes", "9"], {}) == [
+        "--standalone", f"--nproc-per-node={processes}", "train.py", "--nnodes", "9"
+    ]  # fmt: skip
+
+
+def test_a_given_port_is_not_overridden_by_standalone() -> None:
+    args = torchrun.with_defaults(["--master-port", "29611", "train.py"], {})
+    assert "--standalone" not in args
+    assert "--nproc-per-node=2" in args
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("1,9,2", 1), ("0,0", 1), ("GPU-8f,GPU-9a", 2)],
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+    _gpus(monkeypatch, 4)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.visible_gpus() == count
+
+
+def test_nodes_and_what_they_share() -> None:
+    parsed = torchrun.parse(["--nnodes", "1:3", "--rdzv-id", "job", "--node-rank", "2", "t.py"])
+    assert torchrun.nodes(parsed, {}) == 3
+    assert torchrun.node_rank(parsed, {}) == 2
+    assert torchrun.shared_id(parsed, {}) == "job"
+    static = torchrun.parse(["--nnodes=2", "--master-addr", "h", "--master-port", "1", "t.py"])
+    assert torchrun.shared_id(static, {}) == "h:1"
+    assert torchrun.shared_id(torchrun.parse(["--rdzv-id", "x", "t.py"]), {}) is None
+
+
+def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    added = environment_of(RunFolder(tmp_path), Options(select=("drift",), every=3))
+    assert Path(added["PYTHONPATH"]).name == "shim"  # and no empty entry beside it
+    assert Path(added["DDPDOCTOR_HOME"], "ddpdoctor").is_dir()
+    assert added["DDPDOCTOR_DIR"] == str(tmp_path.resolve())
+    assert added["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert added["TORCH_FR_BUFFER_SIZE"] == "2000"
+    probe = json.loads(added["DDPDOCTOR_PROBE"])
+    assert probe["select"] == ["drift"] and probe["every"] == 3 and probe["hang_after"] is None
+
+
+def test_what_the_user_exported_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    added = environment_of(RunFolder(tmp_path), Options(debug_level="detail"))
+    assert added["PYTHONPATH"].endswith(f"shim{os.pathsep}mine")
+    assert not {"TORCH_FR_BUFFER_SIZE", "TORCH_DISTRIBUTED_DEBUG"} & added.keys()
+
+
+def test_detail_only_where_it_does_not_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(debug_level="detail")
+    with pytest.raises(LaunchError, match="--debug-level info"):
+        environment_of(RunFolder(tmp_path), options)
+    monkeypatch.setattr(sys.modules[environment_of.__module__], "visible_gpus", lambda: 1)
+    assert environment_of(RunFolder(tmp_path), options)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert "TORCH_DISTRIBUTED_DEBUG" not in environment_of(
+        RunFolder(tmp_path), Options(debug_level="off")
+    )
+
+
+def _run(*ended: ProcessEnded) -> Run:
+    node = Facts()
+    for event in ended:
+        node.add(event)
+    info = RunInfo(schema_version=1, id="x", command=[], started_at="", tool_version="")
+    return Run(info, {}, {0: node})
+
+
+def _end(rank: int, at: float, **how: int | bool) -> ProcessEnded:
+    return ProcessEnded(at=at, wall=at, rank=rank, pid=rank + 10, **how)  # type: ignore[arg-type]
+
+
+def test_outcome_follows_the_first_to_end() -> None:
+    cleanup = _end(0, 2, signal=15, by_launcher=True)
+    assert ending.outcome(_run(_end(0, 1, status=0)), 0, "") == "completed"
+    assert ending.outcome(_run(cleanup, _end(1, 1, status=7)), 1, "") == "failed"
+    assert ending.outcome(_run(_end(0, 2, status=1), _end(1, 1, signal=9)), 1, "") == "killed"
+    assert ending.outcome(_run(_end(0, 1, status=1), _end(1, 2, signal=6)), 1, "") == "failed"
+    assert ending.outcome(_run(cleanup), 1, "interrupt") == "killed"
+    assert ending.outcome(_run(cleanup), 1, "doctor") == "hung"
+    assert ending.outcome(_run(cleanup), 1, "") == "failed"  # another node's rank began it
+
+
+def test_exit_status_first_that_applies() -> None:
+    clean = diagnose(_run(), ())
+    fault = Finding(code="X1", check="x", severity=Severity.WARNING, summary="", cause="", fix="")
+    faulty = msgspec.structs.replace(clean, findings=(fault,))
+    strict, lax = Options(fail_on="warning"), Options(fail_on="error")
+    assert ending.exit_status(1, "doctor", faulty, strict) == 4
+    assert ending.exit_status(7, "", faulty, strict) == 7
+    assert ending.exit_status(0, "", faulty, strict) == 3
+    assert ending.exit_status(0, "", faulty, lax) == 0
+    assert ending.exit_status(0, "", clean, strict) == 0
+    assert ending.exit_status(0, "", None, strict) == 0
+
+
+def test_nodes_of_one_run_share_a_folder_and_runs_do_not(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = _open_folder(out, "train", "job")
+    info = RunInfo(schema_version=1, id="job", command=[], started_at="", tool_version="")
+    folder.write_info(info)
+    assert _open_folder(out, "train", "job").path == out
+    for other in (None, "another"):
+        with pytest.raises(FolderError, match="--out"):
+            _open_folder(out, "train", other)
+
+
+def test_default_folders_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [_open_folder(None, "a b/c", None).path for _ in range(3)]
+    assert len(set(made)) == 3
+    assert all(p.parent == Path("ddpdoctor-runs") and "a-b-c" in p.name for p in made)

@@ -1,0 +1,83 @@
+"""With and without the doctor: the same output, status, weights and random streams, bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from sampling import ROOT, Sample, collect, inherited, run
+
+WITNESS = ROOT / "tests" / "witness.py"
+FEW = (
+    "model/unused_parameter_clean",
+    "data/sampler_missing_clean",
+    "numerics/nonfinite_origin_clean",
+)
+"""In every test run; the others where `-m exhaustive` asks for them (make no-harm)."""
+
+NOT_COMPARABLE = ("exec", "--module", "-m", "--no-python")
+
+
+def comparable() -> list[object]:
+    clean = [
+        s for s in collect() if s.clean and not s.gpus and not set(s.command) & {*NOT_COMPARABLE}
+    ]
+    return [
+        pytest.param(s, id=s.name, marks=() if s.name in FEW else pytest.mark.exhaustive)
+        for s in clean
+    ]
+
+
+def launcher_options(sample: Sample) -> list[str]:
+    """The sample's options that torchrun knows too."""
+    from ddpdoctor.cli.split import split
+
+    return list(split([*sample.command, "script.py"]).launcher)
+
+
+def seen(words: list[str], folder: Path) -> tuple[int, list[str], dict[str, str]]:
+    folder.mkdir()
+    status, printed = run(
+        words, cwd=folder, environment=inherited(WITNESS=str(folder), PYTHONHASHSEED="0")
+    )
+    digests = {p.name: p.read_text() for p in folder.glob("witness-*.txt")}
+    assert digests, printed[-3000:]
+    return status, printed.splitlines(), digests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("sample", comparable())
+def test_the_doctor_changes_nothing(sample: Sample, tmp_path: Path) -> None:
+    options = launcher_options(sample)
+    script = [str(WITNESS), str(sample.path)]
+    if not any(o.startswith(("--nnodes", "--rdzv", "--standalone")) for o in options):
+        options = ["--standalone", *options]
+    if not any(o.startswith("--nproc") for o in options):
+        options += ["--nproc-per-node", "2"]
+    plain = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+    doctor = [sys.executable, "-m", "ddpdoctor", "run", "--out", "run", *sample_options(sample)]
+    without = seen(plain, tmp_path / "without")
+    with_doctor = seen([*doctor, *options, *script], tmp_path / "with")
+    assert with_doctor[2] == without[2]
+    if without[0] == 0:  # torch itself aborts now and then when correct scripts leave
+        assert with_doctor[0] == 0
+    # What the ranks print is all there, whatever the doctor adds on stderr.
+    assert not set(stable(without[1])) - set(with_doctor[1])
+
+
+def sample_options(sample: Sample) -> list[str]:
+    """The sample's options that are the doctor's own."""
+    from ddpdoctor.cli.split import split
+
+    return [
+        word
+        for name, value in split([*sample.command, "script.py"]).doctor.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def stable(lines: list[str]) -> list[str]:
+    """Lines that say the same in every run: no clock, no pid, no port."""
+    return [x for x in lines if x.strip() and not x.startswith(("[", "W", "*", "Setting", "E"))]

@@ -1,0 +1,271 @@
+"""What a report looks like, and that no data in it can do harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from recordings import make_run, site, steps, torch_loaded
+from rich.cells import cell_len
+from toys import HOSTILE, ToyBlind, ToyHostile, ToyQuiet, ToyStep
+
+from ddpdoctor import render
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.findings import Report, Table
+from ddpdoctor.render import facts, words
+
+
+def report_of(*checks: object, ranks: int = 2, count: int = 100, **more: object) -> Report:
+    events = [torch_loaded(), site(1, "train.py", 88, "opt.step()"), *steps(count, site=1)]
+    run = make_run(dict.fromkeys(range(ranks), events), **more)  # type: ignore[arg-type]
+    return diagnose(run, checks, folder="runs/a")  # type: ignore[arg-type]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_anatomy_of_a_finding() -> None:
+    text = render.text(report_of(ToyStep()))
+    expected = """\
+error[DDP997] toy-step: rank-local gradients reach `optimizer.step()` on all 2
+  ranks
+  --> train.py:88 in main   ranks 0-1   first at step 4, 25 of 100 steps
+ 88 |     with ddp.no_sync():
+    |     ^^^^^^^^^^^^^^^^^^^ still open here
+101 |     opt.step()
+    |     ---------- steps here
+   = concerns: net.0.weight, net.1.weight, net.2.weight, net.3.weight,
+       net.4.weight, net.5.weight and 39 more
+   = evidence: grad norm:
+       rank     norm
+       0-2,4-7  4
+       3        5
+   = cause: the context is still open on the micro-batch that steps
+   = help (check before use): step at the end:
+
+           if (i + 1) % n == 0:
+               optimizer.step()
+   = follows from it: DDP606 first-failure: rank 1 raised
+   = explain: ddpdoctor explain DDP997
+"""
+    assert expected in text
+
+
+def test_head_and_foot() -> None:
+    text = render.text(report_of(ToyStep(), ToyBlind(), ended={1: -9}))
+    assert text.startswith("ddpdoctor 0.1.0: ddpdoctor run train.py\nkilled")
+    assert "2 ranks, torch 2.13.0" in text
+    assert re.search(r"^1 +killed \(SIGKILL\) +100 +100 ms|^1 +killed \(SIGKILL\) +100", text, re.M)
+    assert "step 99 at train.py:88" in text
+    assert "\n1 error\n" in text
+    assert "not examined: no GPU (toy-blind)" in text
+    assert "the doctor's own time was not measured" in text
+
+
+def test_a_clean_run_says_on_what_grounds() -> None:
+    text = render.text(report_of(ToyQuiet(), ranks=4, count=120))
+    assert "no faults found: examined 1 check over 4 ranks, 120 steps" in text
+    assert "not observed" not in text
+
+
+def test_never_clean_without_evidence() -> None:
+    assert "not observed: no optimizer step seen" in render.text(report_of(ToyQuiet(), count=0))
+    nothing = render.text(report_of(ToyBlind()))
+    assert "nothing was examined" in nothing
+    assert "no faults found" not in nothing
+    killed = render.text(report_of(ToyQuiet(), ended={0: -9}))
+    assert "no faults found" not in killed
+    assert "was killed" in killed
+    assert "no end on record" in render.text(report_of(ToyQuiet(), ended=None))
+
+
+def test_quiet_prints_findings_only() -> None:
+    out = io.StringIO()
+    render.console(report_of(ToyStep()), stream=out, quiet=True)
+    assert out.getvalue().startswith("error[DDP997]")
+    assert "the doctor" not in out.getvalue()
+    clean = io.StringIO()
+    render.console(report_of(ToyQuiet()), stream=clean, quiet=True)
+    assert clean.getvalue() == ""
+
+
+def test_plain_and_80_columns_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    render.console(report_of(ToyStep()), stream=out)
+    assert "\x1b" not in out.getvalue()
+    assert max(cell_len(line) for line in out.getvalue().split("\n")) <= 80
+
+
+def test_colours_on_a_terminal_unless_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = Terminal()
+    render.console(report_of(ToyStep()), stream=coloured, width=100)
+    assert "\x1b[1;31m" in coloured.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    refused = Terminal()
+    render.console(report_of(ToyStep()), stream=refused, width=100)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", refused.getvalue())
+
+
+def test_large_worlds_fold_equal_ranks() -> None:
+    text = render.text(report_of(ToyQuiet(), ranks=20, ended={7: 1}))
+    assert re.search(r"^0-6,8-19 +finished", text, re.M)
+    assert re.search(r"^7 +failed \(exit 1\)", text, re.M)
+    assert len(facts.rank_grid(report_of(ToyQuiet(), ranks=16)).rows) == 16
+
+
+def test_missing_ranks_have_a_row() -> None:
+    text = render.text(report_of(ToyQuiet(), ranks=2, world_size=4))
+    assert re.search(r"^2-3 +no record", text, re.M)
+    assert "missing: no record of ranks 2-3" in text
+
+
+def test_tables_of_the_report() -> None:
+    table = Table(title="consumed", columns=("rank", "samples"), rows=(("0", "64"), ("1", "60")))
+    report = msgspec.structs.replace(report_of(ToyQuiet()), tables=(table,))
+    assert "consumed\nrank  samples\n0     64\n1     60\n" in render.text(report)
+    assert "<td>64</td>" in render.html(report)
+    assert "| 0 | 64 |" in render.markdown(report)
+
+
+def _hostile() -> Report:
+    report = report_of(ToyHostile())
+    run = msgspec.structs.replace(report.run, command=(HOSTILE,), torch=HOSTILE, folder=HOSTILE)
+    ranks = tuple(msgspec.structs.replace(r, last=HOSTILE, state=HOSTILE) for r in report.ranks)
+    tables = (Table(title=HOSTILE, columns=(HOSTILE,), rows=((HOSTILE,),)),)
+    return msgspec.structs.replace(report, run=run, ranks=ranks, tables=tables)
+
+
+@pytest.mark.parametrize("show", [render.text, render.html, render.markdown])
+def test_hostile_data_is_harmless_and_short(show: object) -> None:
+    text = show(_hostile())  # type: ignore[operator]
+    assert not [c for c in set(text) if not c.isprintable() and c != "\n"]
+    assert len(text) < 60_000
+
+
+def test_hostile_data_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    render.console(_hostile(), stream=out, width=100)
+    text = out.getvalue()
+    assert "[bold red]x[/]" in text  # markup is shown, not obeyed
+    assert not re.findall(r"\x1b(?!\[[0-9;]*m)", text)
+    assert "\x1b[31mred" not in text
+
+
+def test_page_holds_no_foreign_element() -> None:
+    class Tags(HTMLParser):
+        seen: set[str] = set()
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.seen.add(tag)
+
+    page = render.html(_hostile())
+    Tags().feed(page)
+    assert "script" not in Tags.seen
+    assert "&lt;script&gt;" in page
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+def test_markdown_holds_no_markup_of_the_data() -> None:
+    outside_code = re.sub(
+        r"`[^`\n]*`|^    .*$|^      .*$", "", render.markdown(_hostile()), flags=re.M
+    )
+    assert "<script>" not in outside_code
+
+
+def test_ascii_streams_lose_characters_not_the_report() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    render.console(_hostile(), stream=out)
+    assert b"warning[DDP998]" in raw.getvalue()
+
+
+def test_a_closed_stream_is_survived() -> None:
+    out = io.StringIO()
+    out.close()
+    render.console(report_of(ToyStep()), stream=out)
+
+
+def test_files(tmp_path: Path) -> None:
+    report = report_of(ToyStep())
+    render.write_json(report, tmp_path / "new" / "a.json")
+    render.write_html(report, tmp_path / "a.html")
+    assert json.loads((tmp_path / "new" / "a.json").read_text()) == report.to_dict()
+    assert (tmp_path / "a.html").read_text() == render.html(report)
+    with pytest.raises(OSError):
+        render.write_json(report, tmp_path / "a.html" / "below")
+
+
+def test_wrapping_keeps_code_and_long_words_whole() -> None:
+    text = "set `torch.cuda.set_device(local_rank)` before the wrap " + "x" * 50
+    lines = words.wrap(text, 40)
+    assert any("`torch.cuda.set_device(local_rank)`" in line for line in lines)
+    assert lines[-1] == "x" * 50
+    assert " ".join(lines) == text
+    wide = words.wrap("漢字 " * 30, 20)
+    assert max(cell_len(line) for line in wide) <= 20
+
+
+def test_values_as_people_write_them() -> None:
+    assert words.some(range(45)) == "0, 1, 2, 3, 4, 5, 6, 7 and 37 more"
+    assert words.clean("a" * 400).endswith("(100 more characters)")
+    assert [words.duration(s) for s in (None, 0.0032, 0.1, 12.34, 125, 9000)] == [
+        "",
+        "3.2 ms",
+        "0.1 s",
+        "12.3 s",
+        "2 min 5 s",
+        "2 h 30 min",
+    ]
+    assert words.count(1, "error") == "1 error"
+    assert words.count(12000, "step") == "12 000 steps"
+    assert words.figure({"a": None, "b": [True, 0.5]}) == "a none, b yes, 0.5"
+
+
+def test_unequal_rows_are_not_folded() -> None:
+    rows = [{"rank": 0, "n": 1}, {"rank": 1, "n": 2}, {"rank": 2, "n": 1}]
+    (proof,) = facts.proofs(
+        msgspec.structs.replace(report_of(ToyStep()).findings[0], evidence={"t": rows})
+    )
+    assert proof.grid
+    assert proof.grid.rows == (("0,2", "1"), ("1", "2"))
+
+
+def test_last_thing_is_the_exception_not_the_leaving() -> None:
+    from ddpdoctor.events import ExceptionRaised, RankExiting
+
+    raised = ExceptionRaised(at=0, kind="ValueError", message="no\nmore")
+    leaving = RankExiting(at=0, how="exception", status=1)
+    run = make_run({0: [*steps(2), raised, leaving], 1: [*steps(2), leaving]})
+    rows = diagnose(run, []).ranks
+    assert [r.last for r in rows] == ["raised ValueError: no", "leaving (exception, status 1)"]
+    assert [r.last for r in diagnose(make_run({0: [], 1: steps(2)}), []).ranks] == [
+        "started",
+        "step 1",
+    ]
+
+
+def test_long_whereabouts_are_wrapped() -> None:
+    report = report_of(ToyStep())
+    (finding,) = report.findings
+    place = msgspec.structs.replace(
+        finding.location, file="a/rather/long/path/to/the/script/train.py"
+    )
+    long = msgspec.structs.replace(
+        report, findings=(msgspec.structs.replace(finding, location=place),)
+    )
+    text = render.text(long)
+    assert "\n      first at step 4, 25 of 100 steps\n" in text
+    assert max(cell_len(line) for line in text.split("\n")) <= 80

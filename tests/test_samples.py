@@ -1,0 +1,45 @@
+"""Every sample, through the real command: the faulty ones are found, the clean ones are left alone.
+
+All checks look at every sample, so that each new sample tests the checks that were there before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sampling import Sample, SampleError, collect, differences, examine, read
+
+from ddpdoctor.findings import Severity
+from ddpdoctor.launch.devices import visible_gpus
+
+
+@pytest.mark.timeout(130)
+@pytest.mark.parametrize("sample", collect(), ids=lambda s: s.name)
+def test_sample(sample: Sample, tmp_path: Path) -> None:
+    if sample.gpus > visible_gpus():
+        pytest.skip(f"needs {sample.gpus} GPUs")
+    report = examine(sample, tmp_path)
+    broken = [f.summary for f in report.findings if f.code == "DDP001"]
+    assert not broken
+    assert differences(sample, report) == []
+
+
+def test_what_a_sample_says_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(
+        '"""Text.\n\nrun: -m x\nfinds: DDP301 error at `a = b`\nfinds: DDP603 note\n"""'
+    )
+    first, second = read(path).expected
+    assert (first.code, first.severity, first.source) == ("DDP301", Severity.ERROR, "a = b")
+    assert (second.code, second.severity, second.source) == ("DDP603", Severity.NOTE, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "run: x", "run: x\nfinds: DDP301", "run: x\nrun: y\nfinds: nothing"]
+)
+def test_a_sample_that_does_not_say_what_to_expect_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(f'"""{text}"""')
+    with pytest.raises(SampleError):
+        read(path)

@@ -1,0 +1,28 @@
+"""faulthandler's dumps."""
+
+from __future__ import annotations
+
+from ddpdoctor.stacks import threads
+
+DUMP = """\
+Thread 0x00007f0a1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/usr/lib/python3.11/threading.py", line 995 in _bootstrap
+
+Current thread 0x00007f0a2 (most recent call first):
+  File "/home/u/.venv/lib/python3.11/site-packages/ddpdoctor/probe/calls.py", line 9 in wait
+  File "/home/u/.venv/lib/python3.11/site-packages/torch/distributed/c10d.py", line 99 in all_reduce
+  File "/home/u/train.py", line 12 in step
+  File "/home/u/train.py", line 40 in <module>
+"""
+
+
+def test_the_main_thread_is_last_and_ours_are_left_out() -> None:
+    other, main = threads(DUMP)
+    assert [f.function for f in main] == ["all_reduce", "step", "<module>"]
+    assert [f.user for f in main] == [False, True, True]
+    assert not any(f.user for f in other)
+
+
+def test_what_is_no_dump_has_no_threads() -> None:
+    assert threads("Fatal Python error: Aborted\n\nrubbish\n  File nonsense") == []
