@@ -51,9 +51,12 @@ class Witness:
 
 
 def main() -> None:
+    import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    random.seed(1)  # the interpreter and numpy seed theirs anew in every process
+    # Python, numpy and torch seed theirs anew in every process.
+    random.seed(1)
+    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(1)
     witness = Witness(Path(os.environ["WITNESS"]))

@@ -12,8 +12,9 @@ from typing import Any
 
 from ..ring import State
 from . import groups, models, moments
+from .frames import passed_over, unframe
 from .moments import Backward, Forward
-from .patching import around, replace
+from .patching import around, refused, replace
 from .recorder import Recorder, recorder
 from .tape import tape
 from .torch_private import joins, sequence_number
@@ -111,29 +112,34 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = recorder()
-        if active is None or _depth.inside:
-            return original(*args, **kwargs)
-        began = time.perf_counter_ns()
-        number = None
-        try:
-            if not active.disabled(part):
-                number = read(active, args, kwargs)
-        except Exception as error:
-            active.trouble(part, error, LOST)
-        active.own_ns += time.perf_counter_ns() - began
-        _depth.inside = True
+        active = None if _depth.inside else recorder()
+        number = failure = None
+        if active is not None:
+            began = time.perf_counter_ns()
+            try:
+                if not active.disabled(part):
+                    number = read(active, args, kwargs)
+            except Exception as error:
+                failure = error.with_traceback(None)
+            active.own_ns += time.perf_counter_ns() - began
+            _depth.inside = True
         try:
             result = original(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            if active is not None and failure is not None and not refused(error):
+                active.trouble(part, failure, LOST)
             _mark(number, State.FAILED)
+            unframe(error)
             raise
         finally:
-            _depth.inside = False
+            if active is not None:
+                _depth.inside = False
+        if active is not None and failure is not None:
+            active.trouble(part, failure, LOST)
         _returned(number, result)
         return result
 
-    return wrapper
+    return passed_over(wrapper)
 
 
 def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
@@ -236,19 +242,18 @@ def _watch_waits(c10d: Any) -> None:
         active = recorder()
         written = tape(active) if active is not None and not _depth.inside else None
         number = written.number_of(self) if written else None
-        if number is None:
-            return original(self, *args, **kwargs)
         _mark(number, State.WAITING)
         try:
             result = original(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             _mark(number, State.FAILED)
+            unframe(error)
             raise
         _mark(number, State.DONE)
         return result
 
     wait.__doc__ = original.__doc__
-    replace(c10d.Work, "wait", wait)
+    replace(c10d.Work, "wait", passed_over(wait))
 
 
 class _Open:

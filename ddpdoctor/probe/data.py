@@ -10,6 +10,7 @@ from typing import Any
 from ..events import EpochBegan, LoaderSeen, SamplerRefused
 from . import identity, moments, randomness
 from .contents import Fingerprints
+from .frames import passed_over, unframe
 from .moments import Backward, Forward, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
@@ -302,7 +303,11 @@ def _watch_batches(base: Any) -> None:
 
     @functools.wraps(next_index)
     def _next_index(self: Any) -> Any:
-        index = next_index(self)
+        try:
+            index = next_index(self)
+        except BaseException as error:  # often the end of the epoch
+            unframe(error)
+            raise
         reading = readings.get(id(self))
         if reading is not None:
             reading.given.append(index)
@@ -313,7 +318,11 @@ def _watch_batches(base: Any) -> None:
         reading = readings.get(id(self))
         active = recorder()
         if reading is None or active is None:
-            return next_batch(self)
+            try:
+                return next_batch(self)
+            except BaseException as error:
+                unframe(error)
+                raise
         before = _before(active, reading) if reading.watch_random else None
         began = clock()
         try:
@@ -321,6 +330,7 @@ def _watch_batches(base: Any) -> None:
         except BaseException as error:
             state.waited_ns += clock() - began
             _failed(active, reading, error)
+            unframe(error)
             raise
         now = clock()
         state.waited_ns += now - began
@@ -336,7 +346,7 @@ def _watch_batches(base: Any) -> None:
 
     for name, wrapper in (("_next_index", _next_index), ("__next__", __next__)):
         wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
-        replace(base, name, wrapper)
+        replace(base, name, passed_over(wrapper))
 
 
 def _before(active: Recorder, reading: Reading) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..events import DataParallelMade, DeviceMemory, Gathered, GatheredTensor
 from . import moments
+from .frames import passed_over, unframe
 from .moments import Step
 from .patching import around, replace
 from .recorder import Recorder, complain, recorder
@@ -73,9 +74,13 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
                 activate(0, 1, None)
             except Exception as error:  # training goes on, unobserved
                 complain(error)
-        watched(self, *args, **kwargs)
+        try:
+            watched(self, *args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
 
-    replace(wrapper, "__init__", __init__)
+    replace(wrapper, "__init__", passed_over(__init__))
 
 
 def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..events import GroupDestroyed, GroupReady, InitEntered
 from .environment import interesting_environment
+from .frames import passed_over, unframe
 from .patching import around, replace
 from .recorder import Recorder, complain
 from .torch_private import group_name, group_ranks, live_groups
@@ -76,8 +77,13 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             activate(given["rank"], given["world_size"], given["init_method"])
         except Exception as error:  # training goes on, unobserved
             complain(error)
-        return watched(*args, **kwargs)
+        try:
+            return watched(*args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
 
+    passed_over(init_process_group)
     init_process_group.__wrapped__ = watched  # type: ignore[attr-defined]
     init_process_group.__doc__ = watched.__doc__
     replace(c10d, "init_process_group", init_process_group)

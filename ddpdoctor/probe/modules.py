@@ -8,6 +8,7 @@ import weakref
 from types import CodeType, FrameType
 from typing import Any
 
+from .frames import passed_over, unframe
 from .patching import on_restore, replace
 from .recorder import recorder
 from .sites import classify
@@ -51,8 +52,13 @@ def install() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(Exception):
             _note(self, sys._getframe(1))
-        original(self, *args, **kwargs)
+        try:
+            original(self, *args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
 
+    passed_over(__init__)
     __init__.__wrapped__ = original  # type: ignore[attr-defined]
     __init__.__doc__ = original.__doc__
     __init__.__qualname__ = original.__qualname__

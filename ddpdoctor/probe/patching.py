@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+from .frames import passed_over, unframe
 from .recorder import Recorder, recorder
 from .torch_private import compiler_in_use, pause_compiler, resume_compiler, skip_frames, uncompiled
 
@@ -38,7 +39,8 @@ def around(
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
     The original is called exactly once, outside of any guard, with the same arguments; its
-    exceptions pass. What fails in `before` or `after` is counted and never reaches the user.
+    exceptions pass. What fails in `before` or `after` is counted and never reaches the user; where
+    `before` could not read arguments that torch refuses too, nothing was lost.
 
     Args:
         owners: the class or module that holds the function, or several that share it.
@@ -54,23 +56,33 @@ def around(
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = recorder()
-        if active is None:
-            return original(*args, **kwargs)
-        token = None
-        if compiler is not None:
-            compiler.now = compiler.ask()
-        if before is not None:
-            token = run(active, part, lost, before, args, kwargs)
+        token: Any = None
+        failure: Exception | None = None
+        if active is not None:
+            if compiler is not None:
+                compiler.now = compiler.ask()
+            if before is not None:
+                token = run(active, part, None, before, args, kwargs)
+                if type(token) is _Failure:
+                    token, failure = None, token.error
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            if after is not None:
-                run(active, part, lost, after, token, None, error)
+            if active is not None and not (failure and refused(error)):
+                if failure is not None:
+                    active.trouble(part, failure, lost)
+                if after is not None:
+                    run(active, part, lost, after, token, None, error)
+            unframe(error)
             raise
-        if after is not None:
-            run(active, part, lost, after, token, result, None)
+        if active is not None:
+            if failure is not None:
+                active.trouble(part, failure, lost)
+            if after is not None:
+                run(active, part, lost, after, token, result, None)
         return result
 
+    passed_over(wrapper)
     if not _wrappers:
         _wrappers.append(wrapper)
     wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
@@ -83,14 +95,29 @@ def around(
 def hide_hooks() -> None:
     """Keep torch.compile from tracing the wrappers; call it once torch._dynamo is imported."""
     if _wrappers:
-        skip_frames(_run, _wrappers[0])
+        skip_frames(_run, unframe, _wrappers[0])
 
 
 _wrappers: list[Any] = []
 """The first wrapper; all share its code."""
 
 
-def _run(active: Recorder, part: str, lost: str, hook: Callable[..., Any], *args: Any) -> Any:
+class _Failure:
+    """What `before` came to, where it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error.with_traceback(None)  # which would keep the user's tensors alive
+
+
+def refused(error: BaseException) -> bool:
+    """Whether torch raised this over the arguments that it was given."""
+    return isinstance(error, (TypeError, ValueError, AttributeError))
+
+
+def _run(
+    active: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
+) -> Any:
+    """What the hook returns. Where it fails: counted, or a `_Failure` where `lost` is None."""
     if active.disabled(part):
         return None
     began = time.perf_counter_ns()
@@ -99,6 +126,8 @@ def _run(active: Recorder, part: str, lost: str, hook: Callable[..., Any], *args
         paused = pause_compiler()
         return hook(active, *args)
     except Exception as error:
+        if lost is None:
+            return _Failure(error)
         active.trouble(part, error, lost)
         return None
     finally:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from ..events import ExceptionRaised, Frame, RankExiting
 from . import moments
+from .frames import passed_over, unframe
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
 
@@ -112,6 +113,7 @@ def _wrap_exits() -> None:
         except BaseException as error:
             if not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 note_exception(error, error.__traceback__)
+            unframe(error)
             raise
 
     replace(sys, "exit", exit)
@@ -237,8 +239,13 @@ def _count_spawned(module: Any) -> None:
     @functools.wraps(start)
     def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
         os.environ[_SPAWNED] = f"{nprocs}:{os.getpid()}"
-        return start(fn, args, nprocs, *rest, **more)
+        try:
+            return start(fn, args, nprocs, *rest, **more)
+        except BaseException as error:
+            unframe(error)
+            raise
 
+    passed_over(start_processes)
     for owner in (module, torch.multiprocessing):
         if getattr(owner, "start_processes", None) is start:
             replace(owner, "start_processes", start_processes)
@@ -261,4 +268,5 @@ class _Noted:
             return self.fn(*args)
         except Exception as error:
             note_exception(error, error.__traceback__)
+            unframe(error)
             raise

@@ -18,16 +18,20 @@ os.environ.setdefault("WORLD_SIZE", "2")
 for name in ("barrier", "test_dir", "init_dir"):
     (Path(PLACE) / name).mkdir(exist_ok=True)
 
+import torch  # noqa: E402
 from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
     DistributedTest,
     TestDistBackend,
 )
 
+METHOD = os.environ.get("START_METHOD", "fork")
+"""torch's own way, `spawn`, imports torch anew in every rank of every test."""
+
 
 class TestGloo(TestDistBackend, DistributedTest._DistTestBase):
     def setUp(self) -> None:
         super().setUp()
-        self._spawn_processes()
+        self._start_processes(torch.multiprocessing.get_context(METHOD).Process)
 
 
 class Lines(unittest.TestResult):
