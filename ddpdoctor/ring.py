@@ -187,11 +187,13 @@ class RingWriter:
         _, index, group, *_ = _SLOT.unpack_from(self._map, where)
         return group, index
 
-    def phase(self, phase: int, site: int) -> None:
+    def phase(self, phase: int, site: int) -> float:
+        """The rank goes over to another phase; returns the time."""
         now = time.monotonic()
         _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
         self._progress += 1  # as `alive`: this happens six times a step
         _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        return now
 
     def alive(self, now: float) -> None:
         """Something was done."""

@@ -85,6 +85,10 @@ class DataBound(Check):
             at=rank.wall(steps[0].at),
         )
 
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        loading = other.check == "straggler" and other.evidence.get("phase") == "loading"
+        return loading and set(other.ranks) < set(mine.ranks)
+
 
 def _steps(rank: Rank) -> list[StepDone]:
     return rank.of(StepDone)[WARM_UP:]

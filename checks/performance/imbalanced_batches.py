@@ -94,6 +94,9 @@ class ImbalancedBatches(Check):
             at=rank.wall(first.at),
         )
 
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        return other.check == "straggler" and other.ranks == mine.ranks
+
 
 def _weighted(run: Run, model: int) -> bool:
     """Whether the loss makes up for batches of unequal size: a sum, or a mean times the size."""

@@ -60,6 +60,7 @@ from .node import (
 )
 from .numerics import NonFinite
 from .optimizer import OptimizerSeen, Ownership, StepDone
+from .pace import Pace
 from .process import (
     ExceptionRaised,
     Frame,
@@ -125,6 +126,7 @@ __all__ = [
     "NotObserved",
     "OptimizerSeen",
     "Ownership",
+    "Pace",
     "ParameterUse",
     "ParametersChanged",
     "Part",

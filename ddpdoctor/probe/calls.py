@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ring import State
-from . import groups, models, moments
+from . import groups, models, moments, waits
 from .frames import passed_over, unframe
 from .moments import Backward, Forward
 from .patching import around, refused, replace
@@ -123,6 +123,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
                 failure = error.with_traceback(None)
             active.own_ns += time.perf_counter_ns() - began
             _depth.inside = True
+        called = time.monotonic()
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
@@ -137,6 +138,8 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         if active is not None and failure is not None:
             active.trouble(part, failure, LOST)
         _returned(number, result)
+        if active is not None:
+            waits.waited(time.monotonic() - called)
         return result
 
     return passed_over(wrapper)
@@ -243,6 +246,7 @@ def _watch_waits(c10d: Any) -> None:
         written = tape(active) if active is not None and not _depth.inside else None
         number = written.number_of(self) if written else None
         _mark(number, State.WAITING)
+        began = time.monotonic()
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
@@ -250,6 +254,8 @@ def _watch_waits(c10d: Any) -> None:
             unframe(error)
             raise
         _mark(number, State.DONE)
+        if number is not None:
+            waits.waited(time.monotonic() - began)
         return result
 
     wait.__doc__ = original.__doc__

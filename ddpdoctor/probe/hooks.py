@@ -48,6 +48,7 @@ def install(activate: Activate) -> None:
         synctimes,
         unused,
         unwrapped,
+        waits,
         zeros,
     )
 
@@ -69,6 +70,7 @@ def install(activate: Activate) -> None:
         synctimes,
         unused,
         calls,
+        waits,
         phases,
         search_cost,
         surroundings,

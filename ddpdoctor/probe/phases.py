@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..ring import Phase, State
-from . import moments
+from . import moments, waits
 from .patching import around
 from .recorder import Recorder
 from .tape import NEW_GROUPS, tape
@@ -38,15 +38,14 @@ def install() -> None:
 
 def _enters(phase: Phase) -> Any:
     def enters(active: Recorder, moment: Any) -> None:
-        if written := tape(active):
-            written.ring.phase(phase, getattr(moment, "site", -1))
+        _now(active, phase, getattr(moment, "site", -1))
 
     return enters
 
 
 def _now(active: Recorder, phase: Phase, site: int) -> None:
     if written := tape(active):
-        written.ring.phase(phase, site)
+        waits.enters(phase, site, written.ring.phase(phase, site))
 
 
 def _waits_for_data(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | 2.6-2.13 | calls of compiled submodules |
 | `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
 | `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
+| `Variable._execution_engine.queue_callback` | 2.4-2.15 | which rank the others wait for |
+| `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -168,6 +171,14 @@ def compiling() -> bool:
     except AttributeError:
         callback = torch.compiler.is_compiling()
     return any(c not in (None, False) for c in (callback, compiler_in_use.now))
+
+
+def when_computed(callback: Callable[[], None]) -> None:
+    """Inside a backward: have `callback` called once all gradients are computed, and before DDP
+    waits for the other ranks."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def flight_recorder() -> str | None:

@@ -1,0 +1,268 @@
+"""DDP701."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpdoctor.events import GroupReady, LoaderSeen, Pace
+from ddpdoctor.events.pace import PHASES
+from ddpdoctor.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, fold_ranks
+
+FEWEST = 4
+"""Records of a few steps each; fewer say nothing."""
+NOTICEABLE_S = 0.010
+SHARE = 0.2
+"""Of a step that is lost to the slow rank, before it is told."""
+STEADY = 0.8
+LASTING = 3
+"""It must be the same rank for at least the last third of the run."""
+AGREED = 0.5
+"""Of its lag, the least that the others must be seen to wait."""
+
+Window = Mapping[int, Pace]
+"""The records of all ranks of the same steps."""
+
+
+class Straggler(Check):
+    """The others wait for one rank in every step
+
+    ## What it finds
+    Ranks that need longer than the others for their own part of a step, all time in collectives
+    and in DDP's waiting left out, in four of five stretches of steps, while the others are seen to
+    wait. It says which phase the time goes to (loading, forward, backward, optimizer, or the code
+    after one of them), since which step, and what it costs.
+
+    ## Why it hurts
+    Every step lasts as long as the slowest rank's. The others' steps look equally long, with a long
+    backward: they are the ones that wait.
+
+    ## How to fix it
+    Look at what this rank does in that phase and the others do not: work that only rank 0 does
+    (logging, images, checkpoints) belongs in a thread or in fewer steps; a slow disk or longer
+    samples show in the loading; a hot or shared device in all phases alike.
+
+    ## When it stays quiet
+    Warm-up; a rank that is late now and then (evaluation, checkpoints, garbage collection); slow
+    steps on a different rank each time; less than a fifth of a step, or 10 ms; time for which a
+    rank had no core because of other programs; ranks that do not wait for each other; short runs.
+    Waiting on the GPU (NCCL) or inside of re-entrant checkpointing is not seen, and not judged.
+    """
+
+    code = "DDP701"
+    name = "straggler"
+    family = "performance"
+    severity = Severity.WARNING
+
+    def unobserved(self, run: Run) -> str | None:
+        if any("nccl" in g.backend for r in run.ranks.values() for g in r.of(GroupReady)):
+            return "ranks wait for each other on the GPU, where the host does not see it"
+        if len(_windows(run)) < FEWEST:
+            return "too few steps that several ranks took"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        windows = _windows(run)
+        lags = [_lags(window) for window in windows]
+        slow: dict[int, list[_Slow]] = defaultdict(list)
+        for rank in windows[0]:
+            first = _since([rank in lag for lag in lags])
+            if first is not None:
+                found = _Slow(rank, windows[first:], lags[first:])
+                slow[found.segment].append(found)
+        for segment, ranks in slow.items():
+            yield self._tell(run, segment, ranks)
+
+    def _tell(self, run: Run, segment: int, slow: list[_Slow]) -> Finding:
+        worst = max(slow, key=lambda s: s.lag_s)
+        rank = run.ranks[worst.rank]
+        ranks = tuple(s.rank for s in slow)
+        pace = worst.windows[-1][worst.rank]
+        first = worst.windows[0][worst.rank]
+        phase, words = _PHASES[segment]
+        begun = first.step - first.count + 1
+        others = [r for r in worst.windows[0] if r not in ranks]
+        lost_s = worst.lag_s * (pace.step + 1 - begun)
+        return self.finding(
+            ranks=ranks,
+            steps=Steps(begun, pace.step, pace.step + 1 - begun),
+            subjects=(phase,),
+            location=rank.location(pace.sites[segment % len(PHASES)]),
+            label=f"{min(worst.lag_s, worst.excess_s[segment]) * 1e3:.0f} ms a step longer "
+            + ("here" if segment < len(PHASES) else "after this line")
+            + f" than on {_ranks(others)}",
+            related=_related(rank, pace, segment),
+            summary=f"{_ranks(others)} {'waits' if len(others) == 1 else 'wait'} "
+            f"{worst.lag_s * 1e3:.0f} of {worst.wall_s * 1e3:.0f} ms in each step for "
+            f"{_ranks(ranks)}, which {'needs' if len(ranks) == 1 else 'need'} longer {words}",
+            cause=_cause(worst, segment, words),
+            fix=_FIXES[phase],
+            evidence={
+                "phase": phase,
+                "own time in a step, ms": [
+                    {
+                        "rank": r,
+                        **{
+                            name: round(worst.usual(r, i) * 1e3, 1)
+                            for i, (name, _) in enumerate(_PHASES)
+                            if any(worst.usual(q, i) >= 1e-3 for q in worst.windows[0])
+                        },
+                        "waiting": round(worst.waiting(r) * 1e3, 1),
+                        "of all, without a core": round(worst.delayed(r) * 1e3, 1),
+                    }
+                    for r in worst.windows[0]
+                ],
+                "stretches of steps looked at": len(worst.windows),
+                "of them slow on this rank": sum(worst.rank in lag for lag in worst.lags),
+                "each other rank lost, seconds": round(lost_s, 1),
+            },
+            at=rank.wall(first.at),
+        )
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        loading = mine.evidence.get("phase") == "loading"
+        return loading and other.check == "data-bound" and set(other.ranks) <= set(mine.ranks)
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """A rank, and the stretches of steps since it has been slow, with the lags of all."""
+
+    rank: int
+    windows: Sequence[Window]
+    lags: Sequence[Mapping[int, float]]
+
+    @property
+    def lag_s(self) -> float:
+        return statistics.median(lag[self.rank] for lag in self.lags if self.rank in lag)
+
+    @property
+    def wall_s(self) -> float:
+        return statistics.median(_wall(w[self.rank]) for w in self.windows)
+
+    def delayed(self, rank: int) -> float:
+        return statistics.median(w[rank].delayed_s for w in self.windows)
+
+    def usual(self, rank: int, segment: int) -> float:
+        return statistics.median(w[rank].own_s[segment] for w in self.windows)
+
+    def waiting(self, rank: int) -> float:
+        return statistics.median(w[rank].waited_s for w in self.windows)
+
+    @property
+    def excess_s(self) -> list[float]:
+        """By segment: how much longer than usual among the ranks."""
+        ranks = self.windows[0]
+        return [
+            self.usual(self.rank, i) - statistics.median_low(self.usual(r, i) for r in ranks)
+            for i in range(len(_PHASES))
+        ]
+
+    @property
+    def segment(self) -> int:
+        return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
+
+
+def _windows(run: Run) -> list[Window]:
+    tables = {
+        r.rank: {(e.optimizer, e.step): e for e in r.of(Pace) if len(e.own_s) == len(_PHASES)}
+        for r in run.ranks.values()
+    }
+    tables = {rank: table for rank, table in tables.items() if table}
+    if len(tables) < 2:
+        return []
+    common = set.intersection(*(set(table) for table in tables.values()))
+    return [{rank: table[key] for rank, table in tables.items()} for key in sorted(common)]
+
+
+def _lags(window: Window) -> dict[int, float]:
+    """Seconds a step by which ranks are slow enough to be told, for those the others wait for."""
+    own = {rank: sum(e.own_s) for rank, e in window.items()}
+    usual = statistics.median_low(own.values())
+    held = statistics.median_low(e.delayed_s for e in window.values())
+    slow = {}
+    for rank, e in window.items():
+        lag = own[rank] - usual - max(0.0, e.delayed_s - held)
+        if lag >= max(NOTICEABLE_S, SHARE * _wall(e)):
+            slow[rank] = lag
+    waiting = statistics.median(e.waited_s for r, e in window.items() if r not in slow)
+    return {r: s for r, s in slow.items() if waiting - window[r].waited_s >= AGREED * s}
+
+
+def _wall(pace: Pace) -> float:
+    """How long a step would take if the rank had its core for itself."""
+    return max(0.0, pace.wall_s - pace.delayed_s)
+
+
+def _since(slow: Sequence[bool]) -> int | None:
+    """The first stretch since which it is slow nearly all the time; None where it is not."""
+    for first in range(len(slow) - max(FEWEST, len(slow) // LASTING) + 1):
+        if slow[first] and sum(slow[first:]) >= STEADY * (len(slow) - first):
+            return first
+    return None
+
+
+def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
+    here = segment % len(PHASES)
+    if segment == 0:
+        made = next((e.site for e in rank.of(LoaderSeen) if e.loop_site == pace.sites[0]), -1)
+        place, label = rank.location(made), "the loader"
+    elif segment < len(PHASES):
+        return ()
+    else:
+        following = [*pace.sites[here + 1 :], *pace.sites[: here + 1]]
+        place = rank.location(next((s for s in following if s >= 0), -1))
+        label = "and before this line"
+    return (Related(label, place),) if place else ()
+
+
+def _cause(slow: _Slow, segment: int, words: str) -> str:
+    excess = slow.excess_s
+    usual = slow.usual(slow.rank, segment)
+    told = (
+        f"{usual * 1e3:.0f} ms {words} on rank {slow.rank}, {(usual - excess[segment]) * 1e3:.0f} "
+        "ms on the others"
+    )
+    if excess[segment] < 0.5 * slow.lag_s:
+        told += "; the rest of the time is lost in other phases: the rank is slower as a whole"
+    if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
+        told += f"; {delayed * 1e3:.0f} ms of the step it had no core, and they are not counted"
+    first = slow.windows[0][slow.rank]
+    since = first.step - first.count + 1
+    return told + (f"; since step {since}" if since > first.count else "; from the start on")
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    told = fold_ranks(ranks)
+    return f"rank{'' if told.isdecimal() else 's'} {told}"
+
+
+_PHASES = (
+    ("loading", "to load a batch"),
+    ("forward", "in the forward"),
+    ("backward", "in the backward"),
+    ("optimizer", "in the optimizer's step"),
+    ("after loading", "between a batch and the forward"),
+    ("after forward", "between forward and backward"),
+    ("after backward", "between the backward and the optimizer's step"),
+    ("between steps", "between two steps"),
+)
+"""By segment: a name, and where the time goes."""
+
+_OWN = "do this work less often, in a thread, or divided among the ranks"
+_FIXES = {
+    "loading": "see what this rank reads and from where: longer samples, a slower disk, fewer "
+    "workers; `DataLoader(..., num_workers=4)` hides it behind the step",
+    "forward": "give this rank as much work per batch as the others; look for a busy or throttled "
+    "device",
+    "backward": "give this rank as much work per batch as the others; look for hooks that only it "
+    "has, and a busy or throttled device",
+    "optimizer": "see what this rank does in the optimizer's step that the others do not",
+    "after loading": _OWN,
+    "after forward": _OWN,
+    "after backward": _OWN,
+    "between steps": _OWN,
+}

@@ -1,0 +1,185 @@
+"""A rank's own time in each phase of a step, apart from its waiting for the other ranks.
+
+Ranks that meet in every step all take equally long. Which of them the others wait for shows only
+in the time that each spends outside of collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from statistics import median_high
+from threading import get_ident
+from typing import Any
+
+from ..events import Pace
+from ..events.pace import PHASES
+from ..ring import Phase
+from . import moments, torch_private
+from .moments import Backward, Step
+from .patching import around
+from .reading import halvings
+from .recorder import Recorder, guarded
+
+LOST = "how long ranks wait for each other"
+
+WINDOW = 8
+"""Steps that are summed up in one record."""
+
+WINDOWS_IN_FULL = 64
+"""Later windows are looked at more and more rarely."""
+
+SHORTEST_S = 0.005
+"""Backwards of shorter steps are not looked at: nothing that matters can be lost in them."""
+
+
+class _Time:
+    """Seconds since the step before, by segment: the phases, then what follows each of them."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+        self.segment = 2 * len(PHASES) - 1
+        self.since = time.monotonic()
+        self.spent = [0.0] * (2 * len(PHASES))
+        self.waited = [0.0] * (2 * len(PHASES))
+        self.sites = [-1] * len(PHASES)
+        self.leader = -1
+        self.followers = 0
+        self.step_s = 0.0
+        self.looking = False
+        self.rows: list[list[float]] = []
+        self.delayed_s = 0.0
+
+    def settle(self, now: float) -> None:
+        self.spent[self.segment] += now - self.since
+        self.since = now
+
+
+_time = _Time()
+
+
+def install() -> None:
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    _time.__init__()  # type: ignore[misc]
+    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    around(DistributedDataParallel, "_sync_buffers", before=_meeting, after=_met, lost=LOST)
+
+
+def enters(phase: Phase, site: int, now: float) -> None:
+    """The rank goes over to another phase."""
+    if get_ident() != _time.thread:
+        return
+    _time.settle(now)
+    if phase is Phase.USER:
+        _time.segment = _time.segment % len(PHASES) + len(PHASES)
+    elif 0 <= phase - Phase.DATA < len(PHASES):
+        _time.segment = phase - Phase.DATA
+        _time.sites[_time.segment] = site
+
+
+def waited(seconds: float) -> None:
+    """The rank comes out of a collective that took so long."""
+    if get_ident() == _time.thread:
+        _time.waited[_time.segment] += seconds
+
+
+def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return time.monotonic()
+
+
+def _met(active: Recorder, began: Any, result: Any, error: BaseException | None) -> None:
+    if began is not None:
+        waited(time.monotonic() - began)
+
+
+class _Tail:
+    """What is left of the running backward once every gradient has been computed: DDP waits."""
+
+    handle: Any = None
+    began = 0.0
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    _Tail.began = 0.0
+    if not _time.looking or _time.step_s < SHORTEST_S:
+        return
+    nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
+    if (node := next((n for n in nodes if n is not None), None)) is not None:
+        _Tail.handle = node.register_prehook(_running)
+
+
+def _running(gradients: Any) -> None:
+    guarded("waits", lambda _: torch_private.when_computed(_computed), lost=LOST)
+
+
+def _computed() -> None:
+    _Tail.began = time.monotonic()
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    handle, _Tail.handle = _Tail.handle, None
+    if handle is not None:
+        handle.remove()
+        if _Tail.began:
+            waited(time.monotonic() - _Tail.began)
+
+
+def _step_ends(active: Recorder, step: Step) -> None:
+    optimizer = step.known.number
+    if optimizer != _time.leader:
+        _time.followers += 1
+        if _time.leader >= 0 and _time.followers <= WINDOW:
+            return  # several optimizers take turns: one of them counts the steps
+        _time.leader, _time.rows, _time.looking = optimizer, [], False
+    _time.followers = 0
+    _time.thread = get_ident()
+    _time.settle(time.monotonic())
+    own = [max(0.0, s - w) for s, w in zip(_time.spent, _time.waited, strict=True)]
+    _time.step_s = sum(_time.spent)
+    if _time.looking:
+        _time.rows.append([_time.step_s, sum(_time.waited), *own])
+    _time.spent, _time.waited = [0.0] * len(own), [0.0] * len(own)
+    window, place = divmod(step.number + 1, WINDOW)
+    if place == 0:
+        if len(_time.rows) == WINDOW:
+            _tell(active, step)
+        _time.rows = []
+        _time.looking = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
+        _time.delayed_s = _delayed() if _time.looking else 0.0
+
+
+def _tell(active: Recorder, step: Step) -> None:
+    wall, waiting, *own = (
+        round(median_high(column), 6) for column in zip(*_time.rows, strict=True)
+    )
+    active.emit(
+        Pace(
+            at=_time.since,
+            optimizer=step.known.number,
+            step=step.number,
+            count=WINDOW,
+            wall_s=wall,
+            waited_s=waiting,
+            own_s=tuple(own),
+            sites=tuple(_time.sites),
+            delayed_s=round(max(0.0, _delayed() - _time.delayed_s) / WINDOW, 6),
+        )
+    )
+
+
+def _delayed() -> float:
+    """Seconds for which this thread has waited for a core so far; 0 where the kernel does not
+    say."""
+    try:
+        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(fd, 100).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    finally:
+        os.close(fd)

@@ -1,0 +1,34 @@
+"""Rank 0 draws a picture now and then.
+
+run: --nproc-per-node 2
+finds: nothing
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def draw(loss):
+    time.sleep(0.04)  # stands for a plot
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = DDP(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(48):
+        loss = model(torch.randn(32, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 6 == 0 and dist.get_rank() == 0:
+            draw(loss)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

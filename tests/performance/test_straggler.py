@@ -1,0 +1,182 @@
+"""straggler: one rank that the others wait for, and ranks that only seem to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from ddpdoctor.checks.performance.data_bound import DataBound
+from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
+from ddpdoctor.checks.performance.straggler import Straggler
+from recordings import make_run, site
+
+from ddpdoctor.events import Event, GroupReady, LoaderSeen, Pace
+from ddpdoctor.findings import Finding
+
+SITES = [
+    site(1, "train.py", 10, "for batch in loader:"),
+    site(2, "train.py", 11, "loss = model(batch)"),
+    site(3, "train.py", 12, "loss.backward()"),
+    site(4, "train.py", 13, "optimizer.step()"),
+    site(5, "train.py", 9, "loader = DataLoader(data)"),
+]
+USUAL = {"data": 0.01, "forward": 0.02, "backward": 0.04, "optimizer": 0.01, "after step": 0.02}
+PLACES = {"data": 0, "forward": 1, "backward": 2, "optimizer": 3, "after data": 4, "after step": 7}
+
+
+def pace(window: int, lags: dict[str, float], *, wall: float, **fields: float) -> Pace:
+    """A stretch of steps of 0.1 s and what the given phases take longer; the rest is waiting."""
+    own = [0.0] * 8
+    for name, place in PLACES.items():
+        own[place] = USUAL.get(name, 0.0) + lags.get(name, 0.0)
+    values = {"waited_s": wall - sum(own), "delayed_s": 0.0, **fields}
+    return Pace(
+        at=0, optimizer=0, step=8 * window + 15, count=8, wall_s=wall, own_s=tuple(own),
+        sites=(1, 2, 3, 4), **values,
+    )  # fmt: skip
+
+
+def examine(*ranks: Sequence[dict[str, float]], **fields: float) -> list[Finding]:
+    """Ranks as lists of stretches, each as the seconds by which its phases are longer."""
+    return list(Straggler().examine(run_of(*ranks, **fields)))
+
+
+def run_of(*ranks: Sequence[dict[str, float]], **fields: float):  # type: ignore[no-untyped-def]
+    walls = [0.11 + max(sum(w.values()) for w in window) for window in zip(*ranks, strict=True)]
+    return make_run(
+        {
+            r: [*SITES, *(pace(n, w, wall=walls[n], **fields) for n, w in enumerate(windows))]
+            for r, windows in enumerate(ranks)
+        }
+    )
+
+
+NONE: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(
+    ("phase", "line", "words"),
+    [
+        ("data", 10, "load a batch"),
+        ("forward", 11, "in the forward"),
+        ("backward", 12, "in the backward"),
+        ("optimizer", 13, "optimizer's step"),
+        ("after data", 10, "between a batch and the forward"),
+        ("after step", 13, "between two steps"),
+    ],
+)
+def test_a_slow_rank_in_each_phase(phase: str, line: int, words: str) -> None:
+    (finding,) = examine([NONE] * 6, [{phase: 0.05}] * 6, [NONE] * 6)
+    assert finding.ranks == (1,)
+    assert "ranks 0,2 wait 50 of 160 ms" in finding.summary
+    assert finding.summary.endswith(words)
+    assert finding.location is not None and finding.location.line == line
+    assert "50 ms a step longer" in finding.label
+
+
+def test_code_between_two_lines_is_named_by_both() -> None:
+    (finding,) = examine([{"after step": 0.05}] * 6, [NONE] * 6)
+    assert finding.location is not None and finding.location.line == 13
+    assert [r.location.line for r in finding.related] == [10]
+
+
+def test_since_when() -> None:
+    (finding,) = examine([NONE] * 10, [NONE] * 5 + [{"forward": 0.05}] * 5)
+    assert finding.steps is not None and finding.steps.first == 48
+    assert "since step 48" in finding.cause
+
+
+def test_several_slow_ranks_are_one_finding() -> None:
+    (finding,) = examine([NONE] * 6, [NONE] * 6, *[[{"forward": 0.06}] * 6] * 2)
+    assert finding.ranks == (2, 3)
+
+
+def test_one_stretch_that_is_not_slow() -> None:
+    assert examine([NONE] * 6, [{"data": 0.05}] * 3 + [NONE] + [{"data": 0.05}] * 2)
+
+
+def test_ranks_alike() -> None:
+    assert not examine([NONE] * 6, [{"forward": 0.005}] * 6)
+
+
+def test_slow_now_and_then() -> None:
+    windows = ([{"after step": 2.0}] + [NONE] * 3) * 4
+    assert not examine(windows, [NONE] * 16)
+
+
+def test_another_rank_each_time() -> None:
+    slow = {"forward": 0.05}
+    assert not examine([slow, NONE] * 6, [NONE, slow] * 6)
+    assert not examine(([slow] * 3 + [NONE] * 3) * 3, ([NONE] * 3 + [slow] * 3) * 3)
+
+
+def test_ranks_that_do_not_wait() -> None:
+    assert not examine([NONE] * 6, [{"forward": 0.05}] * 6, waited_s=0.0)
+
+
+def test_a_rank_without_a_core() -> None:
+    """Other programs on the same machine hold it up."""
+    lags = [{"forward": 0.05}] * 6
+    run = run_of([NONE] * 6, lags)
+    held = [
+        *SITES,
+        *(pace(n, w, wall=0.16, delayed_s=0.05) for n, w in enumerate(lags)),
+    ]  # fmt: skip
+    ranks: dict[int, list[Event]] = {0: [*SITES, *run.ranks[0].of(Pace)], 1: held}
+    assert Straggler().unobserved(make_run(ranks)) is None
+    assert not list(Straggler().examine(make_run(ranks)))
+
+
+def test_a_little_slower() -> None:
+    assert not examine([NONE] * 6, [{"forward": 0.02}] * 6)
+
+
+def test_short_runs_and_single_ranks() -> None:
+    assert Straggler().unobserved(run_of([NONE] * 3, [NONE] * 3))
+    assert Straggler().unobserved(run_of([NONE] * 9))
+
+
+def test_waiting_on_the_gpu() -> None:
+    group = GroupReady(at=0, group=0, name="0", backend="nccl", ranks=(0, 1), member=True, site=1)
+    run = make_run({r: [group, *(pace(n, NONE, wall=0.1) for n in range(9))] for r in range(2)})
+    assert "GPU" in (Straggler().unobserved(run) or "")
+
+
+def test_steps_that_not_all_ranks_recorded() -> None:
+    run = make_run(
+        {
+            0: [*SITES, *(pace(n, NONE, wall=0.16) for n in range(12))],
+            1: [*SITES, *(pace(n, {"data": 0.05}, wall=0.16) for n in range(6, 18))],
+        }
+    )
+    (finding,) = Straggler().examine(run)
+    assert finding.steps is not None and finding.steps.first == 56
+
+
+def _told(check: str, *ranks: int) -> Finding:
+    return Finding(
+        code="", check=check, severity=Straggler.severity, summary="", cause="", fix="",
+        ranks=ranks,
+    )  # fmt: skip
+
+
+def test_one_fault_is_told_once() -> None:
+    (loading,) = examine([NONE] * 6, [{"data": 0.05}] * 6)
+    (computing,) = examine([NONE] * 6, [{"forward": 0.05}] * 6)
+    assert Straggler().explains(loading, _told("data-bound", 1))
+    assert not Straggler().explains(loading, _told("data-bound", 0, 1))
+    assert not Straggler().explains(computing, _told("data-bound", 1))
+    assert DataBound().explains(_told("data-bound", 0, 1), loading)
+    assert not DataBound().explains(_told("data-bound", 0, 1), computing)
+    assert ImbalancedBatches().explains(_told("imbalanced-batches", 1), computing)
+    assert not ImbalancedBatches().explains(_told("imbalanced-batches", 0, 1), computing)
+
+
+def test_the_loader_is_named() -> None:
+    run = run_of([NONE] * 6, [{"data": 0.05}] * 6)
+    loader = LoaderSeen(
+        at=0, loader=0, site=5, loop_site=1, dataset="Files", length=9, sampler="Random"
+    )
+    run.ranks[1].add(loader)
+    (finding,) = Straggler().examine(run)
+    assert [r.location.line for r in finding.related] == [9]
