@@ -15,7 +15,7 @@ help:
 	@echo "make no-harm      every clean sample with and without the doctor, bit by bit"
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
 	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
-	@echo "make frameworks   Lightning, Accelerate, Transformers, FSDP2, ... for real"
+	@echo "make frameworks   Lightning, Accelerate, Transformers, torchdata, mpirun, ... for real"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make readme       write the parts of the README that come from the code"

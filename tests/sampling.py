@@ -1,7 +1,7 @@
 """Reads what a sample says of itself and runs it through the real command.
 
 A sample's docstring has one `run:` line (options of `ddpdoctor run`, or `exec OPTIONS -- COMMAND`
-with `{}` for the sample) and one `finds:` line for every fault:
+with `{}` for the sample and `python` for this Python) and one `finds:` line for every fault:
 
     run: --nproc-per-node 2
     finds: DDP301 error at `self.spare = nn.Linear(32, 4)`
@@ -114,13 +114,19 @@ def command(sample: Sample, out: Path) -> list[str]:
     """What to type to run a sample under the doctor."""
     doctor = [sys.executable, "-m", "ddpdoctor"]
     if sample.command[:1] == ("exec",):
-        words = [str(sample.path) if w == "{}" else w for w in sample.command[1:]]
+        meant = {"{}": str(sample.path), "python": sys.executable}
+        words = [meant.get(w, w) for w in sample.command[1:]]
         return [*doctor, "exec", "--out", str(out), *words]
     return [*doctor, "run", "--out", str(out), *sample.command, str(sample.path)]
 
 
 def examine(sample: Sample, folder: Path, *, limit_s: float = LIMIT_S) -> Report:
-    """Run a sample in an empty folder; what the doctor wrote about it.
+    """Run a sample in an empty folder; what the doctor wrote about it (see `launched`)."""
+    return launched(sample, folder, limit_s=limit_s)[1]
+
+
+def launched(sample: Sample, folder: Path, *, limit_s: float = LIMIT_S) -> tuple[int, Report]:
+    """Run a sample in an empty folder; the exit status, and what the doctor wrote about it.
 
     Raises:
         AssertionError: the doctor wrote nothing; the message is what was printed instead.
@@ -129,7 +135,7 @@ def examine(sample: Sample, folder: Path, *, limit_s: float = LIMIT_S) -> Report
     status, printed = run(command(sample, out), cwd=folder, limit_s=limit_s)
     findings = out / "findings.json"
     assert findings.exists(), f"no findings.json, exit status {status}:\n{printed[-4000:]}"
-    return msgspec.json.decode(findings.read_bytes(), type=Report)
+    return status, msgspec.json.decode(findings.read_bytes(), type=Report)
 
 
 def run(

@@ -68,7 +68,7 @@ def install() -> None:
 
     _data.__init__()  # type: ignore[misc]
     sampler = distributed.DistributedSampler
-    around(dataloader.DataLoader, "__init__", before=_making, lost=LOST)
+    around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
     around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
     around(sampler, "set_epoch", before=_setting_epoch, lost=LOST)
     base = dataloader._BaseDataLoaderIter
@@ -87,6 +87,10 @@ def install() -> None:
 
 
 def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An attribute of a loader is set. Every kind gets its data set once, while it is made; not
+    every kind calls `DataLoader.__init__` (torchdata's does not)."""
+    if args[1:2] != ("dataset",) or args[0] in _data.made:
+        return
     site = active.site()
     place = _data.places.setdefault(site, Place())
     _data.made[args[0]] = site, place.loaders

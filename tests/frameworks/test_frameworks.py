@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
-from sampling import Sample, differences, examine, read
+from sampling import Sample, differences, launched, read
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 
 
-def needs(path: Path) -> str | None:
+def said(path: Path, key: str) -> str | None:
+    """What stands in the docstring after `key:`."""
     text = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-    found = [line.partition(":")[2].strip() for line in text.splitlines() if "needs:" in line]
-    return found[0] if found else None
+    lines = [line.partition(":") for line in text.splitlines()]
+    return next((value.strip() for name, _, value in lines if name.strip() == key), None)
+
+
+def is_there(needed: str) -> bool:
+    """Whether a package, or a program, is installed."""
+    return importlib.util.find_spec(needed) is not None or shutil.which(needed) is not None
 
 
 @pytest.mark.frameworks
@@ -23,10 +30,11 @@ def needs(path: Path) -> str | None:
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
 def test_framework(path: Path, tmp_path: Path) -> None:
-    if (package := needs(path)) and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (make frameworks)")
+    if (needed := said(path, "needs")) and not is_there(needed):
+        pytest.skip(f"{needed} is not installed (make frameworks)")
     sample: Sample = read(path)
-    report = examine(sample, tmp_path, limit_s=300)
+    status, report = launched(sample, tmp_path, limit_s=300)
+    assert status == int(said(path, "status") or 0)
     assert not [f.summary for f in report.findings if f.code == "DDP001"]
     assert report.coverage.examined
     assert any(rank.steps for rank in report.ranks), "no optimizer step was seen"

@@ -3,6 +3,7 @@
 run: --nproc-per-node 2
 finds: DDP301 error at `self.spare = nn.Linear(8, 3)`
 needs: lightning
+status: 1
 """
 
 import lightning
