@@ -96,6 +96,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
         evidence: the figures that prove it.
+        attempt: the earlier attempt (`--max-restarts`) it was made in, and that found it alone;
+            None for the last one.
         at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
     """
 
@@ -115,6 +117,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
     consequences: tuple[Consequence, ...] = ()
+    attempt: int | None = None
     at: float = 0.0
 
 
@@ -238,8 +241,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tables: tuple[Table, ...] = ()
 
     def worst(self) -> Severity | None:
-        """The worst severity found, or None where nothing was."""
-        return min((f.severity for f in self.findings), key=lambda s: s.rank, default=None)
+        """The worst severity found, or None where nothing was. What went wrong in an earlier
+        attempt, and was looked for in the last one and not there, a restart has recovered."""
+        examined = self.coverage.examined
+        lasting = (f for f in self.findings if f.attempt is None or f.check not in examined)
+        return min((f.severity for f in lasting), key=lambda s: s.rank, default=None)
 
     def to_json(self) -> bytes:
         """The content of `findings.json`."""

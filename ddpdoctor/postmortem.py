@@ -44,8 +44,9 @@ def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
         for finding in report.findings:
             if fault_key(finding) not in seen:
                 seen.add(fault_key(finding))
-                evidence = {**finding.evidence, "attempt": run.attempt}
-                findings.append(msgspec.structs.replace(finding, evidence=evidence))
+                told = f"in attempt {run.attempt}: {finding.summary}"
+                found = msgspec.structs.replace(finding, summary=told, attempt=run.attempt)
+                findings.append(found)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     earlier = tuple(_how_it_ended(run) for run, _ in reports[:-1])
     summary = msgspec.structs.replace(last.run, earlier=earlier)

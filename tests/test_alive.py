@@ -9,7 +9,8 @@ from pathlib import Path
 
 from recordings import started, steps, torch_loaded, write_folder
 
-from ddpdoctor.events import Event, RankExiting
+from ddpdoctor.events import Event, GroupReady, RankExiting
+from ddpdoctor.findings import Severity
 from ddpdoctor.postmortem import open_run
 from ddpdoctor.registry import all_checks
 from ddpdoctor.run import Recording
@@ -83,3 +84,18 @@ def test_earlier_attempts_are_told(tmp_path: Path) -> None:
     report = open_run([tmp_path / "run"]).report(all_checks())
     assert report.run.earlier == ("attempt 0 failed: rank 1 left with status 3",)
     assert RunFolder(tmp_path / "run").attempts() == [0, 1]
+    (died,) = (f for f in report.findings if f.check == "first-failure")
+    assert (died.severity, died.attempt) == (Severity.ERROR, 0)
+    assert died.summary.startswith("in attempt 0: ")
+    assert report.worst() is not Severity.ERROR  # the restart recovered it
+
+
+def test_a_fault_that_the_last_attempt_could_not_show_is_not_recovered(tmp_path: Path) -> None:
+    ready = GroupReady(at=0, group=0, name="0", backend="gloo", ranks=(0,), member=True, site=-1)
+    write_folder(
+        tmp_path / "run", {0: [ready, RankExiting(at=0, how="return", status=0, groups_alive=1)]}
+    )
+    write_folder(tmp_path / "run", {0: []}, attempt=1)
+    report = open_run([tmp_path / "run"]).report(all_checks())
+    assert [(f.check, f.attempt) for f in report.findings] == [("process-group-leak", 0)]
+    assert report.worst() is Severity.NOTE

@@ -228,7 +228,8 @@ def test_report_shows_earlier_attempts(tmp_path: Path, capsys: Caught) -> None:
     folder = write_folder(tmp_path / "run", {0: []}, attempt=1).path
     assert main(["report", str(folder), "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(f["code"], f["evidence"]["attempt"]) for f in told["findings"]] == [("DDP997", 0)]
+    assert [(f["code"], f["attempt"]) for f in told["findings"]] == [("DDP997", 0)]
+    assert told["findings"][0]["summary"].startswith("in attempt 0: ")
     assert told["ranks"][0]["state"] == "finished"
 
 

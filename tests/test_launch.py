@@ -178,8 +178,9 @@ def test_restart_keeps_both_attempts(place: Path) -> None:
         import os, sys
         sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
     """)
-    result = doctor(*TWO, "--max-restarts=1", name)
+    result = doctor(*TWO, "--max-restarts=1", "--fail-on=error", name)
     assert result.returncode == 0, result.stderr.decode()
+    assert "in attempt 0: " in result.stderr.decode()
     assert ends()[0, 0].status == 5 or ends()[0, 1].status == 5
     assert ends()[1, 0].status == ends()[1, 1].status == 0
     assert info().outcome == "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ddpdoctor.events import Hyperparameters, SchedulerStep, StepDone
@@ -11,8 +12,11 @@ from ddpdoctor.run import Run, fold_ranks
 
 from ._replicas import Member, Replicas, odd_ones, replicas
 
-Groups = tuple[dict[str, float | bool | str], ...]
+Value = float | bool | str
+Groups = tuple[dict[str, Value], ...]
 
+ROUNDING = 2.0**-23
+"""Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
 
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's own schedulers change."""
@@ -35,8 +39,9 @@ class HyperparameterSkew(Check):
     validation loss before `scheduler.step(loss)`.
 
     ## When it stays quiet
-    Equal values; ranks that train different models or parts of one; optimizers that split their
-    parameters over the ranks.
+    Equal values, up to the rounding of a float32, in which one rank's may have been sent; ranks
+    that train different models or parts of one; optimizers that split their parameters over the
+    ranks.
     """
 
     code = "DDP405"
@@ -68,7 +73,7 @@ class HyperparameterSkew(Check):
         if not skewed:
             return
         first = skewed[0]
-        values = {n: _at(table, first) for n, table in tables.items()}
+        values = _settled({n: _at(table, first) for n, table in tables.items()})
         options = _options(values)
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
         ranks = odd_ones(told)
@@ -119,11 +124,39 @@ def _skewed(tables: dict[int, dict[int, Groups]]) -> list[int]:
     begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
     found = []
     for step in begun:
-        values = [_at(table, step) for table in tables.values()]
-        shapes = {len(groups) for groups in values}
-        if len(shapes) == 1 and any(v != values[0] for v in values):
+        at = {n: _at(table, step) for n, table in tables.items()}
+        if len({len(groups) for groups in at.values()}) > 1:
+            continue
+        values = list(_settled(at).values())
+        if any(v != values[0] for v in values):
             found.append(step)
     return found
+
+
+def _settled(values: dict[int, Groups]) -> dict[int, Groups]:
+    """The same, where what differs by rounding alone stands as the first rank has it."""
+    first = next(iter(values.values()))
+
+    def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
+        return {o: known[o] if o in known and _alike(v, known[o]) else v for o, v in group.items()}
+
+    return {
+        n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
+        for n, groups in values.items()
+    }
+
+
+def _alike(one: Value, other: Value) -> bool:
+    """Whether two values, or two sequences of them as they are spelled out, are the same."""
+    if one == other:
+        return True
+    pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
+    try:
+        return str(one).count(", ") == str(other).count(", ") and all(
+            math.isclose(float(a), float(b), rel_tol=ROUNDING) for a, b in pairs
+        )
+    except ValueError:  # words
+        return False
 
 
 def _options(values: dict[int, Groups]) -> list[tuple[str, int]]:
@@ -209,7 +242,9 @@ def _spell(shown: Mapping[int, object]) -> str:
     for number, value in shown.items():
         by_value.setdefault(value, []).append(number)
     parts = [
-        f"{v:g} on rank {fold_ranks(r)}" if isinstance(v, float) else f"{v} on rank {fold_ranks(r)}"
+        f"{v:.9g} on rank {fold_ranks(r)}"
+        if isinstance(v, float)
+        else f"{v} on rank {fold_ranks(r)}"
         for v, r in by_value.items()
     ]
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")

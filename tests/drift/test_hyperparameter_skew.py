@@ -23,6 +23,17 @@ def test_equal_values():
     assert list(HyperparameterSkew().examine(run)) == []
 
 
+def test_values_that_were_sent_as_float32():
+    sent = 0.10000000149011612
+    betas = {"betas": "0.9, 0.999"}, {"betas": "0.8999999761581421, 0.9990000128746033"}
+    run = run_of({0: [rate(0, 0.1, **betas[0])], 1: [rate(0, sent, **betas[1])]})
+    assert list(HyperparameterSkew().examine(run)) == []
+    run = run_of({0: [rate(0, 0.1, mode="min")], 1: [rate(0, 0.1000001, mode="max")]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert finding.subjects == ("lr", "mode")
+    assert "0.1 on rank 0, 0.1000001 on rank 1" in finding.summary
+
+
 def test_a_scheduler_on_one_rank():
     run = run_of(
         {0: [rate(0, 0.1), scheduled(), rate(2, 0.05)], 1: [rate(0, 0.1)], 2: [rate(0, 0.1)]}
