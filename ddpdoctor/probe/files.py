@@ -1,8 +1,8 @@
 """Files that this rank writes, and reads of files that another rank may be writing.
 
 An audit hook sees every `open` and rename of the process, whoever makes it; it cannot be taken
-back, so it looks at a switch first. torch.save and torch.load open files behind Python's back and
-are wrapped.
+back, so it looks at a switch first. torch's and safetensors' functions open files behind Python's
+back and are wrapped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from ..events import FileRead, FileWritten
 from . import meetings, moments
+from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
 
@@ -34,9 +35,10 @@ _PRODUCED = (
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _OTHERS = (
     "__pycache__", "site-packages", "dist-packages", ".cache", ".triton", ".nv", ".config",
-    "torchinductor_", "matplotlib", ".ipython",
+    "torchinductor_", "matplotlib", ".ipython", "pytorch-errorfile-", "torchelastic_",
 )  # fmt: skip
-"""Parts of paths that belong to libraries, which write the same there on purpose."""
+"""Parts of paths that belong to libraries, which write the same there on purpose, or for
+themselves."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 _LOCK_ENDINGS = (".lock", ".lck", ".pid")
@@ -69,8 +71,9 @@ def install() -> None:
     if not _hooked:
         _hooked = True
         sys.addaudithook(_audit)
-    around((torch.serialization, torch), "save", before=_saving, after=_saved, lost=LOST)
-    around((torch.serialization, torch), "load", before=_loading, after=_loaded, lost=LOST)
+    _watch((torch.serialization, torch), "save", 1, "f", _saved)
+    _watch((torch.serialization, torch), "load", 0, "f", _loaded)
+    when_imported("safetensors.torch", _watch_safetensors, lost=LOST)
     moments.leaving.subscribe(_leave, lost=LOST)
 
 
@@ -163,44 +166,39 @@ def _run_folder() -> str:
     return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
 
 
-def _given_path(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> str:
-    given = args[position] if len(args) > position else kwargs.get("f")
-    return _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
+def _watch(owners: Any, name: str, position: int, keyword: str, tell: Any) -> None:
+    """Watch a function that writes or reads a whole file, given at a place or by a keyword."""
+
+    def begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[position] if len(args) > position else kwargs.get(keyword)
+        path = _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
+        if not path:
+            return None
+        _files.inside.busy = True
+        return path, time.monotonic(), meetings.marks()
+
+    def ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        _files.inside.busy = False
+        path, began, marks = token
+        failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
+        tell(active, path, began, time.monotonic(), marks, meetings.marks(), failed)
+
+    around(owners, name, before=begins, after=ends, lost=LOST)
 
 
-def _saving(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    path = _given_path(args, kwargs, 1)
-    if not path:
-        return None
-    _files.inside.busy = True
-    return path, time.monotonic(), meetings.marks()
+def _watch_safetensors(module: Any) -> None:
+    _watch(module, "save_file", 1, "filename", _saved)
+    _watch(module, "load_file", 0, "filename", _loaded)
 
 
-def _saved(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None:
-        return
-    _files.inside.busy = False
-    path, began, marks = token
-    _tell_written(active, path, "save", began, time.monotonic(), marks, meetings.marks())
+def _saved(active: Recorder, path: str, began: float, ended: float, *marks: Any) -> None:
+    _tell_written(active, path, "save", began, ended, marks[0], marks[1])
 
 
-def _loading(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    path = _given_path(args, kwargs, 0)
-    if not path:
-        return None
-    _files.inside.busy = True
-    return path, time.monotonic(), meetings.marks()
-
-
-def _loaded(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None:
-        return
-    _files.inside.busy = False
-    path, began, marks = token
-    failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
-    _tell_read(
-        active, path, "load", began, time.monotonic(), marks, meetings.marks(), failed
-    )  # fmt: skip
+def _loaded(active: Recorder, path: str, began: float, ended: float, *marks: Any) -> None:
+    _tell_read(active, path, "load", began, ended, *marks)
 
 
 def _tell_written(
