@@ -231,17 +231,6 @@ class RingWriter:
         _END.pack_into(self._map, where, state, ended)
         self.alive(now)
 
-    def set_times(self, number: int, began: float, ended: float) -> None:
-        """Overwrite when a call was made (recordings that are made by hand)."""
-        where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES
-        struct.pack_into("<d", self._map, where + _END_AT - 8, began)
-        struct.pack_into("<d", self._map, where + _SLOT_BYTES - 8, ended)
-
-    def set_progress(self, at: float) -> None:
-        """Overwrite when the rank last did something (recordings that are made by hand)."""
-        struct.pack_into("<d", self._map, _PHASE_AT + 8, at)
-        struct.pack_into("<d", self._map, _MOVED_AT + 16, at)
-
     def close(self) -> None:
         self._map.close()
 

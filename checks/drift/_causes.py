@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ddpdoctor.events import Clipped, Edited, StepDone
-from ddpdoctor.findings import Location, Related
+from ddpdoctor.findings import Location, Related, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks
 
 from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
@@ -20,7 +20,6 @@ class Cause:
     label: str
     location: Location | None = None
     ranks: tuple[int, ...] = ()
-    related: tuple[Related, ...] = ()
     known: bool = True
     evidence: dict[str, object] = field(default_factory=dict)
 
@@ -194,6 +193,22 @@ def step_time(member: Member, step: int) -> float:
 
 def wrap_line(group: Replicas) -> Location | None:
     return group.any.rank.location(group.any.wrapped.site)
+
+
+def told(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
+    """What every finding about copies that differ has in common."""
+    wrapped = wrap_line(group)
+    return {
+        "ranks": cause.ranks or found.minority,
+        "steps": Steps.of(found.keys),
+        "subjects": tuple(found.names),
+        "location": cause.location or step_line(group, found.minority),
+        "label": cause.label,
+        "related": (Related("wrapped here", wrapped),) if wrapped else (),
+        "cause": cause.text,
+        "fix": cause.fix,
+        "at": found.at,
+    }
 
 
 def evidence(group: Replicas, found: Divergence) -> dict[str, object]:

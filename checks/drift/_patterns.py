@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.events import StepDone, SyncPattern
+from ddpdoctor.events import SyncPattern
 
 from ._replicas import Member
 
@@ -30,9 +30,7 @@ def patterns(member: Member) -> Iterator[Span]:
         for e in member.rank.of(SyncPattern)
         if (e.model, e.optimizer) == (member.model, member.optimizer)
     ]
-    done = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    end = max(done, default=-1)
     for event, after in zip(mine, [*mine, None][1:], strict=True):
-        last = after.step - 1 if after else max(end, event.step)
+        last = after.step - 1 if after else max(member.last_step, event.step)
         if last >= event.step:
             yield Span(event, event.step, last)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ddpdoctor.events import Digests, Loaded, Replica, Sketch, Wrapped
+from ddpdoctor.events import Digests, Loaded, Replica, Sketch, StepDone, Wrapped
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.events.pack import unpack
+from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank, Run
 
 ABSENT = 0
@@ -30,6 +31,12 @@ class Member:
     @property
     def optimizer(self) -> int:
         return self.seen.optimizer
+
+    @property
+    def last_step(self) -> int:
+        """Of the optimizer, -1 where it took none."""
+        steps = (e.step for e in self.rank.of(StepDone) if e.optimizer == self.optimizer)
+        return max(steps, default=-1)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,16 @@ def replicas(run: Run) -> list[Replicas]:
                 found.setdefault(key, {})[rank.rank] = Member(rank, seen, wrapped[model])
             optimizers[model] += 1
     return [r for members in found.values() if (r := _alike(members)) is not None]
+
+
+def each_model(run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]]) -> Iterator[Finding]:
+    """What `judge` says of every model, of the first of its optimizers that it says anything of."""
+    told: set[object] = set()
+    for group in replicas(run):
+        key = (group.any.wrapped.site, tuple(group.members))
+        for finding in judge(run, group) if key not in told else ():
+            told.add(key)
+            yield finding
 
 
 def _alike(members: dict[int, Member]) -> Replicas | None:

@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Sever
 from ddpdoctor.run import Rank, Run
 
 from . import _causes
-from ._replicas import Divergence, Replicas, divergence, replicas
+from ._replicas import Divergence, Replicas, divergence, each_model, replicas
 
 
 class BufferDrift(Check):
@@ -47,12 +47,7 @@ class BufferDrift(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[object] = set()
-        for group in replicas(run):
-            key = (group.any.wrapped.site, tuple(group.members))
-            for finding in self._judge(run, group) if key not in told else ():
-                told.add(key)
-                yield finding
+        return each_model(run, self._judge)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         evaluated = _matters(group, divergence(group, "buffers", "eval"))

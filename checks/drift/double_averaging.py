@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Edited, GradientReduced, LossScaled, StepDone
+from ddpdoctor.events import Edited, GradientReduced, LossScaled
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -133,7 +133,7 @@ class DoubleAveraging(Check):
         )
 
     def _finding(self, member: Member, *, first: int, at: float, **fields: object) -> Finding:
-        last = _last(member)
+        last = member.last_step
         return self.finding(
             steps=Steps(first, max(first, last), max(1, last - first + 1)),
             subjects=(member.wrapped.kind,),
@@ -177,11 +177,6 @@ def _ratio(member: Member, step: int) -> float | None:
     if not told or not told[-1].changed:
         return 1.0
     return told[-1].ratio or None
-
-
-def _last(member: Member) -> int:
-    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    return max(steps, default=0)
 
 
 def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import ScalerStep, StepDone
+from ddpdoctor.events import ScalerStep
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks
 
@@ -123,8 +123,7 @@ def _skipped(events: list[ScalerStep], call: int) -> bool:
 def _all_came(group: Replicas, call: int) -> bool:
     """Whether every rank got as far as this call (its last steps and skips say so)."""
     for member in group.members.values():
-        mine = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-        done = max((e.step + 1 for e in mine), default=0)
+        done = member.last_step + 1
         skipped = sum(e.skipped for e in member.rank.of(ScalerStep))
         if done + skipped <= call:
             return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from . import _causes
 from ._causes import Cause
-from ._replicas import Divergence, Replicas, compared, divergence, replicas
+from ._replicas import Divergence, Replicas, compared, divergence, each_model, replicas
 
 
 class GradientDrift(Check):
@@ -48,12 +48,7 @@ class GradientDrift(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[object] = set()
-        for group in replicas(run):
-            key = (group.any.wrapped.site, tuple(group.members))
-            for finding in self._judge(run, group) if key not in told else ():
-                told.add(key)
-                yield finding
+        return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
@@ -68,22 +63,12 @@ class GradientDrift(Check):
         if found is None or _averages_parameters(group):
             return
         cause = _cause(group, found)
-        wrapped = _causes.wrap_line(group)
         yield self.finding(
-            confidence=Confidence.PROVEN,
-            ranks=cause.ranks or found.minority,
-            steps=Steps.of(found.keys),
-            subjects=tuple(found.names),
-            location=cause.location or _causes.step_line(group, found.minority),
-            label=cause.label,
-            related=(Related("wrapped here", wrapped),) if wrapped else (),
+            **_causes.told(group, found, cause),
             summary=f"gradients of {_causes.some(found.names)} differ "
             f"{_causes.between(found.split, run)}{_causes.largest(group, found)} "
             f"when the optimizer steps, first at step {found.first}",
-            cause=cause.text,
-            fix=cause.fix,
             evidence=_causes.evidence(group, found) | cause.evidence,
-            at=found.at,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from ddpdoctor.events import Hyperparameters, SchedulerStep, StepDone
+from ddpdoctor.events import Hyperparameters, SchedulerStep
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks
@@ -109,11 +109,6 @@ def _table(member: Member) -> dict[int, Groups]:
     }
 
 
-def _last(member: Member) -> int:
-    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    return max(steps, default=-1)
-
-
 def _at(table: dict[int, Groups], step: int) -> Groups:
     return table[max(s for s in table if s <= step)]
 
@@ -174,7 +169,7 @@ def _options(values: dict[int, Groups]) -> list[tuple[str, int]]:
 def _extent(group: Replicas, tables: dict[int, dict[int, Groups]], skewed: list[int]) -> Steps:
     """Values stand until the next change that is told."""
     told = sorted({s for table in tables.values() for s in table})
-    last = max(skewed[-1], min(_last(m) for m in group.members.values()))
+    last = max(skewed[-1], min(m.last_step for m in group.members.values()))
     ends = [next((s for s in told if s > step), last + 1) for step in skewed]
     count = sum(max(1, end - step) for step, end in zip(skewed, ends, strict=True))
     return Steps(skewed[0], max(skewed[-1], ends[-1] - 1), count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import BatchSeen, StepDone
+from ddpdoctor.events import BatchSeen
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -66,7 +66,7 @@ class LossScaleMismatch(Check):
         spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
         yield self.finding(
             ranks=tuple(group.members),
-            steps=Steps.of([min(first, _last(group.any))]),
+            steps=Steps.of([min(first, max(0, group.any.last_step))]),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="the loss is a sum over the local batch",
@@ -92,8 +92,3 @@ def _sizes(member: Member) -> dict[int, int]:
 def _at(table: dict[int, int], forward: int) -> int | None:
     known = [f for f in table if f <= forward]
     return table[max(known)] if known else None
-
-
-def _last(member: Member) -> int:
-    steps = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    return max(steps, default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from . import _causes
@@ -66,25 +66,15 @@ class OptimizerStateDrift(Check):
             if _gradients_differ(group, first):
                 return
             cause = _causes.unknown(group, "gradients agree, no state was loaded")
-        wrapped = _causes.wrap_line(group)
         what = ", ".join(d.kind.partition(":")[2] for d in parted)
+        tensors = {
+            d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}" for d in parted
+        }
         yield self.finding(
-            ranks=cause.ranks or first.minority,
-            steps=Steps.of(first.keys),
-            subjects=tuple(first.names),
-            location=cause.location or _causes.step_line(group, first.minority),
-            label=cause.label,
-            related=(Related("wrapped here", wrapped),) if wrapped else (),
+            **_causes.told(group, first, cause),
             summary=f"the optimizer's {what} of {_causes.some(first.names)} differ "
             f"{_causes.between(first.split, run)}, first seen at step {first.first}",
-            cause=cause.text,
-            fix=cause.fix,
-            evidence={"loaded": cause.known}
-            | {
-                d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}"
-                for d in parted
-            },
-            at=first.at,
+            evidence={"loaded": cause.known} | tensors,
         )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks
 
 from . import _causes
 from ._causes import Cause
-from ._replicas import Divergence, Replicas, compared, divergence, out_of_step, replicas
+from ._replicas import Divergence, Replicas, compared, divergence, each_model, out_of_step, replicas
 
 
 class ParameterDrift(Check):
@@ -51,14 +51,7 @@ class ParameterDrift(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[object] = set()
-        for group in replicas(run):
-            key = (group.any.wrapped.site, tuple(group.members))
-            if key in told:
-                continue
-            for finding in self._judge(run, group):
-                told.add(key)
-                yield finding
+        return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:
@@ -118,24 +111,16 @@ class ParameterDrift(Check):
         severity: Severity = Severity.ERROR,
     ) -> Finding:
         when = {"step": f"from step {found.first} on", "eval": "at evaluation", "end": "at the end"}
-        wrapped = _causes.wrap_line(group)
-        ranks = cause.ranks or found.minority
+        told = _causes.told(group, found, cause)
+        if found.point != "step":
+            told["steps"] = None
         return self.finding(
+            **told,
             severity=severity,
-            confidence=Confidence.PROVEN,
-            ranks=ranks,
-            steps=Steps.of(found.keys) if found.point == "step" else None,
-            subjects=tuple(found.names),
-            location=cause.location or _causes.step_line(group, found.minority),
-            label=cause.label,
-            related=(Related("wrapped here", wrapped),) if wrapped else (),
             summary=f"{_causes.some(found.names)} of {group.any.wrapped.kind} differ "
             f"{_causes.between(found.split, run)}{_causes.largest(group, found)}, "
             f"{when[found.point]}",
-            cause=cause.text,
-            fix=cause.fix,
             evidence=_causes.evidence(group, found) | cause.evidence,
-            at=found.at,
         )
 
 

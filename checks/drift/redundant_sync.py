@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import StepDone, SyncPattern
+from ddpdoctor.events import SyncPattern
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -95,15 +95,10 @@ class RedundantSync(Check):
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "averaging_backwards_per_step": typical.synced,
-                "steps": f"{steps} of {_steps(member)}",
+                "steps": f"{steps} of {member.last_step + 1}",
                 "waiting_for_communication_per_backward_s": round(exposed, 6),
                 "step_time_s": round(step_s, 6),
                 "saving_percent": round(share, 1) if share < 100 else None,
             },
             at=member.rank.wall(spans[0].pattern.at),
         )
-
-
-def _steps(member: Member) -> int:
-    mine = [e.step for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    return max(mine, default=-1) + 1

@@ -10,7 +10,7 @@ from ddpdoctor.run import Rank, Run, fold_ranks
 
 from . import _causes
 from ._patterns import Span, patterns
-from ._replicas import Divergence, Replicas, divergence, replicas
+from ._replicas import Divergence, Replicas, divergence, each_model, replicas
 
 CAUSES = {
     "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
@@ -74,12 +74,7 @@ class UnsyncedStep(Check):
         return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[object] = set()
-        for group in replicas(run):
-            key = (group.any.wrapped.site, tuple(group.members))
-            for finding in self._judge(run, group) if key not in told else ():
-                told.add(key)
-                yield finding
+        return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = (

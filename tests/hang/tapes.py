@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 from recordings import PID, START, WALL, ends, write_folder
@@ -112,16 +113,18 @@ class Tape:
         return self
 
     def write_ring(self, path: Path) -> None:
-        writer = RingWriter(path)
-        last = START
-        for group, index, signature, site, peer, state, began, ended in self.calls:
-            number = writer.begin(group, index, signature, site, peer)
-            writer.mark(number, state)
-            writer.set_times(number, began, ended)
-            last = max(last, began, ended)
-        writer.phase(*self.phase)
-        writer.set_progress(self.progress_at or last)
-        writer.close()
+        with mock.patch("ddpdoctor.ring.time.monotonic") as clock:
+            clock.return_value = last = START
+            writer = RingWriter(path)
+            for group, index, signature, site, peer, state, began, ended in self.calls:
+                clock.return_value = began
+                number = writer.begin(group, index, signature, site, peer)
+                clock.return_value = ended
+                writer.mark(number, state)
+                last = max(last, began, ended)
+            clock.return_value = self.progress_at or last
+            writer.phase(*self.phase)
+            writer.close()
 
 
 def run_of(
