@@ -17,7 +17,8 @@ class BufferDrift(Check):
 
     ## What it finds
     Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
-    when the model is evaluated or its state is taken for a checkpoint.
+    when the model is evaluated, through the wrapper or around it, or its state is taken for a
+    checkpoint.
 
     ## Why it hurts
     Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
@@ -80,23 +81,34 @@ class BufferDrift(Check):
     ) -> Finding:
         wrapped = _causes.wrap_line(group)
         broadcast = group.any.seen.broadcast
+        # The wrapper's own forward would have copied them before it evaluates.
+        around = broadcast and spot is not None and found.point == "eval"
+        if around:
+            location, label = spot, "calls the model inside of the wrapper"
+            related = (Related("wrapped here", wrapped),) if wrapped else ()
+        else:
+            location, related = wrapped, (Related("they matter here", spot),) if spot else ()
+            label = "wrapped here" if broadcast else "buffers are not synchronised"
         cause = (
             "the buffers were updated from each rank's own data and not copied since"
             if broadcast
             else "DDP was told not to copy buffers, and each rank updates them from its own data"
         )
+        sync_norm = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"
         return self.finding(
             severity=severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),
             subjects=tuple(found.names),
-            location=wrapped,
-            label="buffers are not synchronised" if not broadcast else "wrapped here",
-            related=(Related("they matter here", spot),) if spot else (),
+            location=location,
+            label=label,
+            related=related,
             summary=f"buffers {_causes.some(found.names)} of {group.any.wrapped.kind} differ "
             f"{_causes.between(found.split, run)} {when}",
             cause=cause,
-            fix="`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap, or leave "
-            "`broadcast_buffers` on",
+            fix="call the wrapper itself on every rank, `model(x)`, which copies rank 0's buffers "
+            f"first; or {sync_norm}"
+            if around
+            else f"{sync_norm}, or leave `broadcast_buffers` on",
             fix_kind=FixKind.CHECK,
             evidence=_causes.evidence(group, found)
             | {"next_forward_repairs": "yes" if broadcast else "no"},

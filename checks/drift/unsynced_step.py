@@ -148,4 +148,4 @@ def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]
 def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
     places = (("its forward", pattern.forward_site), ("its backward", pattern.backward_site))
     spots: list[tuple[str, Location | None]] = [(t, rank.location(s)) for t, s in places]
-    return tuple(Related(text, spot) for text, spot in spots if spot and spot)
+    return tuple(Related(text, spot) for text, spot in spots if spot)

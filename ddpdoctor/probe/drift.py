@@ -330,10 +330,12 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
+    if not (forward.grad_enabled or forward.error is not None or forward.wrapper.training):
+        evaluated(active, forward.model, forward.site)
+
+
+def evaluated(active: Recorder, model: Model, site: int) -> None:
     """The first forward without gradients after training: what is evaluated must be the same."""
-    model = forward.model
-    if forward.grad_enabled or forward.error is not None or forward.wrapper.training:
-        return
     if _drift.evaluated.get(model.number) == model.forwards:
         return
     _drift.evaluated[model.number] = model.forwards
@@ -344,7 +346,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         waiting = _digest(active, tensors)
         if waiting is not None and waiting.ready(wait=False):
             rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
-            _write(active, rows, model.number, -1, kind, "eval", forward.site)
+            _write(active, rows, model.number, -1, kind, "eval", site)
 
 
 def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -74,11 +74,14 @@ def call_in_frames(
 
 
 def setting_in_frames(
-    frame: FrameType | None, is_user: Callable[[CodeType], bool], name: str, value: bool
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    name: str,
+    value: bool | None = None,
 ) -> Found | None:
     """The statement, in the frames that are running or in what they call, that sets an attribute
-    to a constant (`p.requires_grad = True`, `p.requires_grad_()`); the last one before the line
-    that is executing, else the last at all."""
+    to a constant (`p.requires_grad = True`, `p.requires_grad_()`), or to anything; the last one
+    before the line that is executing, else the last at all."""
     return _set_in_frames(frame, is_user, lambda node: _sets(node, name, value))
 
 
@@ -129,11 +132,12 @@ def _setting_in(
     return None
 
 
-def _sets(node: ast.AST, name: str, value: bool) -> bool:
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+def _sets(node: ast.AST, name: str, value: bool | None) -> bool:
+    if isinstance(node, ast.Assign):
         target = node.targets[0]
         named = isinstance(target, ast.Attribute) and target.attr == name
-        return named and node.value.value is value
+        constant = node.value.value if isinstance(node.value, ast.Constant) else None
+        return named and (value is None or constant is value)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     if node.func.attr != f"{name}_":

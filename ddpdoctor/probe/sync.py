@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ from .models import Model
 from .moments import Backward, Forward, Step
 from .patching import around
 from .recorder import Recorder
+from .resolving import setting_in_frames
 from .torch_private import exposed_seconds, sequence_number
 
 LOST = "which backwards synchronised"
@@ -139,7 +141,19 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     sync.forwards += 1
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
-    sync.off_site = -1 if sync.flag else _off_sites.get(forward.wrapper, -1)
+    sync.off_site = -1 if sync.flag else _off_site(active, forward.wrapper)
+
+
+def _off_site(active: Recorder, wrapper: Any) -> int:
+    """The line of `no_sync`, or the one that sets DDP's flag by hand."""
+    if wrapper not in _off_sites:
+        found = setting_in_frames(
+            sys._getframe(1),
+            lambda code: active.sites.kind(code) == "user",
+            "require_backward_grad_sync",
+        )
+        _off_sites[wrapper] = active.sites.number(found.code, found.line) if found else -1
+    return _off_sites[wrapper]
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -194,7 +208,7 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
     if sync.flag:
         return "not reduced", backward.site
     wrapper = sync.model.wrapper() if sync.model.wrapper else None
-    blame = sync.off_site if sync.off_site >= 0 else sync.forward_site
+    blame = sync.off_site if sync.off_site >= 0 else backward.site
     if wrapper is not None and wrapper.require_backward_grad_sync:
         return "forward only", blame
     return "no_sync", blame

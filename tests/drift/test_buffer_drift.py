@@ -33,6 +33,14 @@ def test_different_at_evaluation():
     assert finding.evidence["next_forward_repairs"] == "no"
 
 
+def test_evaluation_around_the_wrapper_points_at_it():
+    run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]})
+    (finding,) = BufferDrift().examine(run)
+    assert finding.location.line == 33
+    assert finding.related[0].location.line == 10
+    assert "call the wrapper itself" in finding.fix
+
+
 def test_counters_of_a_rank_are_its_own():
     run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(1, 3)]})
     assert list(BufferDrift().examine(run)) == []
