@@ -59,6 +59,14 @@ class Audit:
             seen.update(counts.keys())
         return sorted(i for i, n in seen.items() if n > 1)
 
+    @cached_property
+    def sharing(self) -> tuple[int, ...]:
+        """The ranks that read what others read too, those that share hardly any left out."""
+        shared = set(self.shared)
+        counts = {r: len(shared & own.keys()) for r, own in self.per_rank.items()}
+        most = max(counts.values())
+        return tuple(sorted(r for r, count in counts.items() if 2 * count >= most))
+
     @property
     def once(self) -> int:
         return len(self.total) - len(self.repeated)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ddpdoctor.events import Payload
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, fold_ranks
 
 from ._audit import Audit, audits
 from ._content import Row, overlap, parts_differ, rows, verdict
@@ -82,17 +82,17 @@ def _indexed(
         if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
             return Fault("sampler-seed-skew", loader, everyone, readers, skewed)
         if differing:
-            return _mismatch(loader, everyone, readers, made[0], differing)
+            return _mismatch(loader, readers, made[0], differing)
         worst = max(made, key=lambda a: len(a.shared))
         surplus = len(worst.shared) > _padding(readers) and not _by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
-            return Fault("data-overlap", loader, everyone, readers, worst)
+            return Fault("data-overlap", loader, worst.sharing, readers, worst)
         return None
     if differing and any(_partitioned(a) for a in made):
-        return _mismatch(loader, everyone, readers, made[0], differing)
+        return _mismatch(loader, readers, made[0], differing)
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
-    return _unsharded(loader, everyone, readers, made, differing)
+    return _unsharded(loader, readers, made, differing)
 
 
 def _others_differ(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
@@ -133,7 +133,6 @@ def _partitioned(audit: Audit) -> bool:
 
 def _unsharded(
     loader: Loader,
-    everyone: tuple[int, ...],
     readers: list[Reader],
     made: tuple[Audit, ...],
     differing: list[tuple[Payload, Payload]],
@@ -152,7 +151,7 @@ def _unsharded(
     if answer == "differ":
         return None  # sharded by hand: the same numbers stand for other data
     name = "sampler-missing" if whole else "data-overlap"
-    return Fault(name, loader, everyone, readers, worst, doubt=_doubt(answer, readers))
+    return Fault(name, loader, worst.sharing, readers, worst, doubt=_doubt(answer, readers))
 
 
 def _doubt(answer: str, readers: list[Reader]) -> str:
@@ -189,7 +188,6 @@ def _differing(readers: list[Reader]) -> list[tuple[Payload, Payload]]:
 
 def _mismatch(
     loader: Loader,
-    everyone: tuple[int, ...],
     readers: list[Reader],
     audit: Audit,
     differing: list[tuple[Payload, Payload]],
@@ -198,13 +196,22 @@ def _mismatch(
     doubt = "" if _deliberate(mine, theirs) else "each rank holds tensors of its own"
     reordered = bool(mine.content) and mine.content == theirs.content
     names = [m.name for m, _ in differing]
+    digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
+    agreeing: dict[str, list[int]] = {}
+    for number, digest in digests.items():
+        agreeing.setdefault(digest, []).append(number)
+    groups = sorted(agreeing.values(), key=lambda ranks: -len(ranks))
+    odd = groups[1:] if len(groups[0]) > len(groups[1]) else groups
     evidence: dict[str, object] = {
         "differs": names,
         "same entries in another order": reordered,
-        "digests": {r.rank.rank: _digest_of(r, mine.name) for r in readers},
+        "digests": digests,
+        "ranks that agree": [fold_ranks(ranks) for ranks in groups],
         "kind": mine.kind,
     }
-    return Fault("dataset-mismatch", loader, everyone, readers, audit, doubt, evidence)
+    ranks = tuple(sorted(r for group in odd for r in group))
+    readers = [r for r in readers if r.rank.rank in ranks]
+    return Fault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
 
 
 def _deliberate(mine: Payload, theirs: Payload) -> bool:

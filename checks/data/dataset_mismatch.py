@@ -55,7 +55,8 @@ class DatasetMismatch(Check):
         names = list(fault.evidence["differs"])  # type: ignore[call-overload]
         reordered = bool(fault.evidence["same entries in another order"])
         indices = fault.evidence["kind"] == "indices"
-        lengths = {r.rank.rank: r.seen.length for r in fault.readers}
+        lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
+        alone = len(fault.ranks) < len(audit.epochs)
         how = "holds the same entries in another order" if reordered else "differs"
         return self.finding(
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
@@ -63,10 +64,15 @@ class DatasetMismatch(Check):
             ranks=fault.ranks,
             subjects=(reader.seen.dataset, *names),
             location=reader.sampler_at if reader.seen.distributed else reader.made_at,
-            label="divides a data set that is another one on each rank",
+            label="divides a data set that is not the same on all ranks",
             related=related(reader, sampler=False),
-            summary=f"{whom(run, fault.ranks)} divide different data sets among them: "
-            f"`{names[0]}` of {dataset(reader)} {how} between ranks"
+            summary=(
+                f"{whom(run, fault.ranks)} {'divides' if len(fault.ranks) == 1 else 'divide'} "
+                "another data set than the other ranks"
+                if alone
+                else f"{whom(run, fault.ranks)} divide different data sets among them"
+            )
+            + f": `{names[0]}` of {dataset(reader)} {how} between ranks"
             + (f" ({fault.doubt})" if fault.doubt else ""),
             cause="`random_split` (or another random choice) was made by each rank for itself"
             if indices

@@ -69,6 +69,14 @@ def test_only_the_ranks_that_share() -> None:
     assert finding.ranks == (0, 2)
 
 
+def test_only_the_ranks_whose_shares_overlap() -> None:
+    shares = [range(25), range(25, 50), range(25), range(49, 75)]
+    more = {"sampler": "MySampler", "content": 1}
+    ranks = [loader(0, [list(share)], **more) for share in shares]  # type: ignore[arg-type]
+    (finding,) = examine(*ranks)
+    assert finding.ranks == (0, 2)
+
+
 def test_streams_of_their_own() -> None:
     assert not examine(stream(COUNTING), stream(OTHERS))
 

@@ -40,6 +40,21 @@ def test_a_random_split_of_each_rank() -> None:
     assert "random_split" in finding.cause
 
 
+def test_the_rank_that_is_alone_is_named() -> None:
+    digests = (1, 1, 7, 1)
+    ranks = [
+        loader(
+            0, [EVERYTHING[r::4]], distributed=True, replicas=4, sampler_rank=r, total_size=100,
+            payloads=(payload("indices", digest),),
+        )
+        for r, digest in enumerate(digests)
+    ]  # fmt: skip
+    (finding,) = found(DatasetMismatch(), run_of(*ranks))
+    assert finding.ranks == (2,)
+    assert finding.summary.startswith("rank 2 divides another data set than the other ranks")
+    assert finding.evidence["ranks that agree"] == ["0-1,3", "2"]
+
+
 def test_a_listing_in_another_order() -> None:
     (finding,) = examine(part(0, payload("text", 1, 5)), part(1, payload("text", 2, 5)))
     assert finding.severity is Severity.ERROR
