@@ -180,6 +180,8 @@ class Monitor:
         return self._verdicts.asked
 
     def _judge_for_ranks(self, attempt: int) -> None:
+        if attempt != self._verdicts.attempt:
+            self._verdicts = Judge(self.folder, attempt)
         try:
             self._verdicts.look(self.run, lambda: self.recording.refresh(attempt))
         except Exception as error:

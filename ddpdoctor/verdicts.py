@@ -1,9 +1,10 @@
 """How ranks learn, without talking to each other, that they must stop because of a fault.
 
-A program that says `raise_on` has its ranks count their calls in small files of the run folder. At
-calls 2, 4, 8, 16, ... every rank waits a moment for the monitor, which judges once all have come
-that far: a fault stops all ranks at that very call. In between, the monitor judges now and then and
-names a call that no rank has reached yet. No rank goes on alone, and none waits for ever.
+A program that says `raise_on` has its ranks count their calls in small files of the run folder.
+After each of the first calls, and after calls 16, 32, ..., every rank waits a moment for the
+monitor, which judges once all have come that far: a fault stops all ranks at that very call. In
+between, the monitor judges now and then and names a call that no rank has reached yet. No rank goes
+on alone, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ LOOK_SHARE = 10
 AHEAD_S = 1.0
 """The call to stop at lies at least this far ahead of the fastest rank."""
 
+MEETINGS_AT_FIRST = 8
+"""After so many calls, one by one: a run may be over before the next power of two."""
+
+END_OF_BLOCK = 1 << 40
+"""As the number of a call: the end of a `with` block, where all ranks wait."""
+LEFT = 1 << 41
+"""As a count: this rank's call raised; nobody is to wait for it."""
+
 _COUNT = struct.Struct("<q")
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -44,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Stop at the first call numbered `at_call` or later."""
+    """Stop after the first call numbered `at_call` or later."""
 
     at_call: int
     findings: tuple[Finding, ...]
@@ -109,11 +118,12 @@ class Counter:
 
 
 class Judge:
-    """The monitor's side. Call `look` as often as it ticks."""
+    """The monitor's side, for one attempt. Call `look` as often as it ticks."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, attempt: int = 0) -> None:
+        self.attempt = attempt
         self._folder = folder
-        self._place = Place(folder.path)
+        self._place = Place(folder.attempt_path(attempt))
         self._next_look = 0.0
         self._before: dict[object, Finding] = {}
         self._rate = _Rate()
@@ -133,10 +143,12 @@ class Judge:
             return
         request = _read(self._place.request, Request)
         counts = self._place.counts()
-        if request is None or not counts:
+        calling = [count for count in counts.values() if count < LEFT]
+        if request is None or not calling:
             return
-        self._rate.note(max(counts.values()))
-        waiting = min(counts.values())
+        fastest = max((count for count in calling if count < END_OF_BLOCK), default=0)
+        self._rate.note(fastest)
+        waiting = min(calling)
         everyone = len(counts) >= max(1, run.world_size)
         if everyone and is_meeting_point(waiting) and waiting > self._place.looked_at():
             report, found = self._examine(refresh(), request)
@@ -144,9 +156,9 @@ class Judge:
                 self._decide(waiting, report, found)
             write_private(self._place.looked, msgspec.json.encode(Looked(waiting)))
         elif time.monotonic() >= self._next_look:
-            self._look_ahead(refresh(), request, counts)
+            self._look_ahead(refresh(), request, fastest)
 
-    def _look_ahead(self, run: Run, request: Request, counts: dict[int, int]) -> None:
+    def _look_ahead(self, run: Run, request: Request, fastest: int) -> None:
         began = time.monotonic()
         report, found = self._examine(run, request)
         spent = time.monotonic() - began
@@ -157,7 +169,7 @@ class Judge:
         self._before = proven
         if stable:
             margin = max(2, int(self._rate.per_second * (AHEAD_S + spent)) + 1)
-            self._decide(max(counts.values()) + margin, report, stable)
+            self._decide(fastest + margin, report, stable)
 
     def _examine(self, run: Run, request: Request) -> tuple[Report, list[Finding]]:
         checks = registry.select(request.select, request.ignore)
@@ -187,8 +199,8 @@ class _Rate:
 
 
 def is_meeting_point(call: int) -> bool:
-    """Whether ranks wait for the monitor before this call: the powers of two."""
-    return call > 1 and call & (call - 1) == 0
+    """Whether ranks wait for the monitor after this call: the first ones and the powers of two."""
+    return 0 < call <= MEETINGS_AT_FIRST or (call > 0 and call & (call - 1) == 0)
 
 
 def _key(finding: Finding) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import ProcessEnded
+from ddpdoctor.events import ExceptionRaised, ProcessEnded
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks
 
@@ -50,7 +50,7 @@ class FirstFailure(Check):
         lost = [f for f in rest if f.kind == "lost"]
         if died and (not own or died[0].at < own[0].at):
             return  # told by rank-died
-        if own and own[0].exception and own[0].exception.kind == RAISED_BY_US:
+        if own and _told_to_stop(own[0]):
             return  # asked for by `raise_on`: the finding that it carries is the failure
         if own:
             yield self._tell(run, own, [*lost, *died])
@@ -210,3 +210,10 @@ def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
     if first is None or first.rank in ranks:
         return {}
     return {"torchrun_names": f"rank {first.rank}, whose process was the first to end"}
+
+
+def _told_to_stop(failure: Failure) -> bool:
+    """Whether the program ended by our `FaultFound`, or exited after it caught that."""
+    if failure.exception:
+        return failure.exception.kind == RAISED_BY_US
+    return any(e.kind == RAISED_BY_US for e in failure.rank.of(ExceptionRaised))

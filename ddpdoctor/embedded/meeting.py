@@ -163,7 +163,8 @@ def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
     born = _born(parent)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
     if _ATTEMPT.search(error_file):  # a folder that torchrun makes anew for every launch
-        return _ATTEMPT.split(error_file)[0], _modified(_ATTEMPT.split(error_file)[0]) or born
+        folder = _ATTEMPT.split(error_file)[0]
+        return folder, _modified(f"{folder}/attempt_0") or born  # itself it changes in a restart
     if run := environ.get("TORCHELASTIC_RUN_ID"):
         return f"torchelastic-{run}-{environ.get('MASTER_PORT', '')}-{parent}", born
     if multiprocessing.parent_process() is not None:  # `mp.spawn`, whoever started its parent

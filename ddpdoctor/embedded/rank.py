@@ -21,11 +21,11 @@ import msgspec
 from ..config import Options, resolve
 from ..findings import Report
 from ..runfolder import RunFolder
-from ..verdicts import Counter, Place, Request, Verdict, is_meeting_point
+from ..verdicts import LEFT, Counter, Place, Request, Verdict, is_meeting_point
 from . import meeting, watcher
 
-MEET_S = 5.0
-"""A rank waits so long for the monitor, and then never again."""
+MEET_S, FIRST_MEET_S = 5.0, 15.0
+"""A rank waits so long for the monitor, which may still be starting, and then never again."""
 REPORT_S = 15.0
 """At the end of a block, so long for the other ranks and the report."""
 PROMPT_S = 4.0
@@ -141,7 +141,7 @@ class RankSession:
         atexit.register(self._before_exit)
 
     def verdict(self, raise_on: str, asked: dict[str, Any], call: int) -> Verdict | None:
-        """Whether this rank has to stop before its call with that number."""
+        """Whether this rank has to stop after its call with that number."""
         if self._failed:
             return None
         try:
@@ -160,6 +160,19 @@ class RankSession:
         verdict = self._place.read()
         return verdict if verdict is not None and verdict.at_call <= call else None
 
+    def raising(self, fault: Exception) -> None:
+        """What the program does next, it does because of our exception."""
+        with contextlib.suppress(Exception):
+            from .. import probe
+
+            probe.note_exception(fault, None, caught=True)
+
+    def left(self) -> None:
+        """A call raised: the other ranks are not to wait for this one."""
+        if self._counter is not None:
+            with contextlib.suppress(OSError):
+                self._counter.set(LEFT)
+
     def _ask(self, raise_on: str, asked: dict[str, Any]) -> bool:
         from .. import probe
 
@@ -174,9 +187,10 @@ class RankSession:
         return True
 
     def _meet(self, call: int) -> bool:
-        """Wait until the monitor has judged what came before this call; False where none does."""
+        """Wait until the monitor has judged what came up to this call; False where none does."""
         assert self._place is not None
-        deadline = time.monotonic() + MEET_S
+        looked = self._place.looked_at()
+        deadline = time.monotonic() + (MEET_S if looked else FIRST_MEET_S)
         while self._place.looked_at() < call:
             if time.monotonic() > deadline:
                 return False

@@ -11,10 +11,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from ..config import ConfigError, resolve
 from ..findings import Finding, Report, Severity
-from .rank import RankSession, session
-
-END_OF_BLOCK = 1 << 40
-"""As the number of a call: one that all ranks wait at (see `verdicts`)."""
+from ..verdicts import END_OF_BLOCK
+from .rank import session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,8 +62,8 @@ def checkup(function: Any = None, /, **options: Any) -> Any:
     the same run folder, and a monitor beside them prints the report when they are done.
 
     Args:
-        raise_on: `error`, `warning` or `note`: stop every rank, at the same call, by `FaultFound`
-            once such a finding was made and reported.
+        raise_on: `error`, `warning` or `note`: stop every rank, after the same call, by
+            `FaultFound` once such a finding was made and reported.
         options: any option of `ddpdoctor run`, by name (`out`, `select`, `ignore`, `every`,
             `budget`, `quiet`, ...).
 
@@ -91,17 +89,21 @@ def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> An
         current = session()
         if calls == 1:
             current.begin(asked)
-        if raise_on is not None:
-            _stop_if_told(current, raise_on, asked, calls)
-        return function(*args, **kwargs)
+        if raise_on is None:
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            current.left()
+            raise
+        verdict = current.verdict(raise_on, asked, calls)
+        if verdict is not None:
+            fault = FaultFound(verdict.findings, str(current.folder or ""))
+            current.raising(fault)
+            raise fault
+        return result
 
     return wrapper
-
-
-def _stop_if_told(current: RankSession, raise_on: str, asked: dict[str, Any], call: int) -> None:
-    verdict = current.verdict(raise_on, asked, call)
-    if verdict is not None:
-        raise FaultFound(verdict.findings, str(current.folder or ""))
 
 
 class examine:

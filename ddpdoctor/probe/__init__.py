@@ -8,13 +8,14 @@ nothing attached to the user's objects, and every failure is caught where it hap
 from __future__ import annotations
 
 from .activation import become_rank, leave, rank_started, torch_loaded, watch_here
-from .process import failed
+from .process import failed, note_exception
 from .recorder import recorder as current_recorder
 
 __all__ = [
     "become_rank",
     "failed",
     "leave",
+    "note_exception",
     "rank_started",
     "current_recorder",
     "torch_loaded",

@@ -15,6 +15,7 @@ from .moments import Backward, Forward, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, recorder
+from .samplers import innermost, integer, integer_of, length, weak
 from .torch_private import fully_shards, sequence_number
 
 LOST = "what each rank read from its DataLoaders"
@@ -177,7 +178,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
     close = count < FINGERPRINTED
     iterable = loader._dataset_kind == 1
-    prints = Fingerprints(_length(loader.dataset), loader.batch_size, iterable) if close else None
+    prints = Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
     reading = Reading(number, epoch, place, prints, silent=not recorded)
     reading.watch_random = close and loader.num_workers == 0
     reading.sequence = _sequence()
@@ -205,7 +206,7 @@ def _sequence() -> int:
 
 
 def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, site: int) -> None:
-    sampler = _innermost(loader)
+    sampler = innermost(loader)
     seed = getattr(iterator, "_base_seed", None)
     active.emit(
         EpochBegan(
@@ -214,10 +215,10 @@ def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, 
             epoch=reading.number,
             step=active.step,
             site=site,
-            sampler_epoch=_integer(getattr(sampler, "epoch", None)),
-            batches=_length(loader),
-            seed=_integer(getattr(sampler, "seed", None)),
-            epochs_set=_data.epochs_set.get(sampler, 0) if _weak(sampler) else 0,
+            sampler_epoch=integer(getattr(sampler, "epoch", None)),
+            batches=length(loader),
+            seed=integer(getattr(sampler, "seed", None)),
+            epochs_set=_data.epochs_set.get(sampler, 0) if weak(sampler) else 0,
             joined=_data.joins > 0,
             random=randomness.digests(randomness.positions()),
             base_seed=seed if loader.num_workers else None,
@@ -226,21 +227,10 @@ def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, 
     )
 
 
-def _innermost(loader: Any) -> Any:
-    """The sampler that chooses the samples, beneath batch samplers and wrappers."""
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    for _ in range(5):
-        inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
-        if inner is None or hasattr(sampler, "num_replicas"):
-            break
-        sampler = inner
-    return sampler
-
-
 def _tell_loader(
     active: Recorder, loader: Any, number: int, site: int, payloads: tuple[Any, ...]
 ) -> None:
-    sampler = _innermost(loader)
+    sampler = innermost(loader)
     iterable = loader._dataset_kind == 1
     made, nth = _data.made.get(loader, (-1, 0))
     shuffle = getattr(sampler, "shuffle", None)
@@ -251,47 +241,26 @@ def _tell_loader(
             site=made,
             loop_site=site,
             dataset=type(loader.dataset).__name__,
-            length=-1 if iterable else _length(loader.dataset),
+            length=-1 if iterable else length(loader.dataset),
             sampler=type(sampler).__name__,
-            batches=_length(loader),
-            batch_size=_integer(loader.batch_size),
+            batches=length(loader),
+            batch_size=integer(loader.batch_size),
             drop_last=bool(loader.drop_last),
             workers=loader.num_workers,
             iterable=iterable,
-            distributed=_integer(getattr(sampler, "num_replicas", None)) is not None,
-            replicas=_number(sampler, "num_replicas"),
-            sampler_rank=_number(sampler, "rank"),
+            distributed=integer(getattr(sampler, "num_replicas", None)) is not None,
+            replicas=integer_of(sampler, "num_replicas"),
+            sampler_rank=integer_of(sampler, "rank"),
             shuffle=shuffle if isinstance(shuffle, bool) else None,
-            seed=_integer(getattr(sampler, "seed", None)),
+            seed=integer(getattr(sampler, "seed", None)),
             sampler_drop_last=getattr(sampler, "drop_last", False) is True,
-            total_size=_number(sampler, "total_size"),
-            sampler_site=_data.made.get(sampler, (-1, 0))[0] if _weak(sampler) else -1,
+            total_size=integer_of(sampler, "total_size"),
+            sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
             made=nth,
             payloads=payloads,
         ),
         vital=True,
     )
-
-
-def _weak(value: Any) -> bool:
-    """Whether it can be a key of a weak dictionary (a list used as a sampler cannot)."""
-    return hasattr(value, "__weakref__") and getattr(type(value), "__hash__", None) is not None
-
-
-def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _number(owner: Any, name: str) -> int:
-    found = _integer(getattr(owner, name, None))
-    return -1 if found is None else found
-
-
-def _length(of: Any) -> int:
-    try:
-        return len(of)
-    except (TypeError, NotImplementedError):
-        return -1
 
 
 # --- batches ------------------------------------------------------------------------------------

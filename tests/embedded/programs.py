@@ -46,7 +46,7 @@ def train(rank, world_size):
         try:
             train_step(model, optimizer, torch.randn(4, 8))
         except ddpdoctor.FaultFound as fault:
-            print(f"rank {rank} stopped before step {step}: {fault.findings[0].code}", flush=True)
+            print(f"rank {rank} stopped in step {step}: {fault.findings[0].code}", flush=True)
             sys.exit(5)
     total = sum(p.double().sum().item() for p in model.parameters())
     print(f"rank {rank} of {world_size} ends with {total!r}", flush=True)

@@ -57,9 +57,71 @@ def test_all_ranks_stop_at_the_same_call(launch: Callable[..., list[str]], tmp_p
     words = launch("faulty", "raise")
     status, printed = run(words, cwd=write(tmp_path))
     assert status == 1
-    stopped = re.findall(r"rank (\d) stopped before step (\d+): (DDP\d+)", printed)
-    assert sorted(stopped) == [("0", "1", "DDP301"), ("1", "1", "DDP301")]
-    assert (tmp_path / "run" / "findings.json").exists()
+    stopped = re.findall(r"rank (\d) stopped in step (\d+): (DDP\d+)", printed)
+    assert sorted(stopped) == [("0", "0", "DDP301"), ("1", "0", "DDP301")]
+    report = reported(tmp_path / "run")
+    assert [f.code for f in report.findings if f.severity.value == "error"] == ["DDP301"]
+
+
+RESTARTED = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import ddpdoctor
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(x) if attempt else self.body(x) + self.spare(x)
+
+
+@ddpdoctor.checkup(raise_on="error", out="run")
+def train_step(step):
+    if attempt == 0 and step == 2 and rank == 1:
+        raise ValueError("bad batch")
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+
+
+rank = int(os.environ["RANK"])
+place = f"file://{os.getcwd()}/meeting-{attempt}"
+dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+model = DDP(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    try:
+        train_step(step)
+    except ddpdoctor.FaultFound as fault:
+        print(f"rank {rank} stopped in step {step} of attempt {attempt}", flush=True)
+        os._exit(0)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_restart_is_recorded_apart_in_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RESTARTED)
+    launcher = torchrun()
+    status, printed = run([*launcher[:-1], "--max-restarts", "1", "program.py"], cwd=tmp_path)
+    assert status == 0, printed[-3000:]
+    stopped = re.findall(r"rank (\d) stopped in step (\d+) of attempt (\d+)", printed)
+    assert sorted(stopped) == [("0", "0", "1"), ("1", "0", "1")]
+    report = reported(tmp_path / "run")
+    assert not (tmp_path / "run-2").exists()
+    assert [r.steps for r in report.ranks] == [1, 1]
+    found = {f.code for f in report.findings if f.severity.value == "error"}
+    assert found == {"DDP301", "DDP606"}
 
 
 def test_a_clean_program_goes_through_and_computes_the_same(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,18 @@ def test_ranks_of_one_launch_agree_and_restarts_too() -> None:
     assert meeting.this_launch(again).key == first.key
     assert meeting.this_launch(again).attempt == 1
     assert (first.rank, first.world_size, first.local_size) == (1, 2, 2)
+
+
+def test_a_restart_leaves_its_marks_and_is_still_the_same_launch(tmp_path: Path) -> None:
+    def seen(attempt: int) -> meeting.Launch:
+        folder = tmp_path / "none_x" / f"attempt_{attempt}" / "0"
+        folder.mkdir(parents=True)
+        return meeting.this_launch({**TORCHRUN, "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"})
+
+    first = seen(0)
+    time.sleep(1.1)  # to the second, folders are dated
+    again = seen(1)
+    assert (first.key, first.name) == (again.key, again.name)
 
 
 @pytest.mark.parametrize(
