@@ -58,7 +58,7 @@ class Straggler(Check):
     severity = Severity.WARNING
 
     def unobserved(self, run: Run) -> str | None:
-        if any("nccl" in g.backend for r in run.ranks.values() for g in r.of(GroupReady)):
+        if any(_waits_on_gpu(rank) for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, where the host does not see it"
         if len(_windows(run)) < FEWEST:
             return "too few steps that several ranks took"
@@ -166,9 +166,14 @@ class _Slow:
         return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
 
 
+def _waits_on_gpu(rank: Rank) -> bool:
+    nccl = any("nccl" in group.backend for group in rank.of(GroupReady))
+    return nccl and rank.device.startswith("cuda")
+
+
 def _windows(run: Run) -> list[Window]:
     tables = {
-        r.rank: {(e.optimizer, e.step): e for e in r.of(Pace) if len(e.own_s) == len(_PHASES)}
+        r.rank: {(e.optimizer, e.step): e for e in r.of(Pace) if _whole(e)}
         for r in run.ranks.values()
     }
     tables = {rank: table for rank, table in tables.items() if table}
@@ -176,6 +181,10 @@ def _windows(run: Run) -> list[Window]:
         return []
     common = set.intersection(*(set(table) for table in tables.values()))
     return [{rank: table[key] for rank, table in tables.items()} for key in sorted(common)]
+
+
+def _whole(pace: Pace) -> bool:
+    return (len(pace.own_s), len(pace.sites)) == (len(_PHASES), len(PHASES))
 
 
 def _lags(window: Window) -> dict[int, float]:

@@ -10,7 +10,7 @@ from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
 from ddpdoctor.checks.performance.straggler import Straggler
 from recordings import make_run, site
 
-from ddpdoctor.events import Event, GroupReady, LoaderSeen, Pace
+from ddpdoctor.events import Event, GroupReady, LoaderSeen, Pace, Wrapped
 from ddpdoctor.findings import Finding
 
 SITES = [
@@ -137,9 +137,20 @@ def test_short_runs_and_single_ranks() -> None:
 
 
 def test_waiting_on_the_gpu() -> None:
-    group = GroupReady(at=0, group=0, name="0", backend="nccl", ranks=(0, 1), member=True, site=1)
-    run = make_run({r: [group, *(pace(n, NONE, wall=0.1) for n in range(9))] for r in range(2)})
-    assert "GPU" in (Straggler().unobserved(run) or "")
+    def run_on(device: str):  # type: ignore[no-untyped-def]
+        both = GroupReady(
+            at=0, group=0, name="0", backend="cpu:gloo,cuda:nccl", ranks=(0, 1), member=True,
+            site=1,
+        )  # fmt: skip
+        ddp = Wrapped(
+            at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0, site=2,
+            device=device,
+        )  # fmt: skip
+        recorded = [pace(n, NONE, wall=0.1) for n in range(9)]
+        return make_run({r: [both, ddp, *recorded] for r in range(2)})
+
+    assert "GPU" in (Straggler().unobserved(run_on("cuda:0")) or "")
+    assert Straggler().unobserved(run_on("cpu")) is None
 
 
 def test_steps_that_not_all_ranks_recorded() -> None:
