@@ -180,6 +180,8 @@ class Monitor:
         return self._verdicts.asked
 
     def _judge_for_ranks(self, attempt: int) -> None:
+        if self.run and self.run.nodes and min(self.run.nodes) != self.node_rank:
+            return  # one node's monitor judges for all that share the folder
         if attempt != self._verdicts.attempt:
             self._verdicts = Judge(self.folder, attempt)
         try:

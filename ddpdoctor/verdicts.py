@@ -24,6 +24,8 @@ from .findings import Confidence, Finding, Report, Severity
 from .run import Run
 from .runfolder import RunFolder, write_private
 
+GATHER_S = 3.0
+"""So long after the last one that came, no further rank is waited for in this folder."""
 LOOK_S = 2.0
 LOOK_SHARE = 10
 """A look that took long is not repeated before ten times that."""
@@ -149,8 +151,11 @@ class Judge:
         fastest = max((count for count in calling if count < END_OF_BLOCK), default=0)
         self._rate.note(fastest)
         waiting = min(calling)
-        everyone = len(counts) >= max(1, run.world_size)
-        if everyone and is_meeting_point(waiting) and waiting > self._place.looked_at():
+        if (
+            _all_here(run, len(counts))
+            and is_meeting_point(waiting)
+            and waiting > self._place.looked_at()
+        ):
             report, found = self._examine(refresh(), request)
             if found:
                 self._decide(waiting, report, found)
@@ -201,6 +206,14 @@ class _Rate:
 def is_meeting_point(call: int) -> bool:
     """Whether ranks wait for the monitor after this call: the first ones and the powers of two."""
     return 0 < call <= MEETINGS_AT_FIRST or (call > 0 and call & (call - 1) == 0)
+
+
+def _all_here(run: Run, counting: int) -> bool:
+    """Whether every rank that records in this folder counts; those of other nodes may not."""
+    started = [rank.started.wall for rank in run.ranks.values() if rank.started]
+    return counting >= max(1, run.world_size) or (
+        counting >= len(started) > 0 and time.time() - max(started) > GATHER_S
+    )
 
 
 def _key(finding: Finding) -> object:

@@ -162,10 +162,14 @@ def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
     parent = os.getppid()
     born = _born(parent)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    if run and _number(environ, ("GROUP_WORLD_SIZE",)) > 1:  # what its nodes have in common
+        address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+        return f"torchelastic-{run}-{address}", 0.0
     if _ATTEMPT.search(error_file):  # a folder that torchrun makes anew for every launch
         folder = _ATTEMPT.split(error_file)[0]
         return folder, _modified(f"{folder}/attempt_0") or born  # itself it changes in a restart
-    if run := environ.get("TORCHELASTIC_RUN_ID"):
+    if run:
         return f"torchelastic-{run}-{environ.get('MASTER_PORT', '')}-{parent}", born
     if multiprocessing.parent_process() is not None:  # `mp.spawn`, whoever started its parent
         return f"pid-{parent}", born

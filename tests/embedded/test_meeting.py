@@ -61,6 +61,20 @@ def test_a_restart_leaves_its_marks_and_is_still_the_same_launch(tmp_path: Path)
     assert (first.key, first.name) == (again.key, again.name)
 
 
+def test_the_nodes_of_one_launch_agree_where_they_share_a_folder() -> None:
+    nodes = {
+        "TORCHELASTIC_RUN_ID": "job7",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "29500",
+    }
+    elsewhere = "/tmp/torchelastic_cd/job7_y/attempt_0/0/error.json"
+    first = meeting.this_launch({**TORCHRUN, **nodes})
+    other = meeting.this_launch({**TORCHRUN, **nodes, "TORCHELASTIC_ERROR_FILE": elsewhere})
+    assert (first.key, first.name) == (other.key, other.name)
+    assert first.key != meeting.this_launch({**TORCHRUN, **nodes, "MASTER_PORT": "29501"}).key
+
+
 @pytest.mark.parametrize(
     "change",
     [

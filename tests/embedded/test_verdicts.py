@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 from recordings import make_run, steps, write_folder
 
 from ddpdoctor.events import ExceptionRaised
@@ -26,6 +27,24 @@ def test_nobody_waits_for_a_rank_whose_call_raised(tmp_path: Path) -> None:
     place.counter(1).set(LEFT)
     judge.look(recording.refresh(), recording.refresh)
     assert place.looked_at() == 3
+
+
+def test_ranks_that_record_in_another_node_s_folder_are_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "run", {0: steps(3)}, world_size=2, ended=None)
+    recording, place, judge = Recording(folder), Place(folder.path), Judge(folder)
+    run = recording.refresh()
+    assert run.world_size == 2
+    place.ask(Request("error"))
+    place.counter(0).set(1)
+    came = max(rank.started.wall for rank in run.ranks.values() if rank.started)
+    monkeypatch.setattr("time.time", lambda: came + 1)
+    judge.look(run, recording.refresh)
+    assert place.looked_at() == 0
+    monkeypatch.setattr("time.time", lambda: came + 5)
+    judge.look(run, recording.refresh)
+    assert place.looked_at() == 1
 
 
 def test_a_restart_is_judged_where_it_is_recorded(tmp_path: Path) -> None:
