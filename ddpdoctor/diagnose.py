@@ -229,7 +229,7 @@ def _lost(run: Run) -> list[str]:
         for trouble in rank.of(ProbeTrouble):
             parts.setdefault(trouble.lost or trouble.part, []).append(rank.rank)
     monitors = [t for node in run.nodes.values() for t in node.of(ProbeTrouble)]
-    lost += sorted({f"the monitor failed: {t.lost or t.part}" for t in monitors})
+    lost += sorted({f"the monitor failed: {t.lost or t.error}" for t in monitors})
     lost += [f"not observed on {_ranks(r)}: {what}" for what, r in parts.items()]
     return lost
 

@@ -149,7 +149,7 @@ class Monitor:
                 self._sample(now)
             return self._spawned_twice(self.run) or self.judge(self.run)
         except Exception as error:
-            self._trouble(error)
+            self.failed(error)
             return None
 
     def judge(self, run: Run) -> str | None:
@@ -187,7 +187,7 @@ class Monitor:
         try:
             self._verdicts.look(self.run, lambda: self.recording.refresh(attempt))
         except Exception as error:
-            self._trouble(error)
+            self.failed(error)
 
     def stopped(self, by: str, reason: str) -> None:
         """Write down that the run is being stopped, before it is."""
@@ -212,7 +212,7 @@ class Monitor:
             if self.run is not None:
                 self.standing.finish(self.run, set(self.watched))
         except Exception as error:
-            self._trouble(error)
+            self.failed(error)
         try:
             for watched in self.watched.values():
                 self._flush(watched)
@@ -220,7 +220,7 @@ class Monitor:
                     self._record_end(watched)
             self._check_memory_limit(always=True)
         except Exception as error:
-            self._trouble(error)
+            self.failed(error)
         if self._writer:
             self._writer.close()
             self._writer = None
@@ -384,7 +384,8 @@ class Monitor:
             )
             self._writer.write(event, vital=vital)
 
-    def _trouble(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """Something of ours went wrong: write it down once."""
         text = repr(error)
         if text not in self.troubles:
             self.troubles.append(text)

@@ -49,8 +49,11 @@ class Session:
 
     def finish(self, status: int, stopped_by: str) -> int:
         """Close the records, diagnose, report; returns the status of the whole."""
-        self.monitor.finish()
         report = None
+        try:
+            self.monitor.finish()
+        except Exception as error:
+            ending.say(f"the last look failed ({error!r})")
         try:
             run = Recording(self.folder).refresh(self.folder.attempts()[-1])
             self.info = ending.ended(self.info, run, status, stopped_by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -12,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 import psutil
 
 from ..monitor import Monitor
 from ..run import Run
 from .ending import say
+
+T = TypeVar("T")
 
 TICK_S = 0.25
 TICK_WHILE_RANKS_WAIT_S = 0.05
@@ -93,7 +97,7 @@ class Supervisor:
                 list(command), env=dict(environment), start_new_session=new_session
             )
             self._child = child
-            while not _wait(child, TICK_WHILE_RANKS_WAIT_S if self._monitor.ranks_wait else TICK_S):
+            while not _wait(child, self._pause()):
                 self._obey(signals)
                 for number in signals.others:
                     self._send(number)
@@ -105,7 +109,23 @@ class Supervisor:
             self._tick()
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
+    def _ask(self, work: Callable[[], T], otherwise: T) -> T:
+        """What the monitor says: nothing that fails there may end the run or hold a signal back."""
+        try:
+            return work()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._monitor.failed(error)
+            return otherwise
+
+    def _pause(self) -> float:
+        waiting = self._ask(lambda: self._monitor.ranks_wait, False)
+        return TICK_WHILE_RANKS_WAIT_S if waiting else TICK_S
+
     def _tick(self) -> None:
+        self._ask(self._look, None)
+
+    def _look(self) -> None:
         reason = self._monitor.tick()
         for line in self._monitor.standing.notices:
             self._say(line)
@@ -130,7 +150,7 @@ class Supervisor:
 
     def _stop(self, by: str, reason: str, number: signal.Signals) -> None:
         self.stopped_by = by
-        self._monitor.stopped(by, reason)
+        self._ask(lambda: self._monitor.stopped(by, reason), None)
         self._send(number)
 
     def _send(self, number: signal.Signals) -> None:
@@ -152,9 +172,9 @@ class Supervisor:
         if status >= 0 and not self.stopped_by:
             return
         self._tick()  # ranks may have come since the last look
-        ranks = self._monitor.rank_pids()
+        ranks: set[int] = self._ask(self._monitor.rank_pids, set())
         left = [p for p in _descendants() if p.pid in ranks]
-        self._monitor.swept({p.pid for p in left})
+        self._ask(lambda: self._monitor.swept({p.pid for p in left}), None)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
@@ -175,7 +195,8 @@ class Supervisor:
                 if found is None or found.si_pid == launcher:
                     return
                 pid, status = os.waitpid(found.si_pid, os.WNOHANG)
-                self._monitor.reaped(pid, os.waitstatus_to_exitcode(status))
+                code = os.waitstatus_to_exitcode(status)
+                self._ask(functools.partial(self._monitor.reaped, pid, code), None)
 
 
 def to_launcher(pid: int, number: signal.Signals) -> None:
