@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from .recorder import shielded
+
+LOST = "which gradients a backward made ready"
+
 
 @cache
 def _edges() -> Any:
@@ -52,7 +56,7 @@ class FiringWatch:
         self.on_complete: Callable[[], None] | None = None
         self._total = len(positions)
         self._handles = [
-            node.register_hook(self._counter(position))
+            node.register_hook(shielded("accumulators", self._counter(position), LOST))
             for position, node in zip(positions, nodes_of(parameters), strict=True)
             if node is not None
         ]

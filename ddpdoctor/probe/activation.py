@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..events import SCHEMA, RankStarted, TorchLoaded
@@ -19,6 +19,9 @@ from ..runfolder import EventWriter, rank_stem
 from . import patching, process
 from .environment import interesting_environment, visible_arguments
 from .recorder import Recorder, guarded, recorder, set_recorder
+
+if TYPE_CHECKING:
+    from .hooks import Missing
 
 Place = tuple[Path, dict[str, Any]]
 """The run folder and what was asked of the probe."""
@@ -31,6 +34,7 @@ class _State:
     patched = False
     opener: Opener | None = None
     environment: dict[str, str] = {}
+    missing: list[Missing] = []
 
 
 _state = _State()
@@ -54,11 +58,12 @@ def torch_loaded() -> None:
     try:
         from . import hooks
 
-        hooks.install(ensure_rank)
+        _state.missing = hooks.install(ensure_rank)
     except Exception as error:
         if active := recorder():
             active.trouble("hooks", error, "training: torch is not watched")
         raise
+    guarded("hooks", _tell_missing)
     guarded("torch-loaded", _tell_torch)
 
 
@@ -168,6 +173,13 @@ def _become(rank: int, world_size: int) -> None:
         vital=True,
     )
     guarded("process", process.install, lost="exceptions and exits of this rank")
+    guarded("hooks", _tell_missing)
+
+
+def _tell_missing(active: Recorder) -> None:
+    """Parts of the probe that could not be put in place, maybe before this was a rank."""
+    for part, error, lost in _state.missing:
+        active.trouble(part, error, lost)
 
 
 def _tell_torch(active: Recorder) -> None:

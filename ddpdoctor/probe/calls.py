@@ -238,13 +238,24 @@ def _returned(number: int | None, result: Any) -> None:
         active.trouble("calls.returned", error, LOST)
 
 
+def _waited_for(work: Any) -> int | None:
+    """The number of the call whose end is waited for, where that is on record."""
+    active = recorder()
+    if active is None or _depth.inside:
+        return None
+    try:
+        written = tape(active)
+        return written.number_of(work) if written else None
+    except Exception as error:
+        active.trouble("calls.wait", error, LOST)
+        return None
+
+
 def _watch_waits(c10d: Any) -> None:
     original = c10d.Work.wait
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        active = recorder()
-        written = tape(active) if active is not None and not _depth.inside else None
-        number = written.number_of(self) if written else None
+        number = _waited_for(self)
         _mark(number, State.WAITING)
         began = time.monotonic()
         try:

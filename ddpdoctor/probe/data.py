@@ -326,7 +326,12 @@ def _before(active: Recorder, reading: Reading) -> Any:
     if reading.batches not in RANDOM_BATCHES:
         reading.watch_random = reading.batches < RANDOM_BATCHES.start
         return None
-    return randomness.positions()
+    try:
+        return randomness.positions()
+    except Exception as error:
+        reading.watch_random = False
+        active.trouble("data.random", error, "the random numbers that loading data draws")
+        return None
 
 
 def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from .recorder import guarded
-
 Activate = Callable[[int, int, str | None], None]
 """(rank, world size, init method) as given to `init_process_group`, -1 where left out."""
 
+Missing = tuple[str, Exception, str]
+"""A part that could not be put in place, why, and what is not observed without it."""
 
-def install(activate: Activate) -> None:
-    """Wrap torch; call once, right after torch was imported."""
+
+def install(activate: Activate) -> list[Missing]:
+    """Wrap torch; call once, right after torch was imported. What could not be put in place."""
     from . import (
         autograd,
         bypass,
@@ -54,6 +55,7 @@ def install(activate: Activate) -> None:
     )
 
     moments.forget()
+    missing: list[Missing] = []
     for part in (
         groups,
         modules,
@@ -94,15 +96,9 @@ def install(activate: Activate) -> None:
         try:
             part.install()
         except Exception as error:  # this torch lacks something: the other parts still work
-            guarded(part.__name__, _raise(error), lost=part.LOST)
+            missing.append((part.__name__, error, part.LOST))
     groups.activate_with(activate)
     dataparallel.activate_with(activate)
     # By name: torch.multiprocessing re-exports a function that hides the module of the same name.
     process.watch_spawned(importlib.import_module("torch.multiprocessing.spawn"))
-
-
-def _raise(error: Exception) -> Callable[[object], None]:
-    def work(_: object) -> None:
-        raise error
-
-    return work
+    return missing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from types import CodeType, FrameType
@@ -50,8 +49,10 @@ def install() -> None:
     original = torch.nn.Module.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
+        try:
             _note(self, sys._getframe(1))
+        except Exception as error:
+            _missed(error)
         try:
             original(self, *args, **kwargs)
         except BaseException as error:
@@ -120,8 +121,13 @@ def _registered(module: Any, name: str, parameter: Any) -> None:
         if frame is not None and _births.is_user(frame.f_code):
             lines = _births.parameters.setdefault(module, {})
             lines[name] = (frame.f_code, frame.f_lineno)
-    except Exception:  # only the line is lost
-        return
+    except Exception as error:
+        _missed(error)
+
+
+def _missed(error: Exception) -> None:
+    if (active := recorder()) is not None:
+        active.trouble("modules", error, LOST)
 
 
 def _note(module: Any, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ from . import models, moments, nonfinite_origin
 from .models import Model
 from .moments import Backward, Forward, Step
 from .nonfinite_origin import finite
-from .recorder import Recorder
+from .recorder import Recorder, shielded
 from .torch_private import compiling
 
 LOST = "where NaN and infinity come from"
@@ -155,7 +155,7 @@ def _watch_gradients(active: Recorder, backward: Backward) -> None:
             elif not finite(gradient):
                 _state.local_bad = True
 
-        _state.handles.append(node.register_prehook(look))
+        _state.handles.append(node.register_prehook(shielded("numerics.look", look, LOST)))
 
 
 def _sample(model: Model) -> Any:

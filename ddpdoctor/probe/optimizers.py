@@ -82,8 +82,9 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     if recorder() is not None:
-        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-        guarded("optimizer-step", lambda active: _begins(active, optimizer, closure), lost=LOST)
+        guarded(
+            "optimizer-step", lambda active: _begins(active, optimizer, args, kwargs), lost=LOST
+        )
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -91,7 +92,8 @@ def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         guarded("optimizer-step", lambda active: _ends(active, optimizer), lost=LOST)
 
 
-def _begins(active: Recorder, optimizer: Any, closure: bool) -> None:
+def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
+    closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
     known = _optimizers.known.get(optimizer)
     if known is None:
         known = _optimizers.known[optimizer] = Optimizer(_optimizers.count)

@@ -156,6 +156,19 @@ def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | Non
         active.own_ns += time.perf_counter_ns() - began
 
 
+def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callable[..., None]:
+    """A callback for torch to call: what fails in it is counted and never reaches the user."""
+
+    def call(*args: Any) -> None:
+        try:
+            callback(*args)
+        except Exception as error:
+            if (active := _current.recorder) is not None:
+                active.trouble(part, error, lost)
+
+    return call
+
+
 def complain(error: BaseException) -> None:
     """The probe could not even start: leave the reason in the run folder for the report."""
     try:

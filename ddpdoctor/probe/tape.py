@@ -298,7 +298,7 @@ def tape(active: Recorder) -> Tape | None:
         return None
     try:
         _Current.tape = Tape(active)
-    except OSError as error:
+    except Exception as error:
         _Current.failed = active
         active.trouble("ring", error, "the last calls before a kill, and hangs")
         return None

@@ -9,6 +9,8 @@ from typing import Any
 
 from .recorder import Recorder
 
+LOST = "the line that edits a tensor"
+
 LINES_AT_MOST = 3000
 
 
@@ -59,7 +61,11 @@ class Tracer:
         self._frames.clear()
 
     def _global(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._local if self._active.sites.kind(frame.f_code) == "user" else None
+        try:
+            return self._local if self._active.sites.kind(frame.f_code) == "user" else None
+        except Exception as error:
+            self._active.trouble("tracing", error, LOST)
+            return None
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
         if self._found is not None or self._lines > LINES_AT_MOST:
@@ -74,7 +80,7 @@ class Tracer:
                 self._look()
         except Exception as error:
             self._lines = LINES_AT_MOST + 1
-            self._active.trouble("tracing", error, "the line that edits a tensor")
+            self._active.trouble("tracing", error, LOST)
         return self._local
 
     def _look(self) -> None:

@@ -10,7 +10,7 @@ from ..events import ModulesSkipped, ParameterUse, UnusedParameters
 from . import moments
 from .models import Model
 from .moments import Backward, Forward
-from .recorder import Recorder
+from .recorder import Recorder, shielded
 from .sources import branch_around
 from .torch_private import compiling, ready_indices, without_gradient
 
@@ -258,7 +258,9 @@ class CallWatch:
         for name, module in modules:
             if any(p is not None for p in module._parameters.values()):
                 watch.owners.add(name)
-            watch._handles.append(module.register_forward_pre_hook(watch._note(name)))
+            watch._handles.append(
+                module.register_forward_pre_hook(shielded("unused.note", watch._note(name)))
+            )
         return watch
 
     def _note(self, name: str) -> Any:
