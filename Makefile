@@ -12,7 +12,7 @@ DEMO_RUN := build/demo
 help:
 	@echo "make demo         install into .venv and examine a faulty sample"
 	@echo "make test         run the tests"
-	@echo "make no-harm      every clean sample with and without the doctor, bit by bit"
+	@echo "make no-harm      all clean samples with and without the doctor, bit by bit; the doctor broken"
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
 	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
 	@echo "make frameworks   Lightning, Accelerate, Transformers, torchdata, mpirun, ... for real"
@@ -42,7 +42,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 no-harm: $(INSTALLED)
-	$(BIN)/python -m pytest -m exhaustive tests/test_no_harm.py
+	$(BIN)/python -m pytest -m exhaustive tests/test_no_harm.py tests/test_fail_open.py
 
 torch-tests: $(INSTALLED)
 	$(BIN)/python -m pytest -s -m exhaustive tests/torch_own

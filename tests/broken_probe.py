@@ -1,11 +1,16 @@
-"""Trains again and again, each time with another part of the probe broken; a program, not a test.
+"""Trains again and again, each time with another function of the probe broken; a program, no test.
 
-The numbers must never change, and what failed must be on record.
+Every function of the probe that a healthy training calls raises in turn, every time that it is
+called: the numbers must never change, nothing may get out, and what failed must be on record.
 """
 
+import contextlib
 import os
 import pathlib
+import random
 import sys
+import types
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,149 +18,213 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddpdoctor.probe import activation, moments, patching, recorder, torch_private
+from ddpdoctor import ring, runfolder
+from ddpdoctor.probe import activation, recorder
 
 PLACE = pathlib.Path(os.environ["PLACE"])
-around, subscribe, emit = patching.around, moments.Moment.subscribe, recorder.Recorder.emit
 
-
-def train():
-    torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{PLACE}/meeting-{os.urandom(4).hex()}", rank=0, world_size=1
-    )
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    data = TensorDataset(torch.randn(24, 4))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
-        for (x,) in loader:
-            optimizer.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            dist.all_reduce(loss.detach())
-        scheduler.step()
-        torch.save(model.state_dict(), PLACE / "weights.pt")
-        torch.load(PLACE / "weights.pt")
-    group = dist.new_group([0])
-    dist.barrier(group=group)
-    dist.destroy_process_group()
-    return torch.cat([p.flatten() for p in model.parameters()]), torch.get_rng_state()
+GUARDS = {
+    "activation.leave", "activation.torch_loaded", "activation.uninstall",
+    "calls._mark", "calls._returned", "calls._waited_for",
+    "data._before", "data._dropped", "data._failed", "data._look",
+    "frames.passed_over", "frames.unframe",
+    "modules._missed", "modules._registered", "moments.Moment.happens",
+    "optimizers._post_hook", "optimizers._pre_hook",
+    "patching._run", "patching.around", "patching.on_restore", "patching.refused",
+    "patching.replace", "patching.replace_copies", "patching.restore", "process.uninstall",
+    "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
+    "recorder.guarded", "recorder.recorder", "recorder.set_recorder", "recorder.shielded",
+    "torch_private.resume_compiler",
+}  # fmt: skip
+"""What catches the failures of all others: nothing stands between these and the user."""
 
 
 class Injected(Exception):
     pass
 
 
+def train():
+    torch.manual_seed(0)
+    random.seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{PLACE}/meeting-{os.urandom(4).hex()}", rank=0, world_size=1
+    )
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        for number, (x, _) in enumerate(loader):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(x).square().mean().backward()
+            loss = model(x).square().sum()
+            if number % 2:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            loss.item()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            dist.all_reduce(total, async_op=True).wait()
+        scheduler.step()
+        torch.save(model.state_dict(), PLACE / "weights.pt")
+        model.load_state_dict(torch.load(PLACE / "weights.pt"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+    group = dist.new_group([0])
+    told = [None]
+    dist.all_gather_object(told, 7, group=group)
+    dist.broadcast(total, src=0)
+    dist.barrier(group=group)
+    with contextlib.suppress(TypeError):
+        model(None)
+    dist.destroy_process_group()
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+    parameters = torch.cat([p.flatten() for p in model.parameters()])
+    return parameters, torch.get_rng_state(), torch.tensor(random.random())
+
+
+def examined(name, trace=None):
+    """Train under the probe, in place as the shim does it; what is on record of it."""
+    folder = PLACE / f"{name} {os.urandom(4).hex()}"
+    folder.mkdir()
+    os.environ["DDPDOCTOR_DIR"] = str(folder)
+    os.environ["DDPDOCTOR_PROBE"] = '{"every": 1, "budget": 100}'
+    sys.setprofile(trace)
+    try:
+        try:
+            activation.torch_loaded()
+        except Exception as error:
+            recorder.complain(error)
+        result = train()
+        try:
+            activation.leave(None, None)
+        except Exception as error:
+            recorder.complain(error)
+    finally:
+        sys.setprofile(None)
+        activation.uninstall()
+    files = [*folder.glob("*.jsonl"), *folder.glob("probe-errors-*")]
+    return result, "".join(path.read_text() for path in files)
+
+
+def functions():
+    """Every function of the probe, by name; for what is made inside of others see `closures`."""
+    found = {}
+    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("ddpdoctor.probe.")]
+    for module in (*modules, ring, runfolder):
+        short = module.__name__.rpartition(".")[2]
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") != module.__name__:
+                continue
+            held = {f".{n}": v for n, v in vars(value).items()} if isinstance(value, type) else {}
+            for inner, function in (held or {"": value}).items():
+                function = getattr(function, "__func__", None) or getattr(
+                    function, "fget", function
+                )
+                if isinstance(function, types.FunctionType):
+                    found[f"{short}.{name}{inner}"] = function
+    return {n: f for n, f in found.items() if not f.__code__.co_freevars and n not in GUARDS}
+
+
+def closures():
+    """Code of functions made inside of others, by name; without the wrappers, which users call."""
+    found = {}
+    for code in called:
+        name = getattr(code, "co_qualname", "")  # Python 3.11
+        ours = "/ddpdoctor/" in code.co_filename and "importlib" not in code.co_filename
+        if "<locals>" in name and ours and code.co_name not in ("exit", "call"):
+            found[f"{pathlib.Path(code.co_filename).stem}.{name}"] = code
+    return dict(sorted(found.items()))
+
+
+def broken(function):
+    """Train with a function that always raises."""
+
+    def stub(*args, **kwargs):
+        __injected__()  # noqa: F821
+
+    code = function.__code__
+    function.__globals__["__injected__"] = inject
+    function.__code__ = stub.__code__
+    try:
+        return examined("broken")
+    finally:
+        function.__code__ = code
+        del function.__globals__["__injected__"]
+
+
+def cut_short(code):
+    """The same for a function made inside of another, the first time that it is called."""
+
+    def tracer(frame, event, argument):
+        if frame.f_code is code and not fired:
+            inject()
+
+    sys.settrace(tracer)
+    try:
+        return examined("broken")
+    finally:
+        sys.settrace(None)
+
+
 fired = []
 
 
-def failing(name):
-    def hook(*args, **kwargs):
-        fired.append(name)
-        raise Injected(name)
-
-    return hook
-
-
-def examined(name, *, break_around=None, break_subscribe=None, break_emit=False):
-    """Train under a probe of which one thing is broken."""
-    folder = PLACE / re_name(name)
-    folder.mkdir(exist_ok=True)
-    os.environ["DDPDOCTOR_DIR"] = str(folder)
-    os.environ["DDPDOCTOR_PROBE"] = '{"every": 1, "budget": 100}'
-    fired.clear()
-    seen = []
-
-    def watched_around(owners, attribute, *, before=None, after=None, **rest):
-        for which, hook in (("before", before), ("after", after)):
-            part = f"{hook.__module__}.{hook.__name__} {attribute}" if hook else ""
-            if part:
-                seen.append(("around", part))
-            if part and part == break_around:
-                before = failing(part) if which == "before" else before
-                after = failing(part) if which == "after" else after
-        return around(owners, attribute, before=before, after=after, **rest)
-
-    def watched_subscribe(self, callback, **rest):
-        part = f"{self.name} {callback.__module__}.{callback.__name__}"
-        seen.append(("subscribe", part))
-        if part == break_subscribe:
-            broken = failing(part)
-            broken.__module__ = callback.__module__
-            callback = broken
-        return subscribe(self, callback, **rest)
-
-    def broken_emit(self, event, *, vital=False):
-        if type(event).__name__ != "RankStarted":
-            fired.append("emit")
-            raise OSError(28, "No space left on device")
-        return emit(self, event, vital=vital)
-
-    for module in list(sys.modules.values()):
-        name_of = getattr(module, "__name__", "")
-        if name_of.startswith("ddpdoctor.probe") and hasattr(module, "around"):
-            module.around = watched_around
-    moments.Moment.subscribe = watched_subscribe
-    if break_emit:
-        recorder.Recorder.emit = broken_emit
-    try:
-        activation.torch_loaded()
-        result = train()
-    finally:
-        activation.uninstall()
-        recorder.Recorder.emit = emit
-    return result, seen
-
-
-def re_name(text):
-    return "".join(c if c.isalnum() else "-" for c in text)
+def inject():
+    fired.append(1)
+    raise Injected("injected")
 
 
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def note(frame, event, argument):
+    if event == "call":
+        called.add(frame.f_code)
+
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+called = set()
 plain = train()
-examined("import everything first")  # the modules bind `around` when they are imported
-healthy, hooks = examined("healthy")
+examined("import everything first")
+healthy, record = examined("healthy", note)
 assert same(plain, healthy), "the healthy probe changes the numbers"
-assert len(hooks) > 20, hooks
-told = 0
-chosen = list(dict.fromkeys(hooks))[:: int(os.environ.get("EVERY", "1"))]
-for kind, part in chosen:
-    result, _ = examined(part, **{f"break_{kind}": part})
-    assert same(plain, result), f"{part} changed the numbers"
-    if fired:
-        text = (PLACE / re_name(part) / "rank-0.jsonl").read_text()
-        assert "Injected" in text, f"{part} failed and nobody says so"
-        told += 1
-assert told > len(chosen) // 3, told
-result, _ = examined("emit", break_emit=True)
-assert same(plain, result) and fired
-private = {
-    n: f
-    for n, f in vars(torch_private).items()
-    if callable(f) and f.__module__ == torch_private.__name__
-}
-for name, function in private.items():
-
-    def missing(*args, **kwargs):
-        raise AttributeError("another version of torch")
-
-    holders = [
-        m
-        for n, m in sys.modules.items()
-        if n.startswith("ddpdoctor.probe") and getattr(m, name, None) is function
-    ]
-    for module in holders:
-        setattr(module, name, missing)
-    result, _ = examined(f"private {name}")
-    for module in holders:
-        setattr(module, name, function)
-    assert same(plain, result), f"{name} is missing and the numbers change"
-print(f"broke {told} of {len(chosen)} hooks (there are {len(set(hooks))}), {len(private)} private")
+assert "probe-trouble" not in record, record
+used = {n: f for n, f in functions().items() if f.__code__ in called} | closures()
+assert len(used) > 400, len(used)
+chosen = list(used)[:: int(os.environ.get("EVERY", "1"))]
+wrong = []
+for name in chosen:
+    fired.clear()
+    part = used[name]
+    try:
+        result, record = (broken if isinstance(part, types.FunctionType) else cut_short)(part)
+    except Injected:
+        wrong.append(f"{name}: its failure got out")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        continue
+    if not same(plain, result):
+        wrong.append(f"{name}: its failure changes the numbers")
+    if fired and "Injected" not in record:
+        wrong.append(f"{name} failed and nobody says so")
+print("\n".join(wrong))
+print(f"broke {len(chosen)} of {len(used)} functions, {len(wrong)} of them badly")
+sys.exit(bool(wrong))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import leaving
 import pytest
 from sampling import ROOT, Sample, collect, inherited, run
 
@@ -60,11 +61,25 @@ def test_the_doctor_changes_nothing(sample: Sample, tmp_path: Path) -> None:
     doctor = [sys.executable, "-m", "ddpdoctor", "run", "--out", "run", *sample_options(sample)]
     without = seen(plain, tmp_path / "without")
     with_doctor = seen([*doctor, *options, *script], tmp_path / "with")
+    if with_doctor[2] != without[2] != seen(plain, tmp_path / "again")[2]:
+        pytest.skip("computes something else each time without the doctor, too")
     assert with_doctor[2] == without[2]
     if without[0] == 0:  # torch itself aborts now and then when correct scripts leave
         assert with_doctor[0] == 0
     # What the ranks print is all there, whatever the doctor adds on stderr.
     assert not set(stable(without[1])) - set(with_doctor[1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("program", leaving.PROGRAMS)
+def test_ranks_do_not_die_more_often_while_they_leave(program: str) -> None:
+    ends = leaving.measured(100, program, fresh=False)
+    alone, watched = (
+        sum(n for status, n in ends[side].items() if status) for side in (False, True)
+    )
+    assert [e.total() for e in ends.values()] == [200, 200]
+    assert watched - alone <= 3 * (watched + alone + 1) ** 0.5, ends
 
 
 def sample_options(sample: Sample) -> list[str]:

@@ -1,7 +1,7 @@
-"""PyTorch's own distributed tests on gloo, as a script: `python gloo_tests.py TEST...`.
+"""PyTorch's own distributed tests, on gloo, as a script: `python gloo_tests.py TEST...`.
 
-What test/distributed/test_distributed_spawn.py does in PyTorch's repository, from the parts that
-the wheel ships. Every test spawns its own ranks. Prints one line a test: `ok`, `skip` or `FAIL`.
+What test/distributed does in PyTorch's repository, from the parts that the wheel ships. Every test
+starts its own ranks. Prints one line a test: `ok`, `skip` or `FAIL`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,37 @@ for name in ("barrier", "test_dir", "init_dir"):
     (Path(PLACE) / name).mkdir(exist_ok=True)
 
 import torch  # noqa: E402
+from torch.testing._internal.common_distributed import MultiProcessTestCase  # noqa: E402
+from torch.testing._internal.distributed.ddp_under_dist_autograd_test import (  # noqa: E402
+    DdpComparisonTest,
+)
 from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
     DistributedTest,
     TestDistBackend,
+)
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (  # noqa: E402
+    TensorPipeRpcAgentTestFixture,
 )
 
 METHOD = os.environ.get("START_METHOD", "fork")
 """torch's own way, `spawn`, imports torch anew in every rank of every test."""
 
 
-class TestGloo(TestDistBackend, DistributedTest._DistTestBase):
+class Started(MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context(METHOD).Process)
+
+
+class TestGloo(Started, TestDistBackend, DistributedTest._DistTestBase):
+    """As many ranks as WORLD_SIZE says."""
+
+
+class TestDdpComparison(Started, TensorPipeRpcAgentTestFixture, DdpComparisonTest):
+    """Four ranks."""
+
+
+CLASSES = (TestGloo, TestDdpComparison)
 
 
 class Lines(unittest.TestResult):
@@ -49,11 +67,17 @@ class Lines(unittest.TestResult):
 
 
 def main() -> None:
-    names = sys.argv[1:]
-    if names == ["--list"]:
-        print("\n".join(unittest.defaultTestLoader.getTestCaseNames(TestGloo)))
-        return
-    unittest.TestSuite(TestGloo(name) for name in names).run(Lines())
+    asked = set(sys.argv[1:])
+    tests = [
+        kind(name)
+        for kind in CLASSES
+        for name in unittest.defaultTestLoader.getTestCaseNames(kind)
+        if asked & {name, "--list"}
+    ]
+    if asked == {"--list"}:
+        print("\n".join(test._testMethodName for test in tests))
+    else:
+        unittest.TestSuite(tests).run(Lines())
 
 
 if __name__ == "__main__":
