@@ -12,7 +12,7 @@ from . import drift, models, moments
 from .models import Model
 from .moments import Forward
 from .patching import around, on_restore
-from .recorder import Recorder, guarded
+from .recorder import Recorder, guarded, shielded
 from .torch_private import compiling
 
 LOST = "drift at evaluation around the wrapper"
@@ -48,7 +48,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
         _Awaited.models.add(model)
         if _Awaited.handle is None:
             register = torch.nn.modules.module.register_module_forward_pre_hook
-            _Awaited.handle = register(_called)
+            _Awaited.handle = register(shielded("evaluation", _called, LOST))
 
 
 def _called(module: Any, args: Any) -> None:

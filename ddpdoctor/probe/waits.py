@@ -19,7 +19,7 @@ from . import moments, torch_private
 from .moments import Backward, Step
 from .patching import around
 from .reading import halvings
-from .recorder import Recorder, guarded
+from .recorder import Recorder, shielded
 
 LOST = "how long ranks wait for each other"
 
@@ -80,10 +80,13 @@ def enters(phase: Phase, site: int, now: float) -> None:
         _time.sites[_time.segment] = site
 
 
-def waited(seconds: float) -> None:
-    """The rank comes out of a collective that took so long."""
+def _waited(seconds: float) -> None:
     if get_ident() == _time.thread:
         _time.waited[_time.segment] += seconds
+
+
+waited = shielded("waits", _waited, LOST)
+"""(seconds) The rank comes out of a collective that took so long."""
 
 
 def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -108,11 +111,11 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         return
     nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
     if (node := next((n for n in nodes if n is not None), None)) is not None:
-        _Tail.handle = node.register_prehook(_running)
+        _Tail.handle = node.register_prehook(shielded("waits", _running, LOST))
 
 
 def _running(gradients: Any) -> None:
-    guarded("waits", lambda _: torch_private.when_computed(_computed), lost=LOST)
+    torch_private.when_computed(shielded("waits", _computed, LOST))
 
 
 def _computed() -> None:
