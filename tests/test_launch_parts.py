@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -203,3 +204,32 @@ def test_default_folders_do_not_collide(tmp_path: Path, monkeypatch: pytest.Monk
     made = [_open_folder(None, "a b/c", None).path for _ in range(3)]
     assert len(set(made)) == 3
     assert all(p.parent == Path("ddpdoctor-runs") and "a-b-c" in p.name for p in made)
+
+
+BROKEN_MONITOR = """
+import os, signal, sys, threading
+from ddpdoctor.launch.supervisor import Supervisor, to_group
+
+def fail(*args, **kwargs):
+    raise RuntimeError("injected")
+
+class Monitor:
+    tick = stopped = swept = reaped = rank_pids = failed = fail
+    ranks_wait = property(fail)
+
+if sys.argv[2:]:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+watch = Supervisor(Monitor(), forward=to_group)
+sys.exit(watch.run(["sh", "-c", sys.argv[1]], os.environ, new_session=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "stopped", "status"),
+    [("sleep 0.6; exit 7", [], 7), ("trap 'exit 9' TERM; sleep 30 & wait", ["stop"], 9)],
+)
+def test_a_broken_monitor_ends_no_run_and_holds_no_signal_back(
+    command: str, stopped: list[str], status: int
+) -> None:
+    words = [sys.executable, "-c", BROKEN_MONITOR, command, *stopped]
+    assert subprocess.run(words, timeout=60).returncode == status
