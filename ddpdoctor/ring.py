@@ -26,6 +26,7 @@ _PHASE = struct.Struct("<iid")  # phase, site, since
 _PHASE_AT = 64
 _MOVED = struct.Struct("<qQdQ")  # step, progress, progress at, calls made
 _MOVED_AT = _PHASE_AT + _PHASE.size
+_PHASE_MOVED = struct.Struct("<iidqQdQ")  # both
 _HEAD_BYTES = 256
 # number + 1, index, group, signature, site, step, peer, began, state, ended
 _SLOT = struct.Struct("<Qqiiiqidi4xd")
@@ -190,9 +191,10 @@ class RingWriter:
     def phase(self, phase: int, site: int) -> float:
         """The rank goes over to another phase; returns the time."""
         now = time.monotonic()
-        _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
         self._progress += 1  # as `alive`: this happens six times a step
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        _PHASE_MOVED.pack_into(
+            self._map, _PHASE_AT, phase, site, now, self.step, self._progress, now, self._count
+        )
         return now
 
     def alive(self, now: float) -> None:

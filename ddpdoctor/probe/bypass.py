@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 from types import CodeType, FrameType, MethodType
 from typing import Any
@@ -56,7 +57,7 @@ class Bypass:
         self.last: Bypassed | None = None
 
 
-_known: weakref.WeakKeyDictionary[Model, Bypass] = weakref.WeakKeyDictionary()
+_known: defaultdict[Model, Bypass] = defaultdict(Bypass)
 
 
 class _Trap:
@@ -70,6 +71,7 @@ class _Trap:
 
 def install() -> None:
     _disarm()
+    _known.clear()
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_begins.subscribe(_step_begins, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
@@ -84,7 +86,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model, communicated in backward.unannounced:
         if communicated or not _meant_to_synchronise(model):
             continue
-        known = _known.setdefault(model, Bypass())
+        known = _known[model]
         known.suspect = Suspect(
             backward.number, backward.site, _stamps(model), model.forwards - known.forwards_at_step
         )
@@ -94,7 +96,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
 
 
 def _meant_to_synchronise(model: Model) -> bool:
-    wrapper = model.wrapper() if model.wrapper else None
+    wrapper = model.ddp()
     return wrapper is None or bool(wrapper.require_backward_grad_sync)
 
 
@@ -170,7 +172,7 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
         gradient = None if parameter is None else parameter.grad
         if gradient is None or id(gradient) != stamp:
             continue
-        if gradient.device.type != "cpu" or gradient.is_sparse or bool(gradient.any()):
+        if not gradient.is_cpu or gradient.is_sparse or bool(gradient.any()):
             return True
     return False
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ring import State
-from . import groups, models, moments, waits
+from . import groups, moments, waits
 from .frames import passed_over, unframe
+from .looks import Look
 from .moments import Backward, Forward
 from .patching import around, refused, replace
 from .recorder import Recorder, recorder
 from .tape import tape
-from .torch_private import joins, sequence_number
+from .torch_private import joins
 
 LOST = "collectives, and with them mismatches and hangs"
 
@@ -274,10 +275,10 @@ def _watch_waits(c10d: Any) -> None:
 
 
 class _Open:
-    """Calls of wrapped models that have begun: group, call number, torch's sequence number."""
+    """Calls of wrapped models that have begun: group or look, call number."""
 
     forwards: list[tuple[Any, int]] = []
-    backwards: list[tuple[Any, int, int]] = []
+    backwards: list[tuple[Look, int]] = []
 
 
 def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,7 +300,7 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
     number = groups.number_of(getattr(ddp, "process_group", None))
     if written is None or number < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
         return
-    call = written.collective(number, "DDP forward", written.here())
+    call = written.collective(number, "DDP forward", written.at(forward.frame))
     _Open.forwards.append((ddp.process_group, call))
 
 
@@ -316,26 +317,25 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     if written is None:
         return
     seen: set[int] = set()
-    for model in models.live():
-        ddp = model.wrapper() if model.wrapper else None
-        if ddp is None or not (model.pending and model.pending_sync) or joins(ddp):
+    for look in backward.looks:
+        ddp = look.model.ddp()
+        if not look.expected or not look.model.pending_sync or ddp is None or joins(ddp):
             continue
         number = groups.number_of(ddp.process_group)
         if number < 0 or number in seen:
             continue
         seen.add(number)
-        call = written.collective(number, "DDP backward", written.here())
-        entry = (ddp.process_group, call, sequence_number(ddp.process_group))
-        _Open.backwards.append(entry)
+        call = written.collective(number, "DDP backward", written.at(backward.frame))
+        _Open.backwards.append((look, call))
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     ended, _Open.backwards = _Open.backwards, []
     written = tape(active)
-    for group, call, sequence in ended:
+    for look, call in ended:
         if backward.error is not None:
             _mark(call, State.FAILED)
-        elif written and sequence >= 0 and sequence_number(group) == sequence:
+        elif written and look.sequence >= 0 and not look.communicated():
             written.void(call)
         else:
             _mark(call, State.DONE)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class Watch:
     told: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
 
 
-_watches: weakref.WeakKeyDictionary[Model, Watch] = weakref.WeakKeyDictionary()
+_watches: defaultdict[Model, Watch] = defaultdict(Watch)
 
 
 class _Calls:
@@ -66,6 +67,7 @@ def install() -> None:
     import torch.nn
 
     _Calls.made, _Calls.applying = [], 0
+    _watches.clear()
     around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
     around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
     moments.forward_begins.subscribe(_forward_begins, lost=LOST)
@@ -102,14 +104,14 @@ def _apply_ends(active: Recorder, before: Any, result: Any, error: BaseException
         if lost:
             names = tuple(model.names[i] for i in lost)
             change = Change("converted", names, [model.parameters[i] for i in lost], active.site())
-            _watches.setdefault(model, Watch()).found.append(change)
+            _watches[model].found.append(change)
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     model = forward.model
     if not forward.grad_enabled or not forward.sync:
         return
-    watch = _watches.setdefault(model, Watch())
+    watch = _watches[model]
     turns = 4 + len(model.parameters) // LIGHT
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
@@ -180,7 +182,7 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
 def _forward_ends(active: Recorder, forward: Forward) -> None:
     error = forward.error
     if error is not None and "finished reduction in the prior iteration" in str(error):
-        watch = _watches.setdefault(forward.model, Watch())
+        watch = _watches[forward.model]
         _look_at_flags(active, forward.model, watch)
         frozen = [c for c in watch.found if c.kind == "frozen"]
         for change in frozen:

@@ -52,17 +52,20 @@ class Watched:
     def _zero(self) -> bool:
         for ref in self.parameters:
             grad = None if (p := ref()) is None else p.grad
-            if grad is None or grad.device.type != "cpu" or grad.numel() > SMALL:
+            if grad is None or not grad.is_cpu or grad.numel() > SMALL:
                 continue
             return not bool(grad.detach().count_nonzero())
         return False
 
 
-_watched: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+class _Watching:
+    """Optimizers of which it is not known yet whether their gradients are ever cleared."""
+
+    watched: list[tuple[weakref.ref[Any], Watched]] = []
 
 
 def install() -> None:
-    _watched.clear()
+    _Watching.watched = []
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_begins.subscribe(_step_begins, lost=LOST)
@@ -70,13 +73,13 @@ def install() -> None:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    for watched in _watched.values():
+    for _, watched in _Watching.watched:
         if not watched.cleared:
             watched.look()
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
-    for watched in _watched.values():
+    for _, watched in _Watching.watched:
         if watched.cleared:
             continue
         now = watched.state()
@@ -87,19 +90,19 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
+    watched = step.known.notes.get(Watched)
     optimizer = step.optimizer()
-    if optimizer is None:
-        return
-    watched = _watched.get(optimizer)
-    if watched is None:
+    if watched is None and optimizer is not None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        _watched[optimizer] = Watched(held)
-    elif not step.closure and watched.parameters:
+        watched = step.known.notes[Watched] = Watched(held)
+        living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
+        _Watching.watched = [*living, (step.optimizer, watched)]
+    elif watched is not None and watched.parameters and not step.closure:
         _judge(active, step, watched)
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    watched = _watched.get(step.optimizer())
+    watched = step.known.notes.get(Watched)
     if watched is None or not watched.parameters:
         return
     if step.closure:
@@ -115,6 +118,7 @@ def _judge(active: Recorder, step: Step, watched: Watched) -> None:
     carried = not watched.cleared
     if not carried:
         watched.parameters = []  # cleared once: that is all there is to know
+        _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
     if carried == watched.told or watched.count >= TOLD_AT_MOST:
         return
     watched.told = carried

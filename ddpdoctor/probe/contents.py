@@ -176,7 +176,7 @@ def _place(tensor: Any, row: int | None) -> tuple[int, int]:
     import torch
 
     count = tensor.numel()
-    if not count or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not count or not tensor.is_cpu or tensor.layout is not torch.strided:
         return 0, 0
     address, width = tensor.data_ptr(), tensor.element_size()
     if row is None:

@@ -53,7 +53,7 @@ def install() -> None:
     around(wrapper, "__init__", before=_making, after=_made, lost=LOST)
     around(wrapper, "forward", before=_forward, lost=LOST)
     around(wrapper, "gather", before=_gathering, after=_gathered, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -169,7 +169,7 @@ def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
             yield from _tensors(part, f"{name}.{fields[index]}" if fields else f"{name}[{index}]")
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _pulse(active: Recorder, step: Step) -> None:
     if len(_state.devices) < 2:
         return
     now = time.monotonic()

@@ -116,7 +116,7 @@ def numbers(totals: Sequence[Any]) -> list[int]:
 
 def digests(tensors: Iterable[Any]) -> list[int]:
     """Digests of tensors on the CPU, at once. `ABSENT` for None, unsuited and CUDA tensors."""
-    on_cpu = (t if t is not None and t.device.type == "cpu" else None for t in tensors)
+    on_cpu = (t if t is not None and t.is_cpu else None for t in tensors)
     return numbers(sums(on_cpu)[0])
 
 

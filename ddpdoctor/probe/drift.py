@@ -66,7 +66,7 @@ class Waiting:
         self._present: list[bool] = []
         self.values: list[int] = []
         there = [t for t in totals if t is not None]
-        if there and there[0].device.type != "cpu":
+        if there and not there[0].is_cpu:
             self._copy(there)
         else:
             self._finish()
@@ -128,7 +128,6 @@ def install() -> None:
     import torch.distributed.distributed_c10d as c10d
 
     _drift.__init__()  # type: ignore[misc]
-    holdings.forget()
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
     moments.step_begins.subscribe(_step_begins, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
@@ -154,7 +153,7 @@ def _watch(active: Recorder, holding: Holding) -> Watch:
 
 def _tell_replica(active: Recorder, watch: Watch) -> None:
     holding = watch.holding
-    wrapper = holding.model.wrapper() if holding.model.wrapper else None
+    wrapper = holding.model.ddp()
     if wrapper is None:
         return
     hook = comm_hook(wrapper)
@@ -202,7 +201,7 @@ def _look_for_reasons(active: Recorder, watch: Watch, step: Step) -> None:
     if watch.left_out:
         return
     model = watch.holding.model
-    if joins(model.wrapper() if model.wrapper else None):
+    if joins(model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
         _tell_replica(active, watch)
         return
@@ -277,7 +276,7 @@ def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) 
         _record_state(active, watch, step)
     parameters = watch.holding.parameters(watch.holding.positions)
     size = sum(p.numel() for p in parameters if p is not None)
-    on_cpu = all(p is None or p.device.type == "cpu" for p in parameters)
+    on_cpu = all(p is None or p.is_cpu for p in parameters)
     if not on_cpu or size > SKETCHED_AT_MOST or not (step.number == 0 or active.affordable()):
         return
     for kind in kinds:

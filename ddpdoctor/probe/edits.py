@@ -7,7 +7,6 @@ be blamed on the rank that made it, and on the line.
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
 from ..events import Clipped, Edited
@@ -61,7 +60,7 @@ class Followed:
 
 class _Edits:
     def __init__(self) -> None:
-        self.models: weakref.WeakKeyDictionary[Model, Followed] = weakref.WeakKeyDictionary()
+        self.models: dict[Model, Followed] = {}
         self.functions: dict[str, None] = {}
         self.calls: dict[int, int] = {}
         self.spent_ns = 0
@@ -228,7 +227,7 @@ def _values(tensors: list[Any]) -> list[float]:
     values: list[float] = []
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            if tensor is None or tensor.device.type != "cpu" or not tensor.is_floating_point():
+            if tensor is None or not tensor.is_cpu or not tensor.is_floating_point():
                 continue
             if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel():
                 step = max(1, tensor.numel() // SAMPLED)

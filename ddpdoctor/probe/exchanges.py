@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import autograd, moments
+from . import autograd, models, moments
 from .moments import Backward, Call, Step
 from .recorder import Recorder
 from .torch_private import sequence_number
@@ -96,7 +96,8 @@ def _step_ends(active: Recorder, step: Step) -> None:
         _window.recent, _window.earlier = [], []
     _window.after_backward = _window.uncounted = False
     _window.calls = 0
-    _window.sequence = sequence_number(_world())
+    # Only asked where nothing is wrapped.
+    _window.sequence = -1 if models.live() else sequence_number(_world())
 
 
 def _world() -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from . import models
+from . import models, optimizers
 from .models import Model
 from .moments import Step
 
@@ -38,13 +37,6 @@ class _Known:
         self.models = -1
 
 
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
-
-
-def forget() -> None:
-    _known.clear()
-
-
 def of(step: Step) -> list[Holding]:
     """The wrapped models that a stepping optimizer trains."""
     if step.holdings is None:
@@ -56,9 +48,9 @@ def _of(step: Step) -> list[Holding]:
     optimizer = step.optimizer()
     if optimizer is None:
         return []
-    known = _known.get(optimizer)
+    known = step.known.notes.get(_Known)
     if known is None:
-        known = _known[optimizer] = _Known()
+        known = step.known.notes[_Known] = _Known()
     size = sum(len(group["params"]) for group in optimizer.param_groups)
     count = models.count()
     if (size, count) != (known.size, known.models):
@@ -70,7 +62,10 @@ def _of(step: Step) -> list[Holding]:
 def _find(optimizer: Any, number: int) -> list[Holding]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     claimed = {
-        h.model for other, known in _known.items() if other is not optimizer for h in known.holdings
+        h.model
+        for other in optimizers.known()
+        if other.number != number and _Known in other.notes
+        for h in other.notes[_Known].holdings
     }
     found = []
     for model in models.live():

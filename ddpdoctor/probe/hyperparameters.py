@@ -32,11 +32,15 @@ class Scaler:
         self.scale: float | None = None
 
 
+class Told:
+    """What was told last of one optimizer."""
+
+    def __init__(self) -> None:
+        self.groups: list[dict[str, Any]] = []
+
+
 class _Known:
     def __init__(self) -> None:
-        self.told: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
         self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
@@ -62,12 +66,14 @@ def _step_begins(active: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None or not told_at(step.number):
         return
-    now = [_values(group) for group in optimizer.param_groups[:GROUPS_AT_MOST]]
-    before = _known.told.get(optimizer)
+    told = step.known.notes.get(Told)
+    if told is None:
+        told = step.known.notes[Told] = Told()
+    before, now = told.groups, [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
     if before == now:
         return
     set_sites = _set_sites(active, before, now) if before else {}
-    _known.told[optimizer] = now
+    told.groups = now
     active.emit(
         Hyperparameters(
             at=time.monotonic(),
@@ -114,7 +120,7 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
 def _number(value: Any) -> Any:
     """The value of a tensor of one element on the CPU; anything else as it is."""
     one = getattr(value, "numel", None)
-    if one is not None and value.device.type == "cpu" and one() == 1:
+    if one is not None and value.is_cpu and one() == 1:
         return float(value.detach())
     return value
 
@@ -132,7 +138,7 @@ def _scale(scaler: Any) -> float:
     held = getattr(scaler, "_scale", None)
     if held is None:
         return float(getattr(scaler, "_init_scale", -1.0))
-    return float(held) if held.device.type == "cpu" else -1.0
+    return float(held) if held.is_cpu else -1.0
 
 
 def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
+from collections import defaultdict
 from typing import Any
 
 from ..events import ForwardInput
@@ -20,7 +20,7 @@ FIRST = 16
 """Forwards recorded one by one, per model; then every 16th up to `PER_DOUBLING` of them, then
 every 32nd and so on: the same ones on every rank."""
 
-PER_DOUBLING = 64
+PER_DOUBLING = 8
 
 
 class _Model:
@@ -39,7 +39,7 @@ class _Model:
         self.fed = False
 
 
-_models: weakref.WeakKeyDictionary[Model, _Model] = weakref.WeakKeyDictionary()
+_models: defaultdict[Model, _Model] = defaultdict(_Model)
 
 
 def install() -> None:
@@ -60,7 +60,7 @@ def sampled(forward: int) -> bool:
 def _forward(active: Recorder, forward: Forward) -> None:
     if not forward.grad_enabled:
         return
-    known = _models.setdefault(forward.model, _Model())
+    known = _models[forward.model]
     number, known.forwards = known.forwards, known.forwards + 1
     if not sampled(number):
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import weakref
 from typing import Any
 
 from ..events import BatchSeen, GradientReduced, LossScaled
@@ -36,9 +35,7 @@ class _Losses:
         self.suspected: set[int] = set()
         self.told: set[int] = set()
         self.following = False
-        self.batches: weakref.WeakKeyDictionary[Model, tuple[int, str, float]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.batches: dict[Model, tuple[int, str, float]] = {}
         self.batches_told = 0
         self.reductions: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
@@ -56,9 +53,11 @@ def install() -> None:
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
     """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
-    if forward.grad_enabled and _losses.suspected - _losses.told and not _losses.following:
+    if not forward.grad_enabled:
+        return
+    if not _losses.following and _losses.suspected - _losses.told:
         _losses.following = anomaly_mode(True)
-    if forward.grad_enabled and forward.error is None:
+    if forward.error is None:
         forward.model.batch_size = _leading_size((*forward.args, *forward.kwargs.values()))
 
 
@@ -125,7 +124,7 @@ def _divisor(node: Any, name: str) -> float:
     if not name.startswith(("DivBackward", "MulBackward")):
         return 0.0
     other = node._saved_other
-    if other is None or other.dim() or other.device.type != "cpu" or other.requires_grad:
+    if other is None or other.dim() or not other.is_cpu or other.requires_grad:
         return 0.0
     value = float(other)
     if name.startswith("Mul"):
@@ -164,7 +163,7 @@ def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, mo
 
 
 def _group_size(model: Model) -> int:
-    wrapper = model.wrapper() if model.wrapper else None
+    wrapper = model.ddp()
     group = getattr(wrapper, "process_group", None)
     return int(group.size()) if group is not None else 0
 

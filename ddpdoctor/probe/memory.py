@@ -59,7 +59,7 @@ _memory = _Memory()
 
 def install() -> None:
     _memory.__init__()  # type: ignore[misc]
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
     moments.forward_ends.subscribe(_forward_ends, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
@@ -90,7 +90,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         _memory.idle, _memory.last_step = 0, active.step
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _pulse(active: Recorder, step: Step) -> None:
     now = time.monotonic()
     if now >= _memory.due:
         _sample(active, now)

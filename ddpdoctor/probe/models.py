@@ -20,6 +20,9 @@ from .resolving import setting_in_frames
 LOST = "models wrapped in DistributedDataParallel"
 
 
+SAMPLED = 4
+
+
 class Model:
     """What the probe knows of one wrapper. Holds no reference that keeps anything alive.
 
@@ -28,6 +31,7 @@ class Model:
         names, trainable: of its parameters as they were given.
         parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
             positions of those that DDP synchronises, `ignored` of those it was told to ignore.
+        sample: a few of the expected ones, which tell whether a backward reached the model.
         forwards: forwards with gradients; `pending` of them wait for their backward.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
     """
@@ -40,6 +44,8 @@ class Model:
         self.trainable: list[bool] = []
         self.parameters = [weakref.ref(p) for p in parameters]
         self.expected = expected
+        step = max(1, len(expected) // SAMPLED)
+        self.sample = [*expected[:-1:step], *expected[-1:]]
         self.ignored: frozenset[int] = frozenset()
         self.find_unused = False
         self.static_graph = False
@@ -52,6 +58,19 @@ class Model:
         self.forward_site = -1
         self.batch_size = -1
 
+    def ddp(self) -> Any:
+        """The wrapper, None where there is none yet or any more."""
+        return None if self.wrapper is None else self.wrapper()
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """Identity and version of the sampled gradients; (0, -1) where there is none."""
+        found = []
+        for position in self.sample:
+            parameter = self.parameters[position]()
+            grad = None if parameter is None else parameter.grad
+            found.append((0, -1) if grad is None else (id(grad), grad._version))
+        return found
+
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""
         alive = [ref() for ref in self.parameters]
@@ -61,6 +80,8 @@ class Model:
 class _Models:
     def __init__(self) -> None:
         self.all: list[Model] = []
+        self.live: list[Model] | None = None
+        self.gone: list[Model] = []
         self.by_wrapper: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
         self.forward_s = 0.0
         self.inside = 0
@@ -73,7 +94,15 @@ _models = _Models()
 
 def live() -> list[Model]:
     """Models whose wrapper still exists."""
-    return [m for m in _models.all if m.wrapper is not None and m.wrapper() is not None]
+    if _models.live is None:
+        known = [m for m in _models.all if m.wrapper is not None]
+        _models.live = [m for m in known if m.ddp() is not None]
+        _models.gone = [m for m in known if m.ddp() is None]
+    return _models.live
+
+
+def _wrappers_changed(_: object = None) -> None:
+    _models.live = None
 
 
 def count() -> int:
@@ -83,11 +112,11 @@ def count() -> int:
 
 def discarded() -> list[Model]:
     """Models whose wrapper is gone although they live on, and that no other wrapper has taken."""
-    gone = [m for m in _models.all if m.wrapper is not None and m.wrapper() is None]
-    if not gone:
+    current = live()
+    if not _models.gone:
         return []
-    taken = {id(m.inner()) for m in live()}
-    return [m for m in gone if m.inner() is not None and id(m.inner()) not in taken]
+    taken = {id(m.inner()) for m in current}
+    return [m for m in _models.gone if m.inner() is not None and id(m.inner()) not in taken]
 
 
 def covered() -> set[int]:
@@ -264,7 +293,8 @@ def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | N
 
 
 def _join(active: Recorder, model: Model, wrapper: Any) -> None:
-    model.wrapper = weakref.ref(wrapper)
+    model.wrapper = weakref.ref(wrapper, _wrappers_changed)
+    _wrappers_changed()
     model.find_unused = bool(wrapper.find_unused_parameters)
     model.static_graph = bool(wrapper.static_graph)
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
@@ -293,14 +323,16 @@ def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
         model = _adopted(active, wrapper)
     if model is None:
         return None
+    frame = active.sites.user_frame(sys._getframe(1))
     forward = Forward(
         model=model,
         wrapper=wrapper,
-        site=active.site(),
+        site=active.sites.at(frame),
         grad_enabled=torch.is_grad_enabled(),
         sync=bool(wrapper.require_backward_grad_sync),
         args=args[1:],
         kwargs=kwargs,
+        frame=frame,
     )
     if forward.grad_enabled:
         model.forwards += 1
@@ -309,6 +341,7 @@ def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
         model.forward_site = forward.site
     _models.inside += 1
     moments.forward_begins.happens(active, forward)
+    forward.frame = None
     return forward, time.monotonic()
 
 

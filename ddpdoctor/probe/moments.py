@@ -9,16 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .recorder import Recorder
 
 if TYPE_CHECKING:
     from .holdings import Holding
+    from .looks import Look
     from .models import Model
     from .optimizers import Optimizer
 
 M = TypeVar("M")
+
+PULSE_S = 0.02
+PULSES_FIRST = 16
 
 
 class Moment(Generic[M]):
@@ -47,13 +52,14 @@ class Moment(Generic[M]):
         self._callbacks.clear()
 
 
-@dataclass
+@dataclass(slots=True)
 class Forward:
     """One forward of a wrapped model.
 
     Attributes:
         args, kwargs: what the user passed; output what came back (at the end, None before).
             Watchers must not keep them.
+        frame: the user's that makes the call; at the begin only.
         grad_enabled: gradients were on; sync: DDP meant to synchronise the next backward.
         error: what the forward raised, at the end.
     """
@@ -65,17 +71,20 @@ class Forward:
     sync: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    frame: FrameType | None = None
     output: Any = None
     error: BaseException | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Backward:
     """One outermost backward.
 
     Attributes:
         number: how many this process had before it.
         roots: the tensors it starts from. Watchers must not keep them.
+        frame: the user's that calls it; at the begin only.
+        looks: one at every model that it might be of.
         models: at the end, the models whose parameters it reached and that it was told apart
             from the pending ones by; `synced` are those whose group communicated meanwhile.
         untouched: at the end, by model number, positions (as in `Wrapped.parameters`) of expected
@@ -92,6 +101,8 @@ class Backward:
     site: int
     roots: tuple[Any, ...]
     began: float
+    frame: FrameType | None = None
+    looks: list[Look] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     synced: set[int] = field(default_factory=set)
     expected_sync: dict[int, bool] = field(default_factory=dict)
@@ -102,7 +113,7 @@ class Backward:
     error: BaseException | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """One optimizer step, at its begin (gradients final, nothing applied) or end.
 
@@ -148,12 +159,14 @@ backward_ends: Moment[Backward] = Moment("backward ends")
 called: Moment[Call] = Moment("called")
 step_begins: Moment[Step] = Moment("step begins")
 step_ends: Moment[Step] = Moment("step ends")
+pulse: Moment[Step] = Moment("pulse")
+"""After a step: the first `PULSES_FIRST`, then no more than one in `PULSE_S` seconds."""
 leaving: Moment[None] = Moment("leaving")
 """The interpreter is about to leave; the last chance to record."""
 
 EVERY = (
     wrapped, forward_begins, forward_ends, backward_begins, gradients_ready, backward_ends,
-    called, step_begins, step_ends, leaving,
+    called, step_begins, step_ends, pulse, leaving,
 )  # fmt: skip
 
 

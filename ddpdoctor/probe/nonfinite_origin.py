@@ -47,11 +47,11 @@ def finite(tensor: Any) -> bool:
         tensor.is_floating_point() or tensor.is_complex()
     ):
         return True
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
         return True
+    if tensor.numel() == 1 and not tensor.is_complex():
+        return math.isfinite(tensor.item())
     plain = tensor.detach()
-    if plain.numel() == 1 and not plain.is_complex():
-        return math.isfinite(plain.item())
     # A sum is half the work; one that overflows is looked at again.
     if not plain.is_complex() and math.isfinite(plain.sum().item()):
         return True

@@ -7,9 +7,11 @@ nothing waits for the device: flags are copied to the host and read at a later s
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -55,10 +57,8 @@ class _Numerics:
         self.waiting: list[tuple[Flag, NonFinite]] = []
         self.told = 0
         self.backwards = 0
-        self.inputs: weakref.WeakKeyDictionary[Model, list[tuple[str, Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.samples: weakref.WeakKeyDictionary[Model, Any] = weakref.WeakKeyDictionary()
+        self.inputs: dict[Model, list[tuple[str, Any]]] = {}
+        self.samples: dict[Model, Any] = {}
 
 
 _state = _Numerics()
@@ -76,21 +76,19 @@ def install() -> None:
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and _state.told < MOST_TOLD:
         given = [(f"argument {n}", value) for n, value in enumerate(forward.args)]
-        _state.inputs[forward.model] = list(_tensors([*given, *forward.kwargs.items()]))
+        _state.inputs[forward.model] = _tensors([*given, *forward.kwargs.items()])
 
 
-def _tensors(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _tensors(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Weak references to the tensors among the inputs of a forward, and in their containers."""
-    import torch
-
     found: list[tuple[str, Any]] = []
-    for name, value in named[:MOST_INPUTS]:
-        if isinstance(value, torch.Tensor):
+    for name, value in itertools.islice(named, MOST_INPUTS):
+        if hasattr(value, "untyped_storage"):
             found.append((name, weakref.ref(value)))
         elif isinstance(value, dict):
-            found += _tensors([(str(k), v) for k, v in value.items()])
+            found += _tensors((str(k), v) for k, v in value.items())
         elif isinstance(value, (list, tuple)):
-            found += _tensors([(f"{name}[{n}]", v) for n, v in enumerate(value)])
+            found += _tensors((f"{name}[{n}]", v) for n, v in enumerate(value))
     return found[:MOST_INPUTS]
 
 
@@ -99,12 +97,12 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     _state.flags.clear()
     if _state.told >= MOST_TOLD or compiling():
         return
-    root = next((r for r in backward.roots if _is_plain(r)), None)
+    root = next(filter(_is_plain, backward.roots), None)
     if root is None:
         return
-    if root.device.type == "cuda":
+    if root.is_cuda:
         _flag_later(active, backward, root, "loss")
-    elif root.device.type == "cpu" and not finite(root):
+    elif not finite(root):
         _state.suspect = _diagnose(active, backward, root)
         return
     if _state.backwards < ALWAYS or active.affordable():
@@ -150,7 +148,7 @@ def _watch_gradients(active: Recorder, backward: Backward) -> None:
             gradient = gradients[0]
             if gradient is None:
                 return
-            if gradient.device.type == "cuda":
+            if gradient.is_cuda:
                 _flag_later(active, backward, gradient, "gradient")
             elif not finite(gradient):
                 _state.local_bad = True

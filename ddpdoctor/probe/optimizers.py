@@ -19,13 +19,18 @@ STEPS_IN_FULL = 2000
 
 
 class Optimizer:
-    """What the probe knows of one optimizer."""
+    """What the probe knows of one optimizer.
+
+    Attributes:
+        notes: what watchers know of it, by their own class; dies with the optimizer.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.steps = 0
         self.began = 0.0
         self.step: Step | None = None
+        self.notes: dict[type, Any] = {}
         self.backwards = 0
         self.synced = 0
         self.told_step = -1
@@ -39,6 +44,7 @@ class _Optimizers:
         self.count = 0
         self.last_step_at = 0.0
         self.seconds = 0.0
+        self.pulse_at = 0.0
 
 
 _optimizers = _Optimizers()
@@ -47,6 +53,11 @@ _optimizers = _Optimizers()
 def known_optimizer(optimizer: Any) -> Optimizer | None:
     """What is known of an optimizer that has stepped."""
     return _optimizers.known.get(optimizer)
+
+
+def known() -> list[Optimizer]:
+    """Of every living optimizer that has stepped."""
+    return list(_optimizers.known.values())
 
 
 def made() -> list[Any]:
@@ -164,4 +175,7 @@ def _ends(active: Recorder, optimizer: Any) -> None:
         known.backwards, known.synced = backwards, synced
     if not autograd.running():
         moments.step_ends.happens(active, known.step)
-    active.tell_cost()
+        if now >= _optimizers.pulse_at or active.step <= moments.PULSES_FIRST:
+            _optimizers.pulse_at = now + moments.PULSE_S
+            moments.pulse.happens(active, known.step)
+            active.tell_cost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
+from collections import defaultdict
 from typing import Any
 
 from ..events import Ownership
@@ -34,7 +34,7 @@ class Watch:
         self.backwards = 0
 
 
-_watches: weakref.WeakKeyDictionary[Model, Watch] = weakref.WeakKeyDictionary()
+_watches: defaultdict[Model, Watch] = defaultdict(Watch)
 
 
 def install() -> None:
@@ -54,7 +54,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
         return
     held = optimizers.held()
     for model in models.live():
-        watch = _watches.setdefault(model, Watch())
+        watch = _watches[model]
         if watch.backwards != model.backwards:
             _compare(active, model, watch, held, step)
 

@@ -18,6 +18,9 @@ SPARSE_AFTER = 1000
 """Steps after which only every second one is looked at, and at each doubling half as many: the
 record stays small however long the run."""
 
+CHOSEN_ANEW = 16
+"""The choice is made in the first steps, and then once in so many."""
+
 WIDEST = 128
 """Tensors of a kind per row, once the first hundred steps are over."""
 
@@ -45,7 +48,8 @@ class Pace:
             return 1 if step % self.every == 0 else 0
         if step in EARLY:
             return 1
-        self._choose(kinds, sharers)
+        if step < CHOSEN_ANEW or step % CHOSEN_ANEW == 0:
+            self._choose(kinds, sharers)
         if full(step) and self._full_ns(kinds) <= self._allowed(sharers) * step:
             return 1
         thin = max(self.thin, (step // SPARSE_AFTER).bit_length())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-import weakref
+from collections import defaultdict
 from types import CodeType
 
 from ..events import ReadyTwice, StaticGraphBroken
@@ -38,7 +38,7 @@ class Watch:
         self.silent = 0
 
 
-_watches: weakref.WeakKeyDictionary[Model, Watch] = weakref.WeakKeyDictionary()
+_watches: defaultdict[Model, Watch] = defaultdict(Watch)
 
 
 def install() -> None:
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
-    watch = _watches.setdefault(forward.model, Watch())
+    watch = _watches[forward.model]
     if not forward.grad_enabled:
         return
     if watch.backwards:
@@ -73,7 +73,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             _judge_static(active, model, text, backward.site)
         return
     for model in [*backward.models, *(m for m, _ in backward.unannounced)]:
-        _watches.setdefault(model, Watch()).backwards += 1
+        _watches[model].backwards += 1
     for model in backward.models:
         silent = model.number not in backward.synced
         if model.static_graph and silent and backward.expected_sync[model.number]:
@@ -89,7 +89,7 @@ def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
 
 
 def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
-    watch = _watches.setdefault(model, Watch())
+    watch = _watches[model]
     active.emit(
         StaticGraphBroken(
             at=time.monotonic(),
@@ -111,7 +111,7 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
     model = _whose(backward, text)
     if model is None:
         return
-    watch = _watches.setdefault(model, Watch())
+    watch = _watches[model]
     found = PARAMETER.search(text)
     name = (found.group(2) or "").rstrip(".,") if found else ""
     if found and not name and int(found.group(1)) < len(model.expected):

@@ -5,7 +5,6 @@ Installed only once a model asks for the search."""
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
 from ..events import SearchCost
@@ -19,7 +18,7 @@ LOST = "the cost of find_unused_parameters"
 
 class _Searches:
     hooked = False
-    seconds: weakref.WeakKeyDictionary[Model, tuple[int, float]] = weakref.WeakKeyDictionary()
+    seconds: dict[Model, tuple[int, float]] = {}
 
 
 def install() -> None:

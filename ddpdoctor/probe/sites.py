@@ -45,6 +45,9 @@ class Sites:
         # By strings: their hashes are kept, those of code objects are computed each time.
         self._kinds: dict[str, str] = {}
         self._numbers: dict[tuple[str, int, str], int] = {}
+        # By identity and instruction: to find out the line takes longer than all else. The code
+        # objects are kept, so that an identity means one of them.
+        self._instructions: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._by_place: dict[tuple[str, int, str], int] = {}
 
     def here(self) -> int:
@@ -52,8 +55,18 @@ class Sites:
         return self.of(sys._getframe(1))
 
     def of(self, frame: FrameType | None) -> int:
-        found = self.user_frame(frame)
-        return self.number(found.f_code, found.f_lineno) if found else -1
+        return self.at(self.user_frame(frame))
+
+    def at(self, frame: FrameType | None) -> int:
+        """The number of the line that a frame is executing, -1 for None."""
+        if frame is None:
+            return -1
+        code = frame.f_code
+        key = id(code), frame.f_lasti
+        known = self._instructions.get(key)
+        if known is None:
+            known = self._instructions[key] = (self.number(code, frame.f_lineno), code)
+        return known[0]
 
     def user_frame(self, frame: FrameType | None) -> FrameType | None:
         """The innermost frame of the user's at or above `frame`, or else of a library."""

@@ -49,7 +49,7 @@ def install() -> None:
     _state = _Surroundings()
     around(torch, "set_num_threads", before=_threads_set, lost="who chose the number of threads")
     moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
@@ -122,7 +122,7 @@ def _threads_set(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     _state.asked_at = active.site()
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _pulse(active: Recorder, step: Step) -> None:
     now = time.monotonic()
     if active.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
         return

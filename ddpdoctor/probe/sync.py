@@ -11,17 +11,15 @@ from typing import Any
 from ..events import SyncPattern
 from . import exchanges, holdings, models, moments
 from .holdings import Holding
+from .looks import Look
 from .models import Model
 from .moments import Backward, Forward, Step
 from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
-from .torch_private import exposed_seconds, sequence_number
+from .torch_private import exposed_seconds
 
 LOST = "which backwards synchronised"
-
-LOOKED_AT = 4
-"""Parameters per model whose gradients tell whether a backward reached the model."""
 
 TOLD_AT_MOST = 2000
 AGAIN_AT = (9, 99, 999)
@@ -51,37 +49,20 @@ class Sync:
     """
 
     def __init__(self, model: Model) -> None:
-        step = max(1, len(model.expected) // LOOKED_AT)
         self.model = model
-        self.sample = [*model.expected[:-1:step], *model.expected[-1:]]
         self.contributions: list[Contribution] = []
         self.forwards = 0
         self.flag = True
         self.forward_site = -1
         self.off_site = -1
         self.functional = -1
-        self.before: list[tuple[int, int]] = []
         self.after: list[tuple[int, int]] = []
-        self.sequence = -1
         self.backward_s = 0.0
         self.told: dict[int, tuple[Any, ...]] = {}
         self.count = 0
 
-    def gradients(self) -> list[tuple[int, int]]:
-        """Identity and version of the sampled gradients; (0, -1) where there is none."""
-        found = []
-        for position in self.sample:
-            parameter = self.model.parameters[position]()
-            grad = None if parameter is None else parameter.grad
-            found.append((0, -1) if grad is None else (id(grad), grad._version))
-        return found
 
-    def group(self) -> Any:
-        wrapper = self.model.wrapper() if self.model.wrapper else None
-        return getattr(wrapper, "process_group", None)
-
-
-_syncs: weakref.WeakKeyDictionary[Model, Sync] = weakref.WeakKeyDictionary()
+_syncs: dict[Model, Sync] = {}
 _off_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -157,39 +138,36 @@ def _off_site(active: Recorder, wrapper: Any) -> int:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    for model in models.live():
-        if not model.forwards:
-            continue
-        sync = _of(model)
-        sync.before = sync.gradients()
-        sync.sequence = sequence_number(sync.group())
-        if sync.contributions and _cleared(sync):
+    for look in backward.looks:
+        sync = _syncs.get(look.model)
+        if sync is not None and sync.contributions and _cleared(sync, look):
             sync.contributions.clear()
 
 
-def _cleared(sync: Sync) -> bool:
+def _cleared(sync: Sync, look: Look) -> bool:
     """Whether every gradient was dropped or overwritten since the last backward."""
-    pairs = zip(sync.before, sync.after, strict=True)
+    pairs = zip(look.before, sync.after, strict=True)
     return bool(sync.after) and all(now != then for now, then in pairs if then[1] >= 0)
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     if backward.error is not None:
         return
-    for model in models.live():
-        sync = _syncs.get(model)
-        if sync is None or not sync.before:
+    for look in backward.looks:
+        model = look.model
+        if not model.forwards or model.ddp() is None:
             continue
-        sync.after = sync.gradients()
-        changed = zip(sync.sample, sync.before, sync.after, strict=True)
+        sync = _of(model)
+        sync.after = look.after
+        changed = zip(model.sample, look.before, look.after, strict=True)
         touched = frozenset(p for p, old, new in changed if old != new)
         if touched or model in backward.models:
-            _contributed(sync, backward, touched)
+            _contributed(sync, backward, look, touched)
 
 
-def _contributed(sync: Sync, backward: Backward, touched: frozenset[int]) -> None:
-    now = sequence_number(sync.group())
-    communicated = now != sync.sequence or now < 0
+def _contributed(sync: Sync, backward: Backward, look: Look, touched: frozenset[int]) -> None:
+    now = look.sequence_after
+    communicated = look.communicated() or now < 0
     own_forward = sync.forwards > 0
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched, now)
     new.forward_site = sync.forward_site
@@ -207,7 +185,7 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
         return "second backward", backward.site
     if sync.flag:
         return "not reduced", backward.site
-    wrapper = sync.model.wrapper() if sync.model.wrapper else None
+    wrapper = sync.model.ddp()
     blame = sync.off_site if sync.off_site >= 0 else backward.site
     if wrapper is not None and wrapper.require_backward_grad_sync:
         return "forward only", blame
@@ -237,7 +215,7 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
     reason = last.reason if last else ""
     blame = last.blame if last else -1
     if last is None:
-        if sync.functional < 0 or not any(version >= 0 for _, version in sync.gradients()):
+        if sync.functional < 0 or not any(version >= 0 for _, version in holding.model.gradients()):
             return
         reason, blame = "autograd.grad", sync.functional
     line, once = _most_synced(made)
@@ -265,7 +243,7 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
             line=line,
             talked=exchanges.gradients_exchanged(parameters),
             backward_s=sync.backward_s,
-            exposed_s=exposed_seconds(holding.model.wrapper() if holding.model.wrapper else None),
+            exposed_s=exposed_seconds(holding.model.ddp()),
         )
     )
 

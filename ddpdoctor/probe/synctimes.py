@@ -27,10 +27,10 @@ _times = _Times()
 
 def install() -> None:
     _times.due = 0.0
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _pulse(active: Recorder, step: Step) -> None:
     if step.number < FIRST_STEP:
         return
     now = time.monotonic()
@@ -38,7 +38,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         return
     _times.due = now + EVERY_S
     for model in models.live():
-        wrapper = model.wrapper() if model.wrapper else None
+        wrapper = model.ddp()
         said = torch_private.sync_times(wrapper)
         if said.get("avg_backward_comm_time", 0) > 0:
             active.emit(_event(now, model.number, said))

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable
+from types import CodeType, FrameType
 from typing import Any
 
 from ..events import CallBlock, CallRun, CallSite, Enclosing, Place, Signature
@@ -53,6 +54,8 @@ class Tape:
         self.ring = RingWriter(active.directory / f"{active.stem}.ring")
         self.signatures: dict[Key, int] = {}
         self._sites: dict[Key, int] = {}
+        # By identities and instructions, as in `Sites`.
+        self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
         self._groups: dict[int, _GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
         self._runs = 0
@@ -208,28 +211,35 @@ class Tape:
 
     def here(self) -> int:
         """The number of the place that is communicating."""
+        return self.at(self.active.sites.user_frame(sys._getframe(1)))
+
+    def at(self, frame: FrameType | None) -> int:
+        """The number of the place that a frame of the user's is at, -1 for None."""
         sites = self.active.sites
-        frame = sites.user_frame(sys._getframe(1))
         if frame is None:
             return -1
-        code = frame.f_code
-        key = [code.co_filename, frame.f_lineno, code.co_name]
+        frames = [frame]
         outer = frame.f_back
-        while outer is not None and len(key) < 3 * CALLERS:
-            code = outer.f_code
-            if sites.kind(code) is USER:
-                key += (code.co_filename, outer.f_lineno, code.co_name)
+        while outer is not None and len(frames) < CALLERS:
+            if sites.kind(outer.f_code) is USER:
+                frames.append(outer)
             outer = outer.f_back
-        known = tuple(key)
-        try:
-            return self._sites[known]
-        except KeyError:
-            return self._tell_site(known)
+        stack = tuple([n for f in frames for n in (id(f.f_code), f.f_lasti)])
+        known = self._stacks.get(stack)
+        if known is None:
+            codes = [f.f_code for f in frames]
+            lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+            known = self._stacks[stack] = (self._number(tuple(lines)), codes)
+        return known[0]
 
-    def _tell_site(self, key: Key) -> int:
-        number = self._sites[key] = len(self._sites)
+    def _number(self, lines: tuple[tuple[str, int, str], ...]) -> int:
+        number = self._sites.get(lines)
+        return self._tell_site(lines) if number is None else number
+
+    def _tell_site(self, lines: tuple[tuple[str, int, str], ...]) -> int:
+        number = self._sites[lines] = len(self._sites)
         places = []
-        for file, line, function in zip(key[::3], key[1::3], key[2::3], strict=True):
+        for file, line, function in lines:
             site = self.active.sites.place(file, line, function)
             places.append(Place(site=site, inside=_inside(file, line)))
         self.active.emit(CallSite(at=time.monotonic(), id=number, places=tuple(places)), vital=True)

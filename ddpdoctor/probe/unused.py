@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
+from collections import defaultdict
 from typing import Any
 
 from ..events import ModulesSkipped, ParameterUse, UnusedParameters
@@ -52,10 +52,11 @@ class Watched:
         self.counts: dict[int, int] = {}
 
 
-_watched: weakref.WeakKeyDictionary[Model, Watched] = weakref.WeakKeyDictionary()
+_watched: defaultdict[Model, Watched] = defaultdict(Watched)
 
 
 def install() -> None:
+    _watched.clear()
     moments.forward_begins.subscribe(_forward_begins, lost=LOST)
     moments.forward_ends.subscribe(_forward_ends, lost=LOST)
     moments.gradients_ready.subscribe(_gradients_ready, lost=LOST)
@@ -64,7 +65,7 @@ def install() -> None:
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
-    watched = _watched.setdefault(forward.model, Watched())
+    watched = _watched[forward.model]
     if not forward.grad_enabled:
         return
     if watched.due > 0 and watched.watches > 0:
@@ -146,7 +147,7 @@ def _learn_from_error(active: Recorder, forward: Forward) -> None:
 
 def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
     backward, model = moment
-    watched = _watched.setdefault(model, Watched())
+    watched = _watched[model]
     if watched.unused != ():
         _tell(active, model, (), model.synced_backwards + 1, backward.site)
 
@@ -158,7 +159,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         untouched = backward.untouched.get(model.number)
         if untouched is None or not backward.expected_sync[model.number]:
             continue
-        watched = _watched.setdefault(model, Watched())
+        watched = _watched[model]
         watched.examined += 1
         _count(watched, untouched)
         if untouched != watched.unused:

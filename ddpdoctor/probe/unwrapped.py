@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from ..events import Unwrapped, UnwrappedState
-from . import exchanges, models, moments
+from . import exchanges, models, moments, optimizers
 from .digests import sums
 from .drift import Waiting
 from .models import tensor_of
@@ -41,24 +41,18 @@ class Loose:
         self.waiting: list[tuple[int, str, Waiting, Waiting]] = []
 
 
-_loose: weakref.WeakKeyDictionary[Any, Loose] = weakref.WeakKeyDictionary()
-
-
 def install() -> None:
-    _loose.clear()
     moments.step_begins.subscribe(_step_begins, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
-    optimizer = step.optimizer()
-    if optimizer is None:
-        return
-    known = _loose.get(optimizer)
+    known = step.known.notes.get(Loose)
     # What a wrapper covers stays covered: look again only now and then.
     if known is not None and not known.parameters and step.number % LOOK_AGAIN:
         return
-    if not _several_ranks():
+    optimizer = step.optimizer()
+    if optimizer is None or not _several_ranks():
         return
     known = _known(active, optimizer, step)
     if not known.parameters:
@@ -84,7 +78,7 @@ def _several_ranks() -> bool:
 
 def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _loose.get(optimizer)
+    known = step.known.notes.get(Loose)
     if known is not None and (known.held, known.models) == (held, models.count()):
         return known
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -92,7 +86,7 @@ def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
     mine = [p for p in parameters if _floating(p) and id(p) not in covered]
     if any(_sharded(p) for p in parameters):
         mine = []
-    known = _loose[optimizer] = Loose(mine)
+    known = step.known.notes[Loose] = Loose(mine)
     known.held, known.models = held, models.count()
     if mine:
         _tell(active, step, mine)
@@ -179,5 +173,6 @@ def _one(numbers: list[int]) -> int:
 
 
 def _leaving(active: Recorder, _: None) -> None:
-    for known in _loose.values():
-        known.waiting.clear()
+    for known in optimizers.known():
+        if loose := known.notes.get(Loose):
+            loose.waiting.clear()

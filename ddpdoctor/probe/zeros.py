@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
 from ..events import ZeroGradients
@@ -25,11 +24,7 @@ class Zeros:
         self.samples = 0
 
 
-_zeros: weakref.WeakKeyDictionary[Holding, Zeros] = weakref.WeakKeyDictionary()
-
-
 def install() -> None:
-    _zeros.clear()
     moments.step_begins.subscribe(_step_begins, lost=LOST)
 
 
@@ -37,8 +32,9 @@ def _step_begins(active: Recorder, step: Step) -> None:
     number = step.number
     if number & (number - 1):
         return
+    known: dict[Holding, Zeros] = step.known.notes.setdefault(Zeros, {})
     for holding in holdings.of(step):
-        zeros = _zeros.setdefault(holding, Zeros())
+        zeros = known.setdefault(holding, Zeros())
         if zeros.always == set():
             continue
         found = _look(holding, zeros.always)
@@ -60,7 +56,7 @@ def _look(holding: Holding, before: set[int] | None) -> set[int] | None:
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             continue
-        if gradient.device.type != "cpu" or gradient.is_sparse:
+        if not gradient.is_cpu or gradient.is_sparse:
             return None
         if not bool(gradient.any()):
             found.add(position)
