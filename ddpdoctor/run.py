@@ -204,8 +204,8 @@ class Rank(Facts):
 
     def step_time(self) -> float | None:
         """Median seconds of a step, the first few left out."""
-        times = [e.wall_s for e in self.of(StepDone)][3:] or [e.wall_s for e in self.of(StepDone)]
-        return statistics.median(times) if times else None
+        times = [e.wall_s / max(1, e.count) for e in self.of(StepDone)]
+        return statistics.median(times[3:] or times) if times else None
 
 
 class Run:

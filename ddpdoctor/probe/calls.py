@@ -138,9 +138,11 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
                 _depth.inside = False
         if active is not None and failure is not None:
             active.trouble(part, failure, LOST)
-        _returned(number, result)
         if active is not None:
+            began = time.perf_counter_ns()
             waits.waited(time.monotonic() - called)
+            _returned(number, result)
+            active.own_ns += time.perf_counter_ns() - began
         return result
 
     return passed_over(wrapper)
@@ -230,8 +232,8 @@ def _returned(number: int | None, result: Any) -> None:
         written = tape(active)
         if written is None:
             return
-        works = result if isinstance(result, list) else (result,)
-        if result is not None and any(hasattr(w, "is_completed") for w in works):
+        works = () if result is None else result if isinstance(result, list) else (result,)
+        if any(hasattr(w, "is_completed") for w in works):
             written.issued(number, works)
         else:
             written.mark(number, State.DONE)

@@ -27,7 +27,9 @@ SAMPLED = 4
 """Values per gradient that tell by what it was multiplied."""
 
 ALWAYS = 4
-SHARE = 0.15
+SHARE, LEAST = 0.15, 0.05
+"""Part of the doctor's budget for this, while it is within the budget and where it is not."""
+
 TOLD_AT_MOST = 300
 TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits."""
@@ -115,7 +117,8 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
     if followed.moments <= 2 * ALWAYS:
         return True
     elapsed_ns = (time.monotonic() - active.started) * 1e9
-    return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * SHARE
+    share = SHARE if active.affordable() else LEAST
+    return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * share
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
@@ -153,9 +156,8 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if before is not None:
             now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
             _tell(active, step, holding, "parameters", before, now)
-        held = set(holding.positions)
         taken = followed.gradients
-        if taken is not None and not step.closure and held.issuperset(taken.positions):
+        if taken is not None and not step.closure and holding.held.issuperset(taken.positions):
             grads = [_gradient(holding.model, p) for p in taken.positions]
             _tell(active, step, holding, "gradients", taken, Taken(taken.positions, grads, True))
         followed.gradients = None

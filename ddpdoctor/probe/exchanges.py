@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import autograd, models, moments
 from .moments import Backward, Call, Step
@@ -28,8 +27,7 @@ CARRY_VALUES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One tensor that was handed to a collective: its size and where its memory begins."""
 
     group: int

@@ -14,7 +14,7 @@ class Holding:
 
     Attributes:
         positions: in `Wrapped.parameters`, ascending. The first optimizer of a model also answers
-            for its frozen parameters: they are replicated too.
+            for its frozen parameters: they are replicated too. `held` are the same as a set.
         synchronised: those of `positions` whose gradients DDP averages.
     """
 
@@ -22,6 +22,7 @@ class Holding:
         self.model = model
         self.optimizer = optimizer
         self.positions = positions
+        self.held = frozenset(positions)
         expected = set(model.expected)
         self.synchronised = [p for p in positions if p in expected]
 

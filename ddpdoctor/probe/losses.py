@@ -37,6 +37,7 @@ class _Losses:
         self.following = False
         self.batches: dict[Model, tuple[int, str, float]] = {}
         self.batches_told = 0
+        self.sizes: dict[Model, frozenset[int]] = {}
         self.reductions: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
 
@@ -202,6 +203,15 @@ def _called(active: Recorder, call: Call) -> None:
             return
 
 
+def _sizes(model: Model) -> frozenset[int]:
+    """Numbers of elements of the parameters that DDP averages."""
+    found = _losses.sizes.get(model)
+    if found is None:
+        held = (model.parameters[position]() for position in model.expected)
+        found = _losses.sizes[model] = frozenset(p.numel() for p in held if p is not None)
+    return found
+
+
 def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
     site = active.site()
     if _losses.last_step.get(site) == active.step:
@@ -225,9 +235,13 @@ def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
 def _is_gradient(model: Model, tensor: Any) -> bool:
     """Whether a tensor shares memory with one of the gradients."""
     try:
-        wanted = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        wanted = storage.data_ptr()
+        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return False
+    if whole and tensor.numel() not in _sizes(model):
+        return False  # most often: a loss or a count
     for position in model.expected:
         parameter = model.parameters[position]()
         grad = None if parameter is None else parameter.grad

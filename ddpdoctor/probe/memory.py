@@ -46,7 +46,8 @@ class _Memory:
         self.idle = 0
         self.last_step = 0
         self.chain = 0
-        self.alive: set[Any] = set()
+        # By identity: references hash as what they refer to, which is slow with tensors.
+        self.alive: dict[int, Any] = {}
         self.censuses = 0
         self.census: dict[int, holders.Held] = {}
         self.census_at = -1
@@ -73,7 +74,12 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
 def _watch(tensor: Any) -> None:
     """Count it as long as it lives: of what every step makes, only what is kept adds up."""
     if not _memory.told and len(_memory.alive) <= 4 * SUSPICIOUS_LOSSES:
-        _memory.alive.add(weakref.ref(tensor, _memory.alive.discard))
+        reference = weakref.ref(tensor, _gone)
+        _memory.alive[id(reference)] = reference
+
+
+def _gone(reference: Any) -> None:
+    _memory.alive.pop(id(reference), None)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:

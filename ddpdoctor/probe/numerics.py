@@ -56,6 +56,7 @@ class _Numerics:
         self.flags: list[tuple[Flag, NonFinite]] = []
         self.waiting: list[tuple[Flag, NonFinite]] = []
         self.told = 0
+        self.plain: Any = None
         self.backwards = 0
         self.inputs: dict[Model, list[tuple[str, Any]]] = {}
         self.samples: dict[Model, Any] = {}
@@ -65,7 +66,10 @@ _state = _Numerics()
 
 
 def install() -> None:
+    import torch
+
     _state.__init__()  # type: ignore[misc]
+    _state.plain = torch.Tensor
     moments.forward_begins.subscribe(_forward_begins, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
@@ -95,10 +99,14 @@ def _tensors(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     _state.suspect, _state.local_bad = None, False
     _state.flags.clear()
-    if _state.told >= MOST_TOLD or compiling():
+    if _state.told >= MOST_TOLD:
         return
-    root = next(filter(_is_plain, backward.roots), None)
-    if root is None:
+    for root in backward.roots:
+        if _is_plain(root):
+            break
+    else:
+        return
+    if compiling():
         return
     if root.is_cuda:
         _flag_later(active, backward, root, "loss")
@@ -111,9 +119,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    import torch
-
-    return type(value) is torch.Tensor and value.is_floating_point()
+    return type(value) is _state.plain and value.is_floating_point()
 
 
 def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:

@@ -8,7 +8,9 @@ from ..events.drift import EARLY, full
 from .recorder import Recorder
 
 SHARE = 0.4
-"""Part of the doctor's budget that digests may take."""
+LEAST = 0.1
+"""Part of the doctor's budget that digests may take: as much as the rest of the doctor leaves, and
+the least of it where the rest is over the budget already."""
 
 FIXED_NS = 25_000
 """What a sampled step costs beside its tensors, to begin with."""
@@ -33,12 +35,16 @@ class Pace:
         self.tensors = max(1, tensors)
         every = active.options.get("every")
         self.every = int(str(every)) if str(every).isdigit() else 0
+        self.active = active
         self.percent = active.budget_percent
         self.step_ns = 0.0
+        self.others_ns = 0.0
         self.tensor_ns = TENSOR_NS
         self.stride = 1
         self.thin = 0
         self._last = 0
+        self._own = 0
+        self._spent = 0
         self._most = 1 << (self.tensors.bit_length() - 1)
 
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
@@ -61,6 +67,7 @@ class Pace:
 
     def spent(self, nanoseconds: int, tensors: int) -> None:
         """What a sampled step cost."""
+        self._spent += nanoseconds
         if tensors:
             each = max(500.0, (nanoseconds - FIXED_NS) / tensors)
             self.tensor_ns += (each - self.tensor_ns) * 0.2
@@ -72,10 +79,14 @@ class Pace:
             # Pauses (evaluation, a checkpoint) are no steps: follow upwards slowly.
             capped = min(took, 4 * self.step_ns) if self.step_ns else took
             self.step_ns += (capped - self.step_ns) * (0.1 if self.step_ns else 1.0)
-        self._last = now
+            others = self.active.own_ns - self._own - self._spent
+            self.others_ns += (others - self.others_ns) * (0.1 if self.others_ns else 1.0)
+        self._last, self._own, self._spent = now, self.active.own_ns, 0
 
     def _allowed(self, sharers: int) -> float:
-        return self.step_ns * self.percent / 100 * SHARE / max(1, sharers)
+        budget = self.step_ns * self.percent / 100
+        left = min(budget * SHARE, budget - self.others_ns)
+        return max(budget * LEAST, left) / max(1, sharers)
 
     def _full_ns(self, kinds: int) -> float:
         return FIXED_NS + self.tensor_ns * self.tensors * kinds

@@ -51,16 +51,19 @@ def around(
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
     part = f"{holders[0].__name__}.{name}"
-    run, compiler = (uncompiled(_run), compiler_in_use) if traced else (_run, None)
+    hidden, compiler = (uncompiled(_run), compiler_in_use) if traced else (_run, None)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = recorder()
         token: Any = None
         failure: Exception | None = None
+        run = _run
         if active is not None:
             if compiler is not None:
                 compiler.now = compiler.ask()
+                if compiler.now is not None:
+                    run = hidden
             if before is not None:
                 token = run(active, part, None, before, args, kwargs)
                 if type(token) is _Failure:

@@ -121,11 +121,26 @@ def uncompiled(function: Any, *, within: bool = True) -> Any:
 def pause_compiler() -> Any:
     """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
     Returns what `resume_compiler` needs, None where nothing is being compiled."""
-    torch = sys.modules.get("torch")
-    try:
-        frames = torch._C._dynamo.eval_frame  # type: ignore[union-attr]
-        return None if frames.get_eval_frame_callback() is None else (frames.set_eval_frame(None),)
-    except AttributeError:
+    if _Frames.asked is None:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return None
+        try:
+            _Frames.asked = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        except AttributeError:
+            _Frames.asked = _Frames.none
+    if _Frames.asked() is None:
+        return None
+    return (sys.modules["torch"]._C._dynamo.eval_frame.set_eval_frame(None),)
+
+
+class _Frames:
+    """torch's own function that tells whether frames are being compiled, looked up once."""
+
+    asked: Any = None
+
+    @staticmethod
+    def none() -> None:
         return None
 
 
@@ -164,13 +179,13 @@ def skip_frames(*functions: Any) -> bool:
 
 def compiling() -> bool:
     """Whether the user's code that runs now is being compiled or checked by torch.compile."""
-    import torch
-
+    torch = sys.modules["torch"]
     try:
         callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     except AttributeError:
         callback = torch.compiler.is_compiling()
-    return any(c not in (None, False) for c in (callback, compiler_in_use.now))
+    idle = (None, False)
+    return callback not in idle or compiler_in_use.now not in idle
 
 
 def when_computed(callback: Callable[[], None]) -> None:

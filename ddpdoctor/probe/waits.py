@@ -26,29 +26,41 @@ LOST = "how long ranks wait for each other"
 WINDOW = 8
 """Steps that are summed up in one record."""
 
-WINDOWS_IN_FULL = 64
+WINDOWS_IN_FULL = 24
 """Later windows are looked at more and more rarely."""
 
 SHORTEST_S = 0.005
-"""Backwards of shorter steps are not looked at: nothing that matters can be lost in them."""
+"""Shorter steps are not looked at: nothing that matters can be lost in them."""
 
 
 class _Time:
-    """Seconds since the step before, by segment: the phases, then what follows each of them."""
+    """Seconds since the step before, by segment: the phases, then what follows each of them.
+
+    Attributes:
+        looking: in this window; elsewhere nothing is measured.
+        window_at: when it began.
+    """
 
     def __init__(self) -> None:
         self.thread = get_ident()
-        self.segment = 2 * len(PHASES) - 1
-        self.since = time.monotonic()
+        self.looking = False
+        self.window_at = 0.0
+        self.segment = 0
+        self.since = 0.0
         self.spent = [0.0] * (2 * len(PHASES))
         self.waited = [0.0] * (2 * len(PHASES))
         self.sites = [-1] * len(PHASES)
         self.leader = -1
         self.followers = 0
-        self.step_s = 0.0
-        self.looking = False
         self.rows: list[list[float]] = []
         self.delayed_s = 0.0
+
+    def look(self, now: float) -> None:
+        """A step is over: measure the next one."""
+        self.segment = 2 * len(PHASES) - 1
+        self.since = now
+        self.spent = [0.0] * (2 * len(PHASES))
+        self.waited = [0.0] * (2 * len(PHASES))
 
     def settle(self, now: float) -> None:
         self.spent[self.segment] += now - self.since
@@ -70,7 +82,7 @@ def install() -> None:
 
 def enters(phase: Phase, site: int, now: float) -> None:
     """The rank goes over to another phase."""
-    if get_ident() != _time.thread:
+    if not _time.looking or get_ident() != _time.thread:
         return
     _time.settle(now)
     if phase is Phase.USER:
@@ -81,7 +93,7 @@ def enters(phase: Phase, site: int, now: float) -> None:
 
 
 def _waited(seconds: float) -> None:
-    if get_ident() == _time.thread:
+    if _time.looking and get_ident() == _time.thread:
         _time.waited[_time.segment] += seconds
 
 
@@ -107,7 +119,7 @@ class _Tail:
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     _Tail.began = 0.0
-    if not _time.looking or _time.step_s < SHORTEST_S:
+    if not _time.looking:
         return
     nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
     if (node := next((n for n in nodes if n is not None), None)) is not None:
@@ -138,20 +150,26 @@ def _step_ends(active: Recorder, step: Step) -> None:
             return  # several optimizers take turns: one of them counts the steps
         _time.leader, _time.rows, _time.looking = optimizer, [], False
     _time.followers = 0
-    _time.thread = get_ident()
-    _time.settle(time.monotonic())
-    own = [max(0.0, s - w) for s, w in zip(_time.spent, _time.waited, strict=True)]
-    _time.step_s = sum(_time.spent)
-    if _time.looking:
-        _time.rows.append([_time.step_s, sum(_time.waited), *own])
-    _time.spent, _time.waited = [0.0] * len(own), [0.0] * len(own)
     window, place = divmod(step.number + 1, WINDOW)
+    if not _time.looking and place:
+        return
+    now = time.monotonic()
+    if _time.looking:
+        _time.settle(now)
+        own = [max(0.0, s - w) for s, w in zip(_time.spent, _time.waited, strict=True)]
+        _time.rows.append([sum(_time.spent), sum(_time.waited), *own])
+        _time.look(now)
     if place == 0:
         if len(_time.rows) == WINDOW:
             _tell(active, step)
+        usual, _time.window_at = (now - _time.window_at) / WINDOW, now
         _time.rows = []
-        _time.looking = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
-        _time.delayed_s = _delayed() if _time.looking else 0.0
+        due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
+        _time.looking = due and usual >= SHORTEST_S
+        if _time.looking:
+            _time.thread = get_ident()
+            _time.look(now)
+            _time.delayed_s = _delayed()
 
 
 def _tell(active: Recorder, step: Step) -> None:

@@ -86,7 +86,9 @@ def _steps(rank: Rank, steps: list[StepDone], origin: float) -> Iterator[Text]:
     span = f"step {first.step}" if first is last else f"steps {first.step}-{last.step}"
     place = rank.location(last.site)
     where = f" at {clean(place)}" if place else ""
-    usual = statistics.median(s.wall_s for s in steps)  # the first step takes seconds
+    usual = statistics.median(
+        s.wall_s / max(1, s.count) for s in steps
+    )  # the first step takes seconds
     yield Text.assemble(
         (_clock(rank, last.at, origin), "dim"), f"{span}{where}, {duration(usual)} each"
     )
