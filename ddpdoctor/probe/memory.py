@@ -78,8 +78,8 @@ def _watch(tensor: Any) -> None:
         _memory.alive[id(reference)] = reference
 
 
-def _gone(reference: Any) -> None:
-    _memory.alive.pop(id(reference), None)
+def _gone(reference: Any, memory: _Memory = _memory) -> None:
+    memory.alive.pop(id(reference), None)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:

@@ -101,8 +101,9 @@ def live() -> list[Model]:
     return _models.live
 
 
-def _wrappers_changed(_: object = None) -> None:
-    _models.live = None
+def _wrappers_changed(_: object = None, known: _Models = _models) -> None:
+    # `known` is bound: wrappers die also when the interpreter has taken the module apart.
+    known.live = None
 
 
 def count() -> int:

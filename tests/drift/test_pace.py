@@ -1,0 +1,63 @@
+"""How much of the doctor's budget the digests take."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ddpdoctor.probe import pace
+from ddpdoctor.probe.pace import LEAST, SHARE, Pace
+
+STEP_NS = 20_000_000  # a budget of 1 % is 200 microseconds
+
+
+def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
+    """Steps of 20 ms in which the rest of the doctor takes `others_ns`."""
+    active = SimpleNamespace(options={}, budget_percent=1.0, own_ns=0)
+    clock = [1]
+    monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+    watched = Pace(active, tensors)
+    spent = 0
+    for step in range(steps):
+        if step == steps // 2:
+            spent = 0
+        stride = watched.stride_at(step, 2, 1)
+        if stride:
+            looked = -(-tensors // stride) * 2
+            cost = pace.FIXED_NS + int(pace.TENSOR_NS) * looked
+            watched.spent(cost, looked)
+            active.own_ns += cost
+            spent += cost
+        active.own_ns += others_ns
+        clock[0] += step_ns
+    return spent / (steps - steps // 2), watched
+
+
+def test_a_rest_of_the_doctor_that_costs_little_leaves_the_full_share(monkeypatch):
+    spent, _ = paced(monkeypatch, others_ns=20_000)
+    assert spent <= 1.2 * SHARE * STEP_NS / 100
+    assert spent >= 0.3 * SHARE * STEP_NS / 100
+
+
+def test_digests_make_room_for_the_rest(monkeypatch):
+    rich, _ = paced(monkeypatch, others_ns=20_000)
+    poor, watched = paced(monkeypatch, others_ns=250_000)
+    assert watched.others_ns == pytest.approx(250_000, rel=0.1)
+    assert poor < rich / 2
+    assert poor <= 2 * LEAST * STEP_NS / 100
+    assert poor > 0, "never given up altogether"
+
+
+def test_every_tensor_comes_round_however_little_is_left(monkeypatch):
+    from ddpdoctor.events.drift import chosen
+
+    active = SimpleNamespace(options={}, budget_percent=1.0, own_ns=0)
+    clock = [1]
+    monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+    watched = Pace(active, 64)
+    seen: set[int] = set()
+    for step in range(100, 100 + 64 * 64):
+        if stride := watched.stride_at(step, 2, 1):
+            seen.update(chosen(step, stride, 64))
+        active.own_ns += 1_000_000
+        clock[0] += STEP_NS
+    assert seen == set(range(64))
