@@ -46,8 +46,7 @@ class _Memory:
         self.idle = 0
         self.last_step = 0
         self.chain = 0
-        # By identity: references hash as what they refer to, which is slow with tensors.
-        self.alive: dict[int, Any] = {}
+        self.made: list[Any] = []
         self.censuses = 0
         self.census: dict[int, holders.Held] = {}
         self.census_at = -1
@@ -73,13 +72,17 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
 
 def _watch(tensor: Any) -> None:
     """Count it as long as it lives: of what every step makes, only what is kept adds up."""
-    if not _memory.told and len(_memory.alive) <= 4 * SUSPICIOUS_LOSSES:
-        reference = weakref.ref(tensor, _gone)
-        _memory.alive[id(reference)] = reference
+    if _memory.told:
+        return
+    if len(_memory.made) >= 4 * SUSPICIOUS_LOSSES and _alive() >= 2 * SUSPICIOUS_LOSSES:
+        return
+    _memory.made.append(weakref.ref(tensor))
 
 
-def _gone(reference: Any, memory: _Memory = _memory) -> None:
-    memory.alive.pop(id(reference), None)
+def _alive() -> int:
+    """How many of the tensors that were made are still there."""
+    _memory.made = [reference for reference in _memory.made if reference() is not None]
+    return len(_memory.made)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
@@ -152,7 +155,7 @@ def _device() -> tuple[int, int, int]:
 
 def _suspicious() -> bool:
     """Whether it looks like growth: enough to look for what grows, not enough to say so."""
-    if len(_memory.alive) >= SUSPICIOUS_LOSSES:
+    if _alive() >= SUSPICIOUS_LOSSES:
         return True
     seen = _memory.samples
     if len(seen) < 12:

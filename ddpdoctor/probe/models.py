@@ -80,7 +80,7 @@ class Model:
 class _Models:
     def __init__(self) -> None:
         self.all: list[Model] = []
-        self.live: list[Model] | None = None
+        self.live: list[Model] = []
         self.gone: list[Model] = []
         self.by_wrapper: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
         self.forward_s = 0.0
@@ -94,16 +94,18 @@ _models = _Models()
 
 def live() -> list[Model]:
     """Models whose wrapper still exists."""
-    if _models.live is None:
-        known = [m for m in _models.all if m.wrapper is not None]
-        _models.live = [m for m in known if m.ddp() is not None]
-        _models.gone = [m for m in known if m.ddp() is None]
+    for model in _models.live:
+        if model.ddp() is None:
+            _sort()
+            break
     return _models.live
 
 
-def _wrappers_changed(_: object = None, known: _Models = _models) -> None:
-    # `known` is bound: wrappers die also when the interpreter has taken the module apart.
-    known.live = None
+def _sort() -> None:
+    """Tell the models whose wrapper exists from those whose wrapper is gone."""
+    known = [m for m in _models.all if m.wrapper is not None]
+    _models.live = [m for m in known if m.ddp() is not None]
+    _models.gone = [m for m in known if m.ddp() is None]
 
 
 def count() -> int:
@@ -294,8 +296,8 @@ def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | N
 
 
 def _join(active: Recorder, model: Model, wrapper: Any) -> None:
-    model.wrapper = weakref.ref(wrapper, _wrappers_changed)
-    _wrappers_changed()
+    model.wrapper = weakref.ref(wrapper)
+    _sort()
     model.find_unused = bool(wrapper.find_unused_parameters)
     model.static_graph = bool(wrapper.static_graph)
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
