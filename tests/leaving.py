@@ -2,9 +2,11 @@
 
     python tests/leaving.py --times 100 [--fresh]
 
-torch itself aborts now and then when an interpreter ends: threads of gloo and of the store are
-still at work. Whoever keeps objects of torch alive makes that more likely. Ranks are forked from a
-process that has imported torch (up to a hundred pairs a minute); `--fresh` starts interpreters.
+torch itself aborts now and then when an interpreter ends, or stands still: threads of gloo and of
+the store are still at work, and one that lets go of a tensor wants the lock that the destructor of
+the group holds while it waits for that thread. Whoever keeps objects alive changes the odds.
+Ranks are forked from a process that has imported torch (up to a hundred pairs a minute); `--fresh`
+starts interpreters.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from __future__ import annotations
 import argparse
 import collections
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 PROGRAMS = ("destroyed", "left")
 """Whether the program ends with `destroy_process_group`."""
 ROUND = 10
+STUCK_S = 20
 
 
 def train(meeting: str, rank: int, program: str) -> None:
@@ -32,17 +37,20 @@ def train(meeting: str, rank: int, program: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = torch.ones(2)
     for _ in range(5):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().sum().backward()
         optimizer.step()
-        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(total)
     if program == "destroyed":
         dist.destroy_process_group()
 
 
 def pairs(times: int, program: str, fresh: bool) -> None:
     """Run two ranks again and again; prints one line of exit statuses for each pair."""
+    # Once, for all that are forked; DDP's constructor imports torch._dynamo.
+    import torch._dynamo
     import torch.distributed
     import torch.nn.parallel  # noqa: F401
 
@@ -59,8 +67,18 @@ def pairs(times: int, program: str, fresh: bool) -> None:
                 train(meeting, rank, program)
                 return  # to the interpreter's own end
             started.append(child)
-        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
-        print("ended", *ends, flush=True)
+        print("ended", *(ended(pid) for pid in started), flush=True)
+
+
+def ended(pid: int) -> int:
+    """Waits for a process; its status, -9 where it was stuck and had to be killed."""
+    deadline = time.monotonic() + STUCK_S
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            deadline += STUCK_S
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(found[1])
 
 
 def measured(times: int, program: str, fresh: bool) -> dict[bool, collections.Counter[int]]:
