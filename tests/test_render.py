@@ -234,6 +234,13 @@ def test_values_as_people_write_them() -> None:
     assert words.figure({"a": None, "b": [True, 0.5]}) == "a none, b yes, 0.5"
 
 
+def test_empty_evidence_is_left_out() -> None:
+    (finding,) = report_of(ToyStep()).findings
+    empty = {"rows": (), "names": "", "mapping": {}, "none": None, "steps": 0, "same": False}
+    told = facts.proofs(msgspec.structs.replace(finding, evidence=empty))
+    assert [(p.name, p.line) for p in told] == [("steps", "0"), ("same", "no")]
+
+
 def test_unequal_rows_are_not_folded() -> None:
     rows = [{"rank": 0, "n": 1}, {"rank": 1, "n": 2}, {"rank": 2, "n": 1}]
     (proof,) = facts.proofs(

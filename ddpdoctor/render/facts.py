@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
 from ..findings import Confidence, Finding, RankState, Report, Severity
@@ -112,10 +112,12 @@ def subjects(finding: Finding) -> str:
 
 
 def proofs(finding: Finding) -> list[Proof]:
-    """The evidence, entry by entry."""
+    """The evidence, entry by entry; what is empty proves nothing."""
     told = []
     for key, value in finding.evidence.items():
         name = title(key)
+        if value is None or (isinstance(value, str | Sized) and not value):
+            continue
         if isinstance(value, list | tuple) and value and all(isinstance(r, dict) for r in value):
             told.append(Proof(name, grid=_table([dict(r) for r in value])))
         elif isinstance(value, str) and "\n" in value.strip():
