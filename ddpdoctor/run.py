@@ -332,6 +332,17 @@ def fold_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0,2-3`."""
+    known = set(ranks)
+    return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
+
+
+def groups_text(groups: Iterable[Sequence[int]]) -> list[str]:
+    """Each of the groups of equal ranks: `rank 1 alone`, `ranks 0,2-3 alike`."""
+    return [f"{ranks_text(g)} {'alone' if len(g) == 1 else 'alike'}" for g in groups]
+
+
 class Recording:
     """A run folder being read: call `refresh` as often as it may have grown."""
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Evidence, Location, Related
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Made
 from ._mismatch import Parting, branch, condition, describe_sides
 from ._scene import QUIET_S, Scene, Stand, scene
-
-
-def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
-    """`rank 1`, `ranks 0,2-3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"
 
 
 def sides_text(parting: Parting) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, ranks_text
 
 from ._mismatch import Parting, condition, partings
 from ._scene import Scene, Stand, scene
-from ._telling import evidence, left_loop, ranks_text, related, sides_text
+from ._telling import evidence, left_loop, related, sides_text
 from ._waiting import across_groups, cycle, victims
 
 CONSEQUENCES = (

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._mismatch import Parting, describe_sides, partings
-from ._telling import evidence, ranks_text, related
+from ._telling import evidence, related
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {

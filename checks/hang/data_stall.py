@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import LoaderSeen, RankStood
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Rank, Run
+from ddpdoctor.run import Phase, Rank, Run, ranks_text
 
 from ._failures import failures
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
-from ._telling import ranks_text
 from ._waiting import merged_stacks, missing, victims, waiting_for
 
 WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")

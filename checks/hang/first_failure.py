@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import ExceptionRaised, ProcessEnded
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._failures import Failure, at_teardown, failures, left_waiting, stopped, translate
-from ._telling import ranks_text
 
 AFTERMATH_S = 0.5
 

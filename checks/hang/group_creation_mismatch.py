@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Log, Made, book
 from ._mismatch import Parting, partings
 from ._scene import QUIET_S, scene
-from ._telling import evidence, ranks_text, related
+from ._telling import evidence, related
 from ._waiting import awaited
 
 CONSEQUENCES = (

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import MemoryLimit, NodeSample, RankSample
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._failures import Failure, at_teardown, failures, whereabouts
 from ._scene import scene
-from ._telling import ranks_text
 from ._waiting import victims
 
 GIB = 1 << 30

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text
 
 from ._failures import failure, stopped
 from ._scene import QUIET_S, Scene, Stand, scene
-from ._telling import ranks_text
 from ._waiting import gone, victims, waiting_for
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Run, fold_ranks
+from ddpdoctor.run import Phase, Run, fold_ranks, ranks_text
 
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
-from ._telling import ranks_text
 from ._waiting import merged_stacks, missing, victims, waiting_for
 
 BUSY = 0.3

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import FlightLog
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, ranks_text
 
 from ._scene import Scene, Stand, scene
-from ._telling import ranks_text
 from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, victims
 
 
