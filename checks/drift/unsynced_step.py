@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import SyncPattern
+from ddpdoctor.events import StepDone, SyncPattern
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _causes
 from ._patterns import Span, patterns
-from ._replicas import Divergence, Replicas, divergence, each_model, replicas
+from ._replicas import Divergence, Member, Replicas, divergence, each_model, replicas
 
 CAUSES = {
     "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
@@ -32,6 +32,10 @@ FIXES = {
     "autograd.grad": "use `loss.backward()`, or average the gradients with `dist.all_reduce`",
     "not reduced": "call the wrapper, not `model.module`, and wrap again after changing the model",
 }
+LAST_BATCH = (
+    "synchronise on the last batch of the epoch, too: enter `no_sync()` unless "
+    "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`"
+)
 LABELS = {
     "no_sync": "still off for the micro-batch that steps",
     "forward only": "covers the forward only",
@@ -99,7 +103,9 @@ class UnsyncedStep(Check):
         if not _proven(group, bad, differ):
             return
         number, spans = next(iter(bad.items()))
-        rank, pattern = group.members[number].rank, spans[0].pattern
+        member, pattern = group.members[number], spans[0].pattern
+        rank = member.rank
+        full = _full_group(member, spans)
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
         reason = pattern.reason
@@ -108,16 +114,15 @@ class UnsyncedStep(Check):
             steps=Steps(spans[0].first, spans[-1].last, count),
             subjects=(group.any.wrapped.kind,),
             location=rank.location(pattern.site) or rank.location(pattern.backward_site),
-            label=LABELS[reason],
-            related=_related(rank, pattern),
+            label="off for all micro-batches of this step" if full else LABELS[reason],
+            related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
             summary=f"rank-local gradients reach optimizer.step on "
             f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
-            cause=CAUSES[reason],
-            fix=FIXES[reason],
+            cause=_left_over(pattern.unsynced, full) if full else CAUSES[reason],
+            fix=LAST_BATCH if full else FIXES[reason],
             fix_kind=FixKind.CHECK,
             evidence={
-                "backwards_before_the_step": f"{pattern.synced} averaged, {pattern.unsynced} not, "
-                "the last one not",
+                "backwards_before_the_step": _backwards(pattern),
                 "collectives_between_backward_and_step": "some" if pattern.talked else "none",
                 **_difference(group, differ),
             },
@@ -126,7 +131,47 @@ class UnsyncedStep(Check):
 
 
 def _who(bad: dict[int, list[Span]], run: Run) -> str:
-    return "all ranks" if len(bad) == run.world_size else f"rank {fold_ranks(bad)}"
+    return "all ranks" if len(bad) == run.world_size else ranks_text(bad)
+
+
+def _full_group(member: Member, spans: list[Span]) -> int:
+    """Micro-batches of the steps that do synchronise, where those that do not stand alone and are
+    of fewer: what an epoch leaves over; 0 where it is not so."""
+    full = [s.pattern for s in patterns(member) if not s.pattern.reason and s.pattern.synced]
+    size = min((p.synced + p.unsynced for p in full), default=0)
+    left_over = all(
+        s.pattern.reason == "no_sync"
+        and not s.pattern.synced
+        and s.pattern.unsynced < size
+        and s.count == 1
+        for s in spans
+    )
+    return size if left_over else 0
+
+
+def _left_over(count: int, full: int) -> str:
+    group = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return (
+        f"the left-over group of {group} is never synchronised: the others are of {full}, and "
+        "only a full one ends with a backward outside `no_sync()`"
+    )
+
+
+def _stepped(member: Member, step: int) -> tuple[Related, ...]:
+    """The line of one step."""
+    for done in member.rank.of(StepDone):
+        if done.optimizer == member.optimizer and done.step - done.count < step <= done.step:
+            spot = member.rank.location(done.site)
+            return (Related("steps with what is left over", spot),) if spot else ()
+    return ()
+
+
+def _backwards(pattern: SyncPattern) -> str:
+    if pattern.synced + pattern.unsynced:
+        return f"{pattern.synced} averaged, {pattern.unsynced} not, the last one not"
+    if pattern.reason == "autograd.grad":
+        return "none, the gradients were taken by `torch.autograd.grad`"
+    return ""
 
 
 def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | None) -> bool:

@@ -63,3 +63,33 @@ def test_what_drifts_later_follows_from_it():
     run = run_of(ranks)
     (cause,), (effect,) = UnsyncedStep().examine(run), ParameterDrift().examine(run)
     assert UnsyncedStep().explains(cause, effect)
+
+
+def test_the_left_over_micro_batches_of_an_epoch():
+    full, left = pattern(reason="", synced=1, unsynced=3), {"step": 2, "unsynced": 3}
+    events = [full, pattern(**left), pattern(step=3, reason="", synced=1, unsynced=3)]
+    (finding,) = UnsyncedStep().examine(run_of({n: [*events, local(1, 2, n, n)] for n in range(2)}))
+    assert "left-over group of 3 micro-batches" in finding.cause
+    assert "i + 1 == len(loader)" in finding.fix
+    assert [r.location.line for r in finding.related] == [38, 40]
+
+
+@pytest.mark.parametrize("last", [[], [pattern(step=3, reason="", synced=1, unsynced=1)]])
+def test_a_full_group_without_synchronisation_is_not_left_over(last):
+    events = [pattern(reason="", synced=1, unsynced=1), pattern(step=2, unsynced=2 if last else 1)]
+    run = run_of({n: [*events, *last, local(1, 2, n, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert "left-over" not in finding.cause
+    assert "len(loader)" not in finding.fix
+
+
+def test_gradients_without_a_backward():
+    run = run_of({n: [pattern(reason="autograd.grad", unsynced=0), local(n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert finding.evidence["backwards_before_the_step"].startswith("none")
+
+
+def test_some_ranks_only():
+    run = run_of({n: [pattern(), local(n)] if n else [] for n in range(3)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert "on ranks 1-2, in" in finding.summary
