@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from ddpdoctor.events import Hyperparameters, SchedulerStep
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_text
 
 from ._replicas import Member, Replicas, odd_ones, replicas
 
@@ -20,6 +20,15 @@ ROUNDING = 2.0**-23
 
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's own schedulers change."""
+
+SCHEDULE_ALIKE = (
+    "step the scheduler on every rank; feed ReduceLROnPlateau a loss that was all-reduced, so that "
+    "it decides the same everywhere"
+)
+SET_ALIKE = (
+    "compute the value once and send it to all ranks (`dist.broadcast_object_list`), or compute it "
+    "from numbers that are equal on all of them (all-reduced)"
+)
 
 
 class HyperparameterSkew(Check):
@@ -78,7 +87,7 @@ class HyperparameterSkew(Check):
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
         ranks = odd_ones(told)
         option, index = options[0]
-        spot, label, cause, related = _why(group, ranks, option, first)
+        spot, label, cause, related, fix = _why(group, ranks, option, first)
         shown = {n: groups[index].get(option) for n, groups in values.items()}
         yield self.finding(
             ranks=ranks,
@@ -89,8 +98,7 @@ class HyperparameterSkew(Check):
             related=related,
             summary=f"{option} differs between ranks at step {first}: {_spell(shown)}",
             cause=cause,
-            fix="step the scheduler on every rank; feed ReduceLROnPlateau a loss that was "
-            "all-reduced, so that it decides the same everywhere",
+            fix=fix,
             evidence={
                 "values": [
                     {"option": name, "group": i, "step": first}
@@ -191,8 +199,8 @@ def _set_by_hand(
 
 def _why(
     group: Replicas, ranks: tuple[int, ...], option: str, first: int
-) -> tuple[Location | None, str, str, tuple[Related, ...]]:
-    """The scheduler that only some ranks step, or the one that decides locally."""
+) -> tuple[Location | None, str, str, tuple[Related, ...], str]:
+    """The scheduler that only some ranks step, the one that decides locally, or what set it."""
     members = group.members
     calls = {n: m.rank.of(SchedulerStep) for n, m in members.items()}
     stepping = [n for n, c in calls.items() if c]
@@ -200,22 +208,38 @@ def _why(
     related = (Related("stepped here", step),) if step else ()
     by_hand = _set_by_hand(group, ranks, option, first)
     if by_hand is not None and (not stepping or option not in SCHEDULED):
-        return by_hand, "set here, not alike on all ranks", "the options were set per rank", related
+        label, text = "set here, not alike on all ranks", "the options were set per rank"
+        return by_hand, label, text, related, SET_ALIKE
     if stepping and len(stepping) < len(members):
         call = calls[stepping[0]][0]
-        who = fold_ranks(stepping)
-        text = f"{call.kind}.step is called on rank {who} only"
+        who = ranks_text(stepping)
+        text = f"{call.kind}.step is called on {who} only"
         spot = members[stepping[0]].rank.location(call.site)
-        return spot, f"only rank {who} comes here", text, related
+        label = f"only {who} come{'s' if len(stepping) == 1 else ''} here"
+        return spot, label, text, related, SCHEDULE_ALIKE
     if stepping:
         call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
         spot = members[stepping[0]].rank.location(call.site)
         if "Plateau" in call.kind:
             text = "ReduceLROnPlateau is fed another metric on each rank and decides by itself"
-            return spot, "decides from this rank's own metric", text, related
+            return spot, "decides from this rank's own metric", text, related, SCHEDULE_ALIKE
         text = f"the ranks step {call.kind} at different times, or made it differently"
-        return spot, "steps on every rank, but not alike", text, related
-    return step, "steps with different options", "the options were set per rank", ()
+        return spot, "steps on every rank, but not alike", text, related, SCHEDULE_ALIKE
+    if first == 0 and (made := _made_line(group, ranks)) is not None:
+        text = "the options differ from the first step on: the optimizer was made with them, or "
+        text += "they were set before it stepped"
+        return made, "made here, not alike on all ranks", text, related, SET_ALIKE
+    return step, "steps with different options", "the options were set per rank", (), SET_ALIKE
+
+
+def _made_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
+    for number in (*ranks, *group.members):
+        member = group.members[number]
+        for event in member.rank.of(OptimizerSeen):
+            spot = member.rank.location(event.site) if event.optimizer == member.optimizer else None
+            if spot is not None:
+                return spot
+    return None
 
 
 def _step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
@@ -237,9 +261,7 @@ def _spell(shown: Mapping[int, object]) -> str:
     for number, value in shown.items():
         by_value.setdefault(value, []).append(number)
     parts = [
-        f"{v:.9g} on rank {fold_ranks(r)}"
-        if isinstance(v, float)
-        else f"{v} on rank {fold_ranks(r)}"
+        f"{v:.9g} on {ranks_text(r)}" if isinstance(v, float) else f"{v} on {ranks_text(r)}"
         for v, r in by_value.items()
     ]
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")

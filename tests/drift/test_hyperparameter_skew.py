@@ -5,7 +5,7 @@ import sys
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from replicas import LINE, STEP, run_of
 
-from ddpdoctor.events import Hyperparameters, SchedulerStep, StepDone
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.probe.resolving import item_set_in_frames
 
@@ -42,7 +42,7 @@ def test_a_scheduler_on_one_rank():
     assert (finding.ranks, finding.steps.first) == ((0,), 2)
     assert finding.location.line == 33
     assert "called on rank 0 only" in finding.cause
-    assert "0.05 on rank 0, 0.1 on rank 1-2" in finding.summary
+    assert "0.05 on rank 0, 0.1 on ranks 1-2" in finding.summary
 
 
 def test_plateau_on_local_losses():
@@ -119,3 +119,22 @@ def test_the_line_that_sets_an_item_is_found_in_what_the_loop_calls():
 
     found = again()
     assert found.line == set_rate.__code__.co_firstlineno + 2
+
+
+def test_options_that_differ_from_the_first_step_point_at_the_optimizer():
+    made = OptimizerSeen(at=0, optimizer=0, kind="AdamW", site=LINE)
+    run = run_of({n: [made, rate(0, 0.1, weight_decay=0.1 * n)] for n in range(2)})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.location.line, finding.related[0].location.line) == (33, 40)
+    assert "broadcast" in finding.fix
+    later = [made, rate(0, 0.1)], [made, rate(0, 0.1), rate(2, 0.2)]
+    (finding,) = HyperparameterSkew().examine(run_of(dict(enumerate(later))))
+    assert finding.location.line == 40
+
+
+def test_schedulers_are_spoken_of_where_one_stepped():
+    by_hand, stepped = rate(2, 0.05), [scheduled(), rate(2, 0.05)]
+    for told, others in (([by_hand], False), (stepped, True)):
+        run = run_of({0: [rate(0, 0.1), *told], 1: [rate(0, 0.1)]})
+        (finding,) = HyperparameterSkew().examine(run)
+        assert ("scheduler" in finding.fix) is others
