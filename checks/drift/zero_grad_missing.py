@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import Carried, OptimizerSeen, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, ranks_text
 
 LEAST_STEPS = 2
 
@@ -56,6 +56,8 @@ class ZeroGradMissing(Check):
         rank = run.ranks[number]
         made = next((e for e in rank.of(OptimizerSeen) if e.optimizer == optimizer), None)
         kind = made.kind if made else "the optimizer"
+        clearing = [n for n, r in run.ranks.items() if n not in events and _clears(r, optimizer)]
+        where = f" on {ranks_text(events)}" if clearing else ""
         last = _last(rank, optimizer)
         backward = rank.location(event.backward_site)
         yield self.finding(
@@ -67,16 +69,29 @@ class ZeroGradMissing(Check):
             related=(Related("adds to the gradients of the step before", backward),)
             if backward
             else (),
-            summary=f"{kind} steps {last + 1} times and its gradients are never cleared",
-            cause="backward adds to `.grad`; nothing clears it between one step and the next",
-            fix="`optimizer.zero_grad()` before the backward",
+            summary=f"{kind} steps {last + 1} times and its gradients are never cleared{where}",
+            cause=f"backward adds to `.grad`; {_who_clears(clearing)}",
+            fix="`optimizer.zero_grad()` before the backward"
+            + (", on every rank" * bool(clearing)),
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps_with_old_gradients": f"{last - event.step + 1} of {last + 1}",
                 "parameters_looked_at": event.parameters,
+                "cleared_on": ranks_text(clearing) if clearing else "",
             },
             at=rank.wall(event.at),
         )
+
+
+def _who_clears(clearing: list[int]) -> str:
+    if not clearing:
+        return "nothing clears it between one step and the next"
+    verb = "clears" if len(clearing) == 1 else "clear"
+    return f"{ranks_text(clearing)} {verb} it between steps, the others never come to that line"
+
+
+def _clears(rank: Rank, optimizer: int) -> bool:
+    return any(e.optimizer == optimizer and not e.carried for e in rank.of(Carried))
 
 
 def _last(rank: Rank, optimizer: int) -> int:

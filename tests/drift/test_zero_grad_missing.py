@@ -41,3 +41,14 @@ def test_two_steps_are_too_few():
 
 def test_nothing_to_judge():
     assert ZeroGradMissing().unobserved(run()) is not None
+
+
+def test_cleared_on_some_ranks_only():
+    lines = [site(1, "train.py", 9, "optimizer.step()"), site(2, "train.py", 8, "loss.backward()")]
+    told = {0: carried(1, value=False), 1: carried(1), 2: carried(1)}
+    ranks = {n: [*lines, event, *steps(6)] for n, event in told.items()}
+    (finding,) = ZeroGradMissing().examine(make_run(ranks))
+    assert "never cleared on ranks 1-2" in finding.summary
+    assert "rank 0 clears it" in finding.cause
+    assert "nothing clears" not in finding.cause
+    assert "on every rank" in finding.fix
