@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import ScalerStep
-from ddpdoctor.findings import Check, Finding, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
+from ddpdoctor.run import Run, ranks_text
 
 from ._replicas import Replicas, odd_ones, replicas
 
@@ -84,30 +84,58 @@ class GradScalerSkew(Check):
         ranks = odd_ones(values)
         own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
         number, event = next((n, e) for n, e in own.items() if e is not None)
+        fix = "make the scaler with the same arguments on every rank and load its state_dict on "
+        fix += "every rank"
+        location, label = group.members[number].rank.location(event.site), "not alike on all ranks"
+        related: tuple[Related, ...] = ()
+        set_by_hand: tuple[Location, str] | None = None
         if what == "scale":
             spelled = ", ".join(f"{v:g} on rank {n}" for n, v in values.items() if v is not None)
             summary = f"the loss scale differs between ranks at scaler step {call}: {spelled}"
             cause = "the scalers were made or loaded differently, or did not see the same steps"
+            set_by_hand = _set_by_hand(group, events, call)
         else:
             skipping = [n for n, v in values.items() if v]
-            summary = f"rank {fold_ranks(skipping)} skips scaler step {call}, the others take it"
+            summary = (
+                f"{ranks_text(skipping)} {'skips' if len(skipping) == 1 else 'skip'} scaler step "
+            )
+            summary += f"{call}, the others take it"
             cause = "the ranks' gradients are infinite on some ranks only: they were not averaged"
+        if set_by_hand is not None:
+            related = (Related("steps with it", location),) if location else ()
+            location, how = set_by_hand
+            label, cause = f"sets the scale {how}", f"`{event.kind}.update` is given a scale {how}"
+            fix = "set the same scale on every rank, or leave it to the scaler"
         return self.finding(
             ranks=ranks,
             steps=Steps.of([event.step]),
             subjects=(event.kind,),
-            location=group.members[number].rank.location(event.site),
-            label="not alike on all ranks",
+            location=location,
+            label=label,
+            related=related,
             summary=summary,
             cause=cause,
-            fix="make the scaler with the same arguments on every rank and load its state_dict on "
-            "every rank",
+            fix=fix,
             evidence={
                 "scaler_step": call,
                 "by_rank": [{"rank": n, what: str(v)} for n, v in values.items()],
             },
             at=min(group.members[n].rank.wall(e.at) for n, e in own.items() if e is not None),
         )
+
+
+def _set_by_hand(
+    group: Replicas, events: dict[int, list[ScalerStep]], call: int
+) -> tuple[Location, str] | None:
+    """The line that set the scale right before a call, and on which ranks."""
+    latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
+    found = {n: e[0].set_site for n, e in latest.items() if e and e[0].set_site >= 0}
+    for number, site in found.items():
+        spot = group.members[number].rank.location(site)
+        if spot is not None:
+            some = len(found) < len(events)
+            return spot, f"on {ranks_text(found)} only" if some else "of its own on each rank"
+    return None
 
 
 def _scale(events: list[ScalerStep], call: int) -> float | None:

@@ -23,13 +23,15 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
 
 
 class ScalerStep(Event, frozen=True, tag="scaler-step"):
-    """A `GradScaler.step`: told when the scale changes and when the step is skipped.
+    """A `GradScaler.step`: told when the scale or who sets it changes and when the step is skipped.
 
     Attributes:
         scaler: number on this rank, in order of first step; call: zero-based, per scaler.
         scale: loss scale that these gradients were made with, -1 where it is on a device and
             could not be read without waiting.
         skipped: the optimizer did not step.
+        set_site: the line that gave `update` a new scale since the call before, -1 where none did;
+            told when it changes.
     """
 
     scaler: int
@@ -40,6 +42,7 @@ class ScalerStep(Event, frozen=True, tag="scaler-step"):
     skipped: bool
     site: int = -1
     kind: str = "GradScaler"
+    set_site: int = -1
 
 
 class SchedulerStep(Event, frozen=True, tag="scheduler-step"):

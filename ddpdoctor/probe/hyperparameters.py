@@ -30,6 +30,7 @@ class Scaler:
         self.number = number
         self.calls = 0
         self.scale: float | None = None
+        self.set_site = -1
 
 
 class Told:
@@ -42,6 +43,7 @@ class Told:
 class _Known:
     def __init__(self) -> None:
         self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
+        self.set_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
         self.located: set[str] = set()
@@ -57,6 +59,7 @@ def install() -> None:
     _known.__init__()  # type: ignore[misc]
     moments.step_begins.subscribe(_step_begins, lost=LOST)
     around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
+    around(torch.amp.GradScaler, "update", before=_scaler_updates, lost=LOST)
     for kind in vars(lr_scheduler).values():
         if isinstance(kind, type) and "step" in vars(kind):
             around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
@@ -151,9 +154,11 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
     call, state.calls = state.calls, state.calls + 1
     known = known_optimizer(optimizer)
     skipped = (known.steps if known else 0) == before
-    if (scale == state.scale and not skipped) or call >= SCALER_CALLS_AT_MOST:
+    set_site = _known.set_sites.pop(scaler, -1)
+    same = (scale, set_site) == (state.scale, state.set_site)
+    if (same and not skipped) or call >= SCALER_CALLS_AT_MOST:
         return
-    state.scale = scale
+    state.scale, state.set_site = scale, set_site
     active.emit(
         ScalerStep(
             at=time.monotonic(),
@@ -165,8 +170,15 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
             skipped=skipped,
             site=site,
             kind=type(scaler).__name__,
+            set_site=set_site,
         )
     )
+
+
+def _scaler_updates(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
+    if scale is not None and args[0].is_enabled():
+        _known.set_sites[args[0]] = active.site()
 
 
 def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

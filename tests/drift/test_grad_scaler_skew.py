@@ -1,15 +1,16 @@
 """DDP406 on literal events."""
 
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
-from replicas import LINE, run_of
+from replicas import LINE, OTHER, run_of
 
 from ddpdoctor.events import ScalerStep
 
 
-def scale(call, value, skipped=False):
+def scale(call, value, skipped=False, set_site=-1):
     return ScalerStep(
-        at=0, scaler=0, optimizer=0, call=call, step=call, scale=value, skipped=skipped, site=LINE
-    )
+        at=0, scaler=0, optimizer=0, call=call, step=call, scale=value, skipped=skipped, site=LINE,
+        set_site=set_site,
+    )  # fmt: skip
 
 
 def test_equal_scales_and_common_skips():
@@ -37,3 +38,19 @@ def test_a_rank_that_has_not_got_there_yet_is_not_compared():
 
 def test_without_a_scaler():
     assert "no GradScaler" in GradScalerSkew().unobserved(run_of({0: [], 1: []}))
+
+
+def test_a_scale_that_one_rank_sets_by_hand():
+    set_here = scale(8, 1024.0, set_site=OTHER)
+    run = run_of({0: [scale(0, 2048.0), set_here], 1: [scale(0, 2048.0), scale(8, 4096.0)]})
+    (finding,) = GradScalerSkew().examine(run)
+    assert (finding.location.line, finding.related[0].location.line) == (35, 33)
+    assert "rank 0 only" in finding.cause
+    assert "same scale" in finding.fix
+
+
+def test_a_scale_set_by_hand_before_is_not_blamed():
+    told = [scale(0, 8.0), scale(2, 16.0, set_site=OTHER), scale(3, 16.0)]
+    run = run_of({0: told, 1: [*told, scale(6, 32.0)]})
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.location.line == 33
