@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ddpdoctor.events import (
     CallSite,
     ExceptionRaised,
+    Frame,
     GroupDestroyed,
     RankExiting,
     StepDone,
@@ -81,28 +82,62 @@ class Failure:
     def location(self) -> Location | None:
         """The innermost line of the user's."""
         if self.exception is not None:
-            frame = next((f for f in reversed(self.exception.frames) if f.user), None)
-            if frame is not None:
-                return self.rank.location_of(frame.file, frame.line)
+            relayed = self.exception.relayed
+            if relayed is not None and (found := self._innermost(relayed.frames)):
+                return found
+            if found := self._innermost(self.exception.frames):
+                return found
             named = re.search(r"\(([^(),]+), line (\d+)\)$", self.exception.message)
             if named:
                 return Location(shorten(named[1], self.rank.cwd), int(named[2]))
         return self.rank.location(self.site)
 
     @property
+    def received(self) -> Location | None:
+        """The rank's own line that an exception of another process came out of."""
+        if self.exception is None or self.exception.relayed is None:
+            return None
+        return self._innermost(self.exception.frames)
+
+    def _innermost(self, frames: tuple[Frame, ...]) -> Location | None:
+        frame = next((f for f in reversed(frames) if f.user), None)
+        return self.rank.location_of(frame.file, frame.line) if frame is not None else None
+
+    @property
+    def kind_raised(self) -> str:
+        """The exception's class; that of the original where torch raised it again."""
+        if self.exception is None:
+            return ""
+        return (self.exception.relayed or self.exception).kind
+
+    @property
+    def message(self) -> str:
+        """The exception's own text."""
+        if self.exception is None:
+            return ""
+        return (self.exception.relayed or self.exception).message
+
+    @property
+    def worker(self) -> str:
+        """`DataLoader worker 0`, where that raised it; otherwise empty."""
+        relayed = self.exception.relayed if self.exception is not None else None
+        return relayed.where.replace("worker process", "worker") if relayed is not None else ""
+
+    @property
     def text(self) -> str:
         """`ValueError: boom`, or `exit status 7`."""
         if self.exception is not None:
-            lines = self.exception.message.strip().splitlines()
-            return f"{self.exception.kind}: {lines[0][:200]}" if lines else self.exception.kind
+            lines = self.message.strip().splitlines()
+            return f"{self.kind_raised}: {lines[0][:200]}" if lines else self.kind_raised
         return f"exit status {self.status}"
 
     @property
     def signature(self) -> tuple[object, ...]:
         """What makes two ranks' failures the same."""
         if self.exception is not None:
-            frames = tuple((f.file, f.line) for f in self.exception.frames if f.user)
-            return self.exception.kind, frames
+            raised = self.exception.relayed or self.exception
+            frames = tuple((f.file, f.line) for f in raised.frames if f.user)
+            return raised.kind, frames
         return self.kind, self.status, self.site
 
 
@@ -129,6 +164,8 @@ def failure(rank: Rank) -> Failure | None:
 
 def lost_peer(raised: ExceptionRaised) -> bool:
     """Whether torch raised it because another rank's process ended."""
+    if raised.relayed is not None:  # a worker has no connection to other ranks
+        return False
     return raised.kind.startswith(_TORCHS) and LOST_PEER.search(raised.message) is not None
 
 
@@ -137,6 +174,7 @@ def timed_out(rank: Rank) -> bool:
     raised = rank.exception
     return (
         raised is not None
+        and raised.relayed is None
         and raised.kind.startswith(_TORCHS)
         and TIMED_OUT.search(raised.message) is not None
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import ExceptionRaised, ProcessEnded
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, ranks_text
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
 from ._failures import Failure, at_teardown, failures, left_waiting, stopped, translate
 
@@ -76,9 +76,11 @@ class FirstFailure(Check):
         step = first.exception.step if first.exception else first.rank.steps
         at_step = f" at step {step}" if step >= 0 and first.rank.steps else ""
         others = [f for f in own if f not in same] + followers
-        message = first.exception.message if first.exception else ""
-        what = first.exception.kind if first.exception else first.text
-        if first.exception:
+        message = first.message
+        what = first.kind_raised if first.exception else first.text
+        if first.worker:
+            summary = f"{first.text}, raised in {first.worker} of {ranks_text(ranks)}{at_step}"
+        elif first.exception:
             summary = f"{ranks_text(ranks)} raised {first.text}{at_step}"
         else:
             summary = f"{ranks_text(ranks)} left with {first.text}{at_step}"
@@ -88,12 +90,14 @@ class FirstFailure(Check):
             subjects=(what,),
             location=where,
             label="raised here" if first.exception else "left here",
+            related=_received(first),
             summary=summary,
             cause=_cause(message, ranks, others),
-            fix=_fix(message, where),
+            fix=_fix(run, first, ranks),
             fix_kind=FixKind.CHECK,
             evidence={
                 "message": message[:2000],
+                **_traceback(first),
                 **({"stuck": True} if left_waiting(run, ranks) else {}),
                 **_aftermath(first, others),
                 **_named_by_torchrun(run, ranks),
@@ -169,12 +173,46 @@ def _cause(message: str, ranks: tuple[int, ...], others: list[Failure]) -> str:
     return told or "an error in the program itself; no other rank failed before"
 
 
-def _fix(message: str, where: Location | None) -> str:
+def _fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:
+    message = first.message
     if "address already in use" in message.lower():
         return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
     if "LOCAL_RANK" in message:
         return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
-    return f"see {where}" if where else "see the message"
+    read = "read the exception" if first.exception else "see what decides to leave here"
+    if len(ranks) == run.world_size:
+        same = ": it is the same on every rank, and one process alone should show it as well"
+        return read + (same if len(ranks) > 1 else "")
+    named = ranks_text(ranks)
+    if first.worker.startswith("DataLoader"):
+        return (
+            f"{read}: look at the samples of {named}'s share; `num_workers=0` shows it without "
+            "a worker"
+        )
+    return (
+        f"{read}, then look for what differs on {named}: code that runs only there, its share of "
+        "the data, its paths, its environment"
+    )
+
+
+def _received(first: Failure) -> tuple[Related, ...]:
+    where = first.received
+    if where is None or where == first.location:
+        return ()
+    return (Related(f"rank {first.rank.rank} got it from its {first.worker} here", where),)
+
+
+def _traceback(first: Failure) -> Evidence:
+    """The user's lines of a worker's traceback, which the rank's own does not have."""
+    relayed = first.exception.relayed if first.exception else None
+    lines = [f for f in relayed.frames if f.user] if relayed else []
+    cwd = first.rank.cwd
+    by = [
+        f"{shorten(f.file, cwd)}:{f.line} in {f.function}"
+        for f in lines
+        if (f.file, f.line) != (lines[-1].file, lines[-1].line)
+    ]
+    return {"called_by": by} if by else {}
 
 
 def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
@@ -198,7 +236,7 @@ def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
 
 
 def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
-    """The rank that torchrun calls the root cause: the first process to end with an error."""
+    """The rank that torchrun, where it ran, calls the root cause: the first that ended badly."""
     ends = [
         e
         for node in run.nodes.values()
@@ -207,6 +245,11 @@ def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
     ]
     first = min(ends, key=lambda e: e.wall, default=None)
     if first is None or first.rank in ranks:
+        return {}
+    rank = run.ranks.get(first.rank)
+    if rank is None or rank.started is None or rank.started.spawned:
+        return {}
+    if "TORCHELASTIC_RUN_ID" not in rank.started.environment:
         return {}
     return {"torchrun_names": f"rank {first.rank}, whose process was the first to end"}
 

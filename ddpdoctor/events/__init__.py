@@ -69,6 +69,7 @@ from .process import (
     ProbeTrouble,
     RankExiting,
     RankStarted,
+    Relayed,
     TorchLoaded,
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
@@ -143,6 +144,7 @@ __all__ = [
     "RankStarted",
     "RankStood",
     "ReadyTwice",
+    "Relayed",
     "Replica",
     "SamplerRefused",
     "ScalerStep",

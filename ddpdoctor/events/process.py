@@ -65,6 +65,20 @@ class Frame(Part, frozen=True):
     user: bool = False
 
 
+class Relayed(Part, frozen=True):
+    """An exception of another process or thread, known by its text (part of `ExceptionRaised`).
+
+    Attributes:
+        where: as torch names it: `DataLoader worker process 0`.
+        frames: of its own traceback, outermost first.
+    """
+
+    where: str
+    kind: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+
+
 class ExceptionRaised(Event, frozen=True, tag="exception"):
     """An exception left the user's program (or a spawned rank's function).
 
@@ -74,6 +88,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         frames: outermost first.
         caught: the program went on (an exception that DDP's forward or backward raised and the
             user's code swallowed).
+        relayed: the exception that torch raised again here, as one of a DataLoader's worker.
     """
 
     kind: str
@@ -81,6 +96,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     frames: tuple[Frame, ...] = ()
     caught: bool = False
     step: int = -1
+    relayed: Relayed | None = None
 
     def describe(self) -> str:
         first = self.message.strip().splitlines()[:1]

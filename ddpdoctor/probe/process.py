@@ -20,6 +20,7 @@ from . import moments
 from .frames import passed_over, unframe
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
+from .relayed import relayed
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
@@ -139,14 +140,17 @@ def note_exception(
     def note(active: Recorder) -> None:
         if not caught:
             _ending.how, _ending.status = "exception", 1
+        text = _text(error)
+        frames = _frames(active, trace)
         active.emit(
             ExceptionRaised(
                 at=time.monotonic(),
                 kind=_qualified(type(error)),
-                message=_text(error)[:MESSAGE_LIMIT],
-                frames=_frames(active, trace),
+                message=text[:MESSAGE_LIMIT],
+                frames=frames,
                 caught=caught,
                 step=active.step,
+                relayed=relayed(text, active.sites, MESSAGE_LIMIT),
             ),
             vital=True,
         )

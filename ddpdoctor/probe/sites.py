@@ -83,7 +83,10 @@ class Sites:
 
     def kind(self, code: CodeType) -> str:
         """What sort of code this is (see `classify`)."""
-        file = code.co_filename
+        return self.kind_of(code.co_filename)
+
+    def kind_of(self, file: str) -> str:
+        """What sort of code a file has."""
         try:
             return self._kinds[file]
         except KeyError:

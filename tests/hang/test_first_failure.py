@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
-from recordings import make_run, site
+from recordings import make_run, site, started
 from tapes import START
+from torch._utils import ExceptionWrapper
 
-from ddpdoctor.events import Event, ExceptionRaised, Frame, GroupDestroyed, RankExiting
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    Frame,
+    GroupDestroyed,
+    RankExiting,
+    Relayed,
+)
 from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.probe.relayed import relayed
+from ddpdoctor.probe.sites import Sites
 from ddpdoctor.run import Run
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"
@@ -105,3 +116,104 @@ def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     (finding,) = found(make_run({0: over, 1: over}, ended={1: -6}))
     assert finding.severity is Severity.NOTE
+
+
+class Awkward(Exception):
+    """Cannot be made of a text alone."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"{number}:\n{text}")
+
+
+def read(kind: str) -> None:
+    try:
+        {}["x"]
+    except KeyError as error:
+        if kind == "awkward":
+            raise Awkward(7, "  two lines") from error
+        raise ValueError() from None if kind == "empty" else error
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [("awkward", f"{__name__}.Awkward", "7:\n  two lines"), ("empty", "ValueError", "")],
+)
+def test_an_exception_that_torch_carried_from_a_worker(kind: str, name: str, message: str) -> None:
+    try:
+        read(kind)
+    except Exception:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 3")
+    with pytest.raises(Exception, match="Caught") as again:
+        wrapper.reraise()
+    met: list[Event] = []
+    found = relayed(str(again.value), Sites(met.append), 100)
+    assert found is not None
+    assert (found.where, found.kind) == ("DataLoader worker process 3", name)
+    assert found.message == message
+    assert [f.function for f in found.frames][-1] == "read"
+    assert found.frames[-1].user
+    assert any(f"line={found.frames[-1].line}," in repr(e) for e in met)
+
+
+def test_texts_that_are_no_workers() -> None:
+    sites = Sites(lambda event: None)
+    assert relayed("Caught ValueError in DataLoader worker process 0.", sites, 100) is None
+    assert relayed("boom", sites, 100) is None
+
+
+def by_worker() -> list[Event]:
+    home = "/home/user/project/"
+    original = Relayed(
+        where="DataLoader worker process 0",
+        kind="ValueError",
+        message="no number: 'n/a'",
+        frames=(
+            Frame(file=home + "data.py", line=14, function="__getitem__", user=True),
+            Frame(file=home + "data.py", line=12, function="parse", user=True),
+        ),
+    )
+    frames = (Frame(file=home + "train.py", line=30, function="main", user=True),)
+    return [
+        site(1, "train.py", 30, "for x, y in loader:"),
+        site(2, "data.py", 12, "return float(word)"),
+        ExceptionRaised(
+            at=START + 5, kind="ValueError", message="Caught ValueError in ...", frames=frames,
+            step=5, relayed=original,
+        ),
+    ]  # fmt: skip
+
+
+def test_an_exception_of_a_worker_is_told_by_its_own_text_and_line() -> None:
+    (finding,) = found(make_run({0: raised(5.5, "RuntimeError", CLOSED), 1: by_worker()},
+                                ended={0: 1, 1: 1}))  # fmt: skip
+    assert finding.ranks == (1,)
+    assert (
+        "ValueError: no number: 'n/a', raised in DataLoader worker 0 of rank 1" in finding.summary
+    )
+    assert str(finding.location) == "data.py:12"
+    assert [str(r.location) for r in finding.related] == ["train.py:30"]
+    assert finding.evidence["message"] == "no number: 'n/a'"
+    assert finding.evidence["called_by"] == ["data.py:14 in __getitem__"]
+    assert "num_workers=0" in finding.fix
+
+
+def test_the_advice_says_more_than_the_line() -> None:
+    victim = raised(5.5, "RuntimeError", CLOSED)
+    (one,) = found(make_run({0: victim, 1: raised(5)}, ended={0: 1, 1: 1}))
+    assert "what differs on rank 1" in one.fix
+    (all_,) = found(make_run({r: raised(5) for r in range(2)}, ended={0: 1, 1: 1}))
+    assert "the same on every rank" in all_.fix
+
+
+@pytest.mark.parametrize(
+    ("spawned", "environment", "named"),
+    [(0, {"TORCHELASTIC_RUN_ID": "x"}, True), (2, {"TORCHELASTIC_RUN_ID": "x"}, False),
+     (2, {}, False), (0, {}, False)],
+)  # fmt: skip
+def test_torchrun_names_a_rank_only_where_it_ran(
+    spawned: int, environment: dict[str, str], named: bool
+) -> None:
+    first = started(0, 2, spawned=spawned, environment=environment)
+    victim = [first, *raised(5.5, "RuntimeError", CLOSED)]
+    (finding,) = found(make_run({0: victim, 1: raised(5)}, ended={0: 1, 1: 1}))
+    assert ("torchrun_names" in finding.evidence) is named
