@@ -45,7 +45,10 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     return Cause(
         text=f"{text} {moment}, after DDP made them equal",
         fix="do it on every rank with the same numbers, or not at all",
-        label=f"edits {kind} on rank {fold_ranks(ranks)}",
+        label=f"edits {kind} on rank {fold_ranks(ranks)}"
+        if spot
+        else f"{kind} of rank {fold_ranks(ranks)} are not what "
+        f"{'the backward' if kind == 'gradients' else 'the step before'} left",
         location=spot,
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks)},
@@ -63,8 +66,15 @@ def edited_once(group: Replicas, found: Divergence) -> Cause | None:
             )  # fmt: skip
             if mine and event.changed and event.step <= found.first:
                 last[number] = event
+    everybody = tuple(sorted(group.members))
+    if tuple(sorted(found.minority)) == everybody:
+        # No majority: whoever changed something since all were equal, and not everybody.
+        last = {n: e for n, e in last.items() if e.step > found.before}
+        apart = tuple(sorted(last))
+    else:
+        apart = tuple(sorted(found.minority))
     ranks = tuple(sorted(last))
-    if not ranks or ranks != tuple(sorted(found.minority)) or len(ranks) == len(group.members):
+    if not ranks or ranks != apart or ranks == everybody:
         return None
     event = last[ranks[0]]
     who = fold_ranks(ranks)

@@ -265,13 +265,19 @@ def odd_ones(values: Mapping[int, Hashable]) -> tuple[int, ...]:
 def distances(group: Replicas, found: Divergence) -> dict[int, float]:
     """By step: the largest distance of two copies over the norm, where it was measured."""
     kind = found.kind
-    sketches: dict[int, list[Sketch]] = {}
-    for member in group.members.values():
+    sketches: dict[int, dict[int, Sketch]] = {}
+    for number, member in group.members.items():
         for event in member.rank.of(Sketch):
             same = (event.model, event.optimizer) == (member.model, member.optimizer)
             if same and event.kind == kind and event.step >= found.first:
-                sketches.setdefault(event.step, []).append(event)
-    return {step: _distance(seen) for step, seen in sorted(sketches.items()) if len(seen) > 1}
+                sketches.setdefault(event.step, {})[number] = event
+    # Ranks that agree have no distance: it takes one of each side.
+    sides = [set(side) for side in found.split]
+    return {
+        step: _distance(list(seen.values()))
+        for step, seen in sorted(sketches.items())
+        if sum(not side.isdisjoint(seen) for side in sides) > 1
+    }
 
 
 def _distance(sketches: list[Sketch]) -> float:

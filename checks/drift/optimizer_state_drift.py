@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from ddpdoctor.events import Hyperparameters
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from . import _causes
 from ._replicas import Divergence, Replicas, divergence, kinds, replicas
+
+OF_GRADIENTS = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
+    "grad_avg", "acc_delta", "sum", "prev",
+}  # fmt: skip
+"""State of torch's optimizers that is made of gradients alone, where no weight decay is added."""
 
 
 class OptimizerStateDrift(Check):
@@ -52,7 +60,8 @@ class OptimizerStateDrift(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = ("parameter-drift", "buffer-drift")
-        return other.check in later and bool(mine.evidence.get("loaded"))
+        skipped = "averaging_backwards_before_the_step" in other.evidence
+        return other.check in later and bool(mine.evidence.get("of_its_own")) and not skipped
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
@@ -61,11 +70,21 @@ class OptimizerStateDrift(Check):
         first = min(parted, key=lambda d: d.first)
         if first.healed >= 0:
             return
+        own = False
         cause = _causes.loaded(group, "optimizer", first.at)
         if cause is None:
             if _gradients_differ(group, first):
                 return
             cause = _causes.unknown(group, "gradients agree, no state was loaded")
+            if own := _of_its_own(group, parted):
+                cause = replace(
+                    cause,
+                    text="the ranks step with equal gradients, and no state was loaded: it was "
+                    "changed by hand (cleared, replaced), or a step was taken that the others did "
+                    "not take",
+                    fix="touch `optimizer.state` on every rank alike, or not at all",
+                    label="steps with another state",
+                )
         what = ", ".join(d.kind.partition(":")[2] for d in parted)
         tensors = {
             d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}" for d in parted
@@ -74,8 +93,20 @@ class OptimizerStateDrift(Check):
             **_causes.told(group, first, cause),
             summary=f"the optimizer's {what} of {_causes.some(first.names)} differ "
             f"{_causes.between(first.split, run)}, first seen at step {first.first}",
-            evidence={"loaded": cause.known} | tensors,
+            evidence={"loaded": cause.known, "of_its_own": cause.known or own} | tensors,
         )
+
+
+def _of_its_own(group: Replicas, parted: list[Divergence]) -> bool:
+    """Whether the state cannot have followed the parameters: with equal gradients it does so only
+    by way of a weight decay that is added to them, and the number of steps not even then."""
+    keys = {d.kind.partition(":")[2] for d in parted}
+    if "step" in keys:
+        return True
+    if not keys <= OF_GRADIENTS:
+        return False
+    told = [e for e in group.any.rank.of(Hyperparameters) if e.optimizer == group.any.optimizer]
+    return bool(told) and not any(g.get("weight_decay") for e in told for g in e.groups)
 
 
 def _gradients_differ(group: Replicas, found: Divergence) -> bool:

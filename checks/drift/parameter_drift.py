@@ -56,7 +56,9 @@ class ParameterDrift(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:
             return False
-        if other.check == "optimizer-state-drift" and other.evidence.get("loaded"):
+        skipped = "averaging_backwards_before_the_step" in mine.evidence
+        own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
+        if own and not skipped:
             return False
         return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 

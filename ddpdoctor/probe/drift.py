@@ -15,7 +15,7 @@ from .digests import ABSENT, Sketcher, numbers, scattered, sums
 from .holdings import Holding
 from .models import Model
 from .moments import Forward, Step
-from .pace import Pace
+from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
 from .torch_private import comm_hook, group_ranks, joins
@@ -28,6 +28,7 @@ STATES_AT_MOST = 64
 """Parameters whose optimizer state is digested at a full step."""
 
 SKETCHED_AT_MOST = 400_000_000
+SKETCHED_AT_EASE = 1_000_000
 
 
 @dataclass
@@ -272,12 +273,14 @@ def _digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
 
 def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
     """At full steps also: how large the tensors are, and the optimizer's state."""
-    if step.number and (step.number == 1 or active.affordable()):
+    early = step.number < FIRST_STEPS
+    if step.number and (early or active.affordable()):
         _record_state(active, watch, step)
     parameters = watch.holding.parameters(watch.holding.positions)
     size = sum(p.numel() for p in parameters if p is not None)
     on_cpu = all(p is None or p.is_cpu for p in parameters)
-    if not on_cpu or size > SKETCHED_AT_MOST or not (step.number == 0 or active.affordable()):
+    cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or active.affordable()
+    if not on_cpu or size > SKETCHED_AT_MOST or not cheap:
         return
     for kind in kinds:
         _sketch(active, watch, kind, step.number)

@@ -26,13 +26,16 @@ LOOKED_AT = 6
 SAMPLED = 4
 """Values per gradient that tell by what it was multiplied."""
 
-ALWAYS = 4
+ALWAYS = 64
+"""Steps in which tensors are taken whatever it costs."""
+
 SHARE, LEAST = 0.15, 0.05
 """Part of the doctor's budget for this, while it is within the budget and where it is not."""
 
 TOLD_AT_MOST = 300
 TRACED_AT_MOST = 6
-"""Times that the lines between two moments are followed to find the one that edits."""
+"""Times that the lines between two moments are followed to find the one that edits; after that
+only where the next edit is due, if they come as regularly as the last two."""
 
 
 class Taken:
@@ -55,6 +58,8 @@ class Followed:
         self.divisors: dict[str, str] = {}
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
+        self.changed_at: dict[str, int] = {}
+        self.expected: dict[str, int] = {}
         self.tracer: Tracer | None = None
         self.count = 0
         self.moments = 0
@@ -116,6 +121,9 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
     followed.moments += 1
     if followed.moments <= 2 * ALWAYS:
         return True
+    every = str(active.options.get("every"))
+    if every.isdigit() and int(every):
+        return active.step % int(every) == 0
     elapsed_ns = (time.monotonic() - active.started) * 1e9
     share = SHARE if active.affordable() else LEAST
     return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * share
@@ -198,6 +206,9 @@ def _tell(
             followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
     if changed and kind not in followed.sites and not _edits.functions:
         followed.wanted[kind] = differing[0]
+        last = followed.changed_at.get(kind, active.step)
+        followed.expected[kind] = 2 * active.step - last
+        followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
     site = followed.sites.get(kind, -1) if changed else -1
     if followed.told.get(key, (False, 0.0, -1)) == (changed, ratio, site):
@@ -253,7 +264,9 @@ def _trace(active: Recorder, followed: Followed, kind: str, model: Model) -> Non
     """Follow the lines up to the next moment, where the last time something was edited."""
     position = followed.wanted.get(kind, -1)
     traced = followed.traced.get(kind, 0)
-    if position < 0 or followed.tracer is not None or traced >= TRACED_AT_MOST:
+    if position < 0 or followed.tracer is not None:
+        return
+    if traced >= TRACED_AT_MOST and followed.expected.get(kind) != active.step:
         return
     inner = model.inner()
     if inner is None or any(

@@ -20,6 +20,15 @@ SPARSE_AFTER = 1000
 """Steps after which only every second one is looked at, and at each doubling half as many: the
 record stays small however long the run."""
 
+FIRST_STEPS = 128
+FIRST_NS = 120_000
+"""So many first steps are all looked at, at about this cost each: a short run has no budget to
+speak of, and nobody minds some hundredths of a second."""
+
+PER_DOUBLING = 8
+"""Looks, at least, while the number of steps doubles: a drift cannot hide for long in a long run
+that leaves no budget."""
+
 CHOSEN_ANEW = 16
 """The choice is made in the first steps, and then once in so many."""
 
@@ -58,11 +67,12 @@ class Pace:
             self._choose(kinds, sharers)
         if full(step) and self._full_ns(kinds) <= self._allowed(sharers) * step:
             return 1
+        if step < FIRST_STEPS:
+            return min(self.stride, self._stride_for(FIRST_NS, kinds, nominal=True))
         thin = max(self.thin, (step // SPARSE_AFTER).bit_length())
+        thin = min(thin, (step // PER_DOUBLING).bit_length() - 1)
         if step & ((1 << thin) - 1):
             return 0
-        if step < 100:
-            return self.stride
         return max(self.stride, 1 << max(0, (self.tensors - 1) // WIDEST).bit_length())
 
     def spent(self, nanoseconds: int, tensors: int) -> None:
@@ -93,13 +103,19 @@ class Pace:
 
     def _choose(self, kinds: int, sharers: int) -> None:
         allowed = self._allowed(sharers)
-        stride = 1
-        while stride < self._most and self._cost(stride, kinds) > allowed:
-            stride *= 2
+        stride = self._stride_for(allowed, kinds)
         thin = 0
-        while thin < 10 and self._cost(stride, kinds) / (1 << thin) > allowed:
+        while thin < 10 and self._cost(stride, kinds, self.tensor_ns) / (1 << thin) > allowed:
             thin += 1
         self.stride, self.thin = stride, thin
 
-    def _cost(self, stride: int, kinds: int) -> float:
-        return FIXED_NS + self.tensor_ns * self.tensors * kinds / stride
+    def _stride_for(self, allowed: float, kinds: int, *, nominal: bool = False) -> int:
+        """The smallest that costs no more; `nominal`: the same on every rank."""
+        each = TENSOR_NS if nominal else self.tensor_ns
+        stride = 1
+        while stride < self._most and self._cost(stride, kinds, each) > allowed:
+            stride *= 2
+        return stride
+
+    def _cost(self, stride: int, kinds: int, each: float) -> float:
+        return FIXED_NS + each * self.tensors * kinds / stride
