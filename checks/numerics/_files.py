@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.events import FileLocked, FileRead, FileWritten
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
@@ -32,7 +32,7 @@ class Touch:
         return self.rank.wall(self.event.ended or self.event.at)
 
 
-def key(rank: Rank, event: FileWritten | FileRead) -> tuple[str, str]:
+def key(rank: Rank, event: FileWritten | FileRead | FileLocked) -> tuple[str, str]:
     """What makes a file the same file: on local disks, the machine too."""
     return ("" if event.shared else rank.node, event.path)
 
@@ -43,6 +43,15 @@ def writes(run: Run) -> dict[tuple[str, str], list[Touch]]:
     for rank in run.ranks.values():
         for event in rank.of(FileWritten):
             found.setdefault(key(rank, event), []).append(Touch(rank, event))
+    return found
+
+
+def locked(run: Run) -> dict[tuple[str, str], dict[int, float]]:
+    """Files that ranks asked for a lock on, and when each did so first."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for rank in run.ranks.values():
+        for event in rank.of(FileLocked):
+            found.setdefault(key(rank, event), {}).setdefault(rank.rank, rank.wall(event.at))
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, key, ordered, writes
+from ._files import Touch, key, locked, ordered, writes
 
 
 class CheckpointBeforeSync(Check):
@@ -41,12 +41,13 @@ class CheckpointBeforeSync(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         written = writes(run)
+        locks = locked(run)
         by_place: dict[object, list[tuple[Touch, Touch]]] = {}
         for rank in run.ranks.values():
             for event in rank.of(FileRead):
                 read = Touch(rank, event)
                 write = _unordered(read, written.get(key(rank, event), []))
-                if write is not None:
+                if write is not None and not _take_turns(locks, write, read):
                     where = read.location
                     place = (where.file, where.line) if where else None
                     by_place.setdefault(place, []).append((write, read))
@@ -63,6 +64,7 @@ class CheckpointBeforeSync(Check):
         path = shorten(read.event.path, read.rank.cwd)
         ranks = sorted({r.rank.rank for _, r in pairs})
         failed = str(getattr(read.event, "failed", ""))
+        overlap = read.began < write.ended
         saved = write.location
         who = f"ranks {fold_ranks(ranks)} read" if len(ranks) > 1 else f"rank {ranks[0]} reads"
         return self.finding(
@@ -70,7 +72,8 @@ class CheckpointBeforeSync(Check):
             steps=Steps.of(r.event.step for _, r in pairs),
             subjects=tuple(dict.fromkeys(shorten(r.event.path, r.rank.cwd) for _, r in pairs)),
             location=read.location,
-            label=f"does not wait for rank {write.rank.rank}",
+            confidence=Confidence.PROVEN if failed or overlap else Confidence.SUSPECTED,
+            label=f"nothing was seen that makes it wait for rank {write.rank.rank}",
             related=(Related(f"rank {write.rank.rank} writes it here", saved),) if saved else (),
             summary=(
                 f"{who} {path} without waiting for rank "
@@ -78,7 +81,7 @@ class CheckpointBeforeSync(Check):
             ),
             cause="no barrier or other collective stands between the write and the read",
             fix="`dist.barrier()` on all ranks between the write and the read",
-            fix_kind=FixKind.SAFE,
+            fix_kind=FixKind.CHECK,
             evidence={
                 "write began": 0.0,
                 "write ended": round(write.ended - write.began, 4),
@@ -87,6 +90,14 @@ class CheckpointBeforeSync(Check):
             },
             at=read.began,
         )
+
+
+def _take_turns(locks: dict[tuple[str, str], dict[int, float]], write: Touch, read: Touch) -> bool:
+    """Whether both asked for a lock on one file before."""
+    return any(
+        write.rank.rank in asked and asked.get(read.rank.rank, read.began + 1) <= read.began
+        for asked in locks.values()
+    )
 
 
 def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:

@@ -9,7 +9,7 @@ from ddpdoctor.events import FileWritten
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, ordered, writes
+from ._files import Touch, locked, ordered, writes
 
 _LOGS = (".log", ".out", ".err")
 
@@ -47,8 +47,9 @@ class CheckpointRace(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         by_place: dict[object, list[list[Touch]]] = {}
-        for touches in writes(run).values():
-            racing = _racing(touches)
+        locks = locked(run)
+        for file, touches in writes(run).items():
+            racing = _racing(touches) if file not in locks else []
             if racing:
                 where = racing[0].location
                 place = (where.file, where.line) if where else None

@@ -29,7 +29,7 @@ from .devices import (
     GatheredTensor,
 )
 from .drift import Clipped, Digests, Edited, Loaded, Replica, Sketch, StateTaken
-from .files import FileRead, FileWritten
+from .files import FileLocked, FileRead, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
 from .model import (
@@ -100,6 +100,7 @@ __all__ = [
     "EpochEnded",
     "Event",
     "ExceptionRaised",
+    "FileLocked",
     "FileRead",
     "FileWritten",
     "FlightEntry",

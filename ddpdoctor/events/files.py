@@ -34,6 +34,14 @@ class FileWritten(Event, frozen=True, tag="file-written"):
         return f"writes {self.path} ({self.how}, step {self.step})"
 
 
+class FileLocked(Event, frozen=True, tag="file-locked"):
+    """A lock on an open file was asked for (`flock`, `lockf`), the first few times per file."""
+
+    path: str
+    site: int
+    shared: bool = False
+
+
 class FileRead(Event, frozen=True, tag="file-read"):
     """A file of a kind that runs produce was opened for reading.
 

@@ -42,6 +42,7 @@ class _Data:
         self.iterators: dict[int, weakref.ref[Any]] = {}
         self.gone: list[Reading] = []
         self.pending: dict[Reading, None] = {}
+        self.tried: dict[Reading, None] = {}
         self.delivered = 0
         self.waited_ns = 0
         self.joins = 0
@@ -309,6 +310,8 @@ def _watch_batches(base: Any) -> None:
         state.waited_ns += now - began
         state.delivered += 1
         reading.batches = batches = reading.batches + 1
+        if state.tried:
+            _evaluated()
         if grad_enabled():
             reading.grad_enabled = True
             state.pending[reading] = None
@@ -394,13 +397,23 @@ def _trained() -> None:
     for reading in _data.pending:
         reading.trained += 1
     _data.pending.clear()
+    _data.tried.clear()
 
 
 def _forward(active: Recorder, forward: Forward) -> None:
-    if not forward.grad_enabled or not forward.wrapper.training:
-        for reading in _data.pending:
-            reading.evaluated += 1
-        _data.pending.clear()
+    """What goes through the model without gradients may yet be trained on: a generator's samples
+    for the other network, examples that are mined. Only the next batch tells."""
+    if _data.pending and (not forward.grad_enabled or not forward.wrapper.training):
+        _data.tried.update(_data.pending)
+
+
+def _evaluated() -> None:
+    """Another batch came, or an iteration ended, before what went through the model was trained
+    on: that was evaluation."""
+    for reading in _data.tried:
+        reading.evaluated += 1
+        _data.pending.pop(reading, None)
+    _data.tried.clear()
 
 
 # --- an iteration ends --------------------------------------------------------------------------
@@ -410,6 +423,7 @@ def _close(active: Recorder, reading: Reading) -> None:
     if not reading.open:
         return
     reading.open = False
+    _evaluated()
     now = _sequence()
     issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1
     reading.close(active, issued, _data.sharded)

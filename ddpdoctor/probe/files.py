@@ -7,6 +7,7 @@ back and are wrapped.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..events import FileRead, FileWritten
+from ..events import FileLocked, FileRead, FileWritten
 from . import meetings, moments
 from .imports import when_imported
 from .patching import around, on_restore
@@ -51,6 +52,7 @@ class _Files:
         self.written: dict[str, int] = {}
         self.read: dict[str, int] = {}
         self.locks = 0
+        self.locked: dict[str, int] = {}
         self.inside = threading.local()
         self.ours = ""
         self.caches: tuple[str, ...] = ()
@@ -93,8 +95,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     elif event == "os.rename":
         if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
             _looking(_renamed, args)
-    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on:
-        _locked(args)
+    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and recorder() is not None:
+        _looking(_locked, args[:2])
 
 
 def _looking(work: Any, args: tuple[Any, ...]) -> None:
@@ -106,15 +108,18 @@ def _looking(work: Any, args: tuple[Any, ...]) -> None:
         _files.inside.busy = False
 
 
-def _locked(args: tuple[Any, ...]) -> None:
-    try:
-        operation = int(args[1])
-    except (IndexError, TypeError, ValueError):
-        return
-    if operation & 8:  # LOCK_UN
+def _locked(active: Recorder, file: Any, operation: Any) -> None:
+    if operation & fcntl.LOCK_UN:
         _files.locks = max(0, _files.locks - 1)
-    elif operation & 2:  # LOCK_EX
+        return
+    if operation & fcntl.LOCK_EX:
         _files.locks += 1
+    path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+    times = _files.locked[path] = _files.locked.get(path, 0) + 1
+    if times <= RECORDS_PER_PATH and len(_files.locked) <= MOST_PATHS:
+        active.emit(
+            FileLocked(at=time.monotonic(), path=path, site=active.site(), shared=_is_shared(path))
+        )
 
 
 def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:

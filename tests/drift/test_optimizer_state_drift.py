@@ -4,7 +4,7 @@ from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, digests, equal, run_of
 
-from ddpdoctor.events import Loaded
+from ddpdoctor.events import Hyperparameters, Loaded
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
 
@@ -44,3 +44,25 @@ def test_state_that_followed_different_gradients_is_told_with_those():
 def test_without_state_it_says_so():
     run = run_of({0: [equal("parameters")], 1: [equal("parameters")]})
     assert "no optimizer's state" in OptimizerStateDrift().unobserved(run)
+
+
+def moved_by(key, decay):
+    """A state that differs, and parameters that were seen to differ before it, at step 1."""
+    options = Hyperparameters(at=0, optimizer=0, step=0, groups=({"weight_decay": decay},))
+    moved = [digests("parameters", {0: [1, 1, 1, 1], 1: [1, 1, 1, n]}) for n in range(2)]
+    parted = [digests(f"state:{key}", {2: [1, 2, n, 4]}) for n in range(2)]
+    run = run_of({n: [options, moved[n], parted[n]] for n in range(2)})
+    (state,), (parameters,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
+    own = OptimizerStateDrift().explains(state, parameters)
+    assert ParameterDrift().explains(parameters, state) is not own
+    return own
+
+
+def test_state_that_was_changed_on_one_rank_explains_the_parameters():
+    assert moved_by("momentum_buffer", 0.0)
+    assert moved_by("step", 0.01), "no decay changes a count"
+
+
+def test_state_may_follow_the_parameters():
+    assert not moved_by("momentum_buffer", 0.01), "by way of the weight decay"
+    assert not moved_by("slow_weights", 0.0), "a copy of the parameters, for all that is known"

@@ -150,3 +150,29 @@ def test_an_edit_that_was_made_some_steps_before_the_copies_were_seen_to_differ(
         run_of({0: [*edits, values[0]], 1: [values[1]], 2: [values[2]]})
     )
     assert "edits" not in other.cause  # rank 0 is not the one that stands apart
+
+
+def test_without_a_majority_the_rank_that_edited_since_they_were_equal_is_named():
+    def told(step):
+        edits = [
+            Edited(at=0, model=0, optimizer=0, kind="parameters", step=n, changed=n == step)
+            for n in (step, step + 1)
+        ]
+        values = [digests("parameters", {4: [1] * 4, 9: [1, 1, 1, n]}) for n in range(2)]
+        (finding,) = ParameterDrift().examine(run_of({0: [*edits, values[0]], 1: [values[1]]}))
+        return finding
+
+    assert told(7).ranks == (0,)
+    assert "rank 0 edits its parameters before step 7" in told(7).cause
+    assert "not what step 6 left" in told(7).label
+    assert "edits" not in told(3).cause, "they were equal after that"
+
+
+def test_a_distance_takes_a_sketch_of_each_side():
+    values = {n: digests("parameters", APART if n else SAME) for n in range(3)}
+    one_side = {0: [values[0]], 1: [values[1], sketch(1, 2.0)], 2: [values[2], sketch(1, 2.0)]}
+    (finding,) = ParameterDrift().examine(run_of(one_side))
+    assert "of their norm" not in finding.summary and "rounding" not in finding.summary
+    both = one_side | {0: [values[0], sketch(1, 1.0)]}
+    (finding,) = ParameterDrift().examine(run_of(both))
+    assert "of their norm" in finding.summary

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSync
 from recordings import make_run, site
 
-from ddpdoctor.events import Event, FileRead, FileWritten
-from ddpdoctor.findings import Finding
+from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten
+from ddpdoctor.findings import Confidence, Finding
 
 PATH = "/home/user/project/best.pt"
 
@@ -60,3 +60,19 @@ def test_appears_whole() -> None:
 
 def test_nobody_writes() -> None:
     assert CheckpointBeforeSync().unobserved(make_run({0: [read()]}))
+
+
+def asked(at: float, path: str = "/home/user/project/guard") -> Event:
+    return FileLocked(at=at, path=path, site=1)
+
+
+def test_both_take_a_lock_in_turn() -> None:
+    assert not found([asked(1000.9), wrote()], [asked(1001.2), read()])
+    assert found([asked(1000.9), wrote()], [asked(1001.2, "another"), read()])
+    assert found([asked(1000.9), wrote()], [read(), asked(1003.0)]), "asked only afterwards"
+
+
+def test_a_reader_that_came_late_may_have_waited_in_its_own_way() -> None:
+    (late,), (early,) = found([wrote()], [read(at=1002.0)]), found([wrote()], [read(at=1001.2)])
+    assert late.confidence is Confidence.SUSPECTED
+    assert early.confidence is Confidence.PROVEN

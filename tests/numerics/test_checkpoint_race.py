@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started
 
-from ddpdoctor.events import Event, FileWritten
+from ddpdoctor.events import Event, FileLocked, FileWritten
 from ddpdoctor.findings import Finding, Severity
 
 PATH = "/home/user/project/last.pt"
@@ -94,3 +94,10 @@ def test_met_in_a_group_of_their_own() -> None:
 
 def test_nobody_writes() -> None:
     assert CheckpointRace().unobserved(make_run({0: [], 1: []}))
+
+
+def test_a_file_that_is_there_to_be_locked() -> None:
+    lock = "/home/user/project/guard"
+    opened = wrote(lock, how="open")
+    assert found([opened], [opened])
+    assert not found([opened, FileLocked(at=0, path=lock, site=1)], [opened])

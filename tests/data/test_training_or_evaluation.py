@@ -1,0 +1,70 @@
+"""A loop trains where its batches are trained on, whatever else is done with them before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe import data
+from ddpdoctor.probe.reading import Place, Reading
+
+
+class Loop:
+    """The moments of a loop over one loader, as the probe meets them."""
+
+    def __init__(self) -> None:
+        self.reading = Reading(0, 0, Place(), None)
+
+    def batch(self) -> Loop:
+        if data._data.tried:
+            data._evaluated()
+        data._data.pending[self.reading] = None
+        return self
+
+    def forward(self, *, grad: bool, training: bool = True) -> Loop:
+        moment: Any = SimpleNamespace(grad_enabled=grad, wrapper=SimpleNamespace(training=training))
+        data._forward(None, moment)  # type: ignore[arg-type]
+        return self
+
+    def backward(self) -> Loop:
+        data._trained()
+        return self
+
+    def over(self) -> tuple[int, int]:
+        data._evaluated()
+        return self.reading.trained, self.reading.evaluated
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    data._data.pending.clear()
+    data._data.tried.clear()
+    yield
+    data._data.pending.clear()
+    data._data.tried.clear()
+
+
+def test_plain_training_and_plain_evaluation() -> None:
+    assert Loop().batch().forward(grad=True).backward().batch().backward().over() == (2, 0)
+    shown = Loop().batch().forward(grad=False).batch().forward(grad=True, training=False)
+    assert shown.over() == (0, 2)
+
+
+def test_a_forward_without_gradients_before_the_one_that_trains() -> None:
+    """The fakes of a GAN, examples that are mined, labels of a teacher."""
+    loop = Loop()
+    for _ in range(3):
+        loop.batch().forward(grad=False).forward(grad=True).backward()
+    assert loop.over() == (3, 0)
+
+
+def test_evaluation_in_the_midst_of_training() -> None:
+    training, evaluation = Loop(), Loop()
+    training.batch().forward(grad=True).backward()
+    evaluation.batch().forward(grad=False).batch().forward(grad=False)  # left with `break`
+    training.batch().forward(grad=True).backward()
+    assert evaluation.over() == (0, 2)
+    assert training.over() == (2, 0)
