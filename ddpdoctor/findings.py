@@ -241,11 +241,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tables: tuple[Table, ...] = ()
 
     def worst(self) -> Severity | None:
-        """The worst severity found, or None where nothing was. What went wrong in an earlier
-        attempt, and was looked for in the last one and not there, a restart has recovered."""
-        examined = self.coverage.examined
-        lasting = (f for f in self.findings if f.attempt is None or f.check not in examined)
-        return min((f.severity for f in lasting), key=lambda s: s.rank, default=None)
+        """The worst severity found, or None where nothing was."""
+        return min((f.severity for f in self.findings), key=lambda s: s.rank, default=None)
 
     def to_json(self) -> bytes:
         """The content of `findings.json`."""

@@ -13,7 +13,7 @@ import msgspec
 from .alive import note_alive
 from .diagnose import diagnose
 from .events import SCHEMA, RankStarted
-from .findings import Check, Finding, Report
+from .findings import Check, Finding, Report, Severity
 from .run import Run, load
 from .runfolder import FolderError, RunFolder
 
@@ -36,7 +36,8 @@ class Attempts:
 
 
 def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
-    """The last attempt's report, with what was wrong in earlier ones and no more is."""
+    """The last attempt's report, with what was wrong in earlier ones and no more is: a note where
+    the last one looked for it, since the restart has recovered it."""
     _, last = reports[-1]
     seen = {fault_key(f) for f in last.findings}
     findings = list(last.findings)
@@ -45,8 +46,15 @@ def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
             if fault_key(finding) not in seen:
                 seen.add(fault_key(finding))
                 told = f"in attempt {run.attempt}: {finding.summary}"
-                found = msgspec.structs.replace(finding, summary=told, attempt=run.attempt)
-                findings.append(found)
+                recovered = finding.check in last.coverage.examined
+                findings.append(
+                    msgspec.structs.replace(
+                        finding,
+                        summary=told,
+                        attempt=run.attempt,
+                        severity=Severity.NOTE if recovered else finding.severity,
+                    )
+                )
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     earlier = tuple(_how_it_ended(run) for run, _ in reports[:-1])
     summary = msgspec.structs.replace(last.run, earlier=earlier)

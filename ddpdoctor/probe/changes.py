@@ -25,7 +25,7 @@ LOST = "parameters that change after the wrap"
 LIGHT = 50
 """Flags are looked at once in so many parameters' worth of forwards, and in the first few."""
 
-FIRST = 3
+FIRST, FIRST_OF_FEW = 3, 128
 FULL_EVERY = 20
 CALLS_KEPT = 50
 
@@ -113,10 +113,11 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
         return
     watch = _watches[model]
     turns = 4 + len(model.parameters) // LIGHT
+    first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
         _look_whole(active, model, watch)
-    elif model.forwards <= FIRST or model.forwards % turns == 0:
+    elif model.forwards <= first or model.forwards % turns == 0:
         _look_at_flags(active, model, watch)
 
 
