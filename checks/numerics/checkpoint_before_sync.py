@@ -26,9 +26,9 @@ class CheckpointBeforeSync(Check):
     `dist.barrier()` on all ranks after the write and before the read.
 
     ## When it stays quiet
-    A barrier or any other collective in between; files that were there before and are overwritten
-    later; a rank that reads what it wrote itself; files that appear whole by a rename, where they
-    were found.
+    A barrier or any other collective in between, a key of a store that the reader waited for, a
+    file that both lock; files that were there before and are overwritten later; a rank that reads
+    what it wrote itself; files that appear whole by a rename, where they were found.
     """
 
     code = "DDP803"
@@ -111,5 +111,8 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
         whole = write.event.how == "rename" and read.began >= write.began
         if whole and not failed:
             continue
+        stored = getattr(read.event, "stored", 0.0)
+        if stored and read.rank.wall(stored) >= write.ended:
+            continue  # it waited for a key that may well say that the file is there
         return write
     return None

@@ -47,6 +47,7 @@ class FileRead(Event, frozen=True, tag="file-read"):
 
     Attributes:
         failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
+        stored: when the rank last came back from waiting for a key of a store, 0 for never.
     """
 
     path: str
@@ -58,3 +59,4 @@ class FileRead(Event, frozen=True, tag="file-read"):
     marks_after: dict[str, int] = {}
     shared: bool = False
     failed: str = ""
+    stored: float = 0.0

@@ -266,6 +266,7 @@ def _tell_read(
             marks_after=after or marks,
             shared=_is_shared(path),
             failed=failed,
+            stored=meetings.stored_at(),
         )
     )
 

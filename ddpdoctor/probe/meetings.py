@@ -3,6 +3,7 @@ between two moments, without a clock and without a word between them."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from . import torch_private
@@ -20,6 +21,7 @@ class _Meetings:
     def __init__(self) -> None:
         self.marks: dict[str, int] = {}
         self.generation = 0
+        self.stored_at = 0.0
 
 
 _meetings = _Meetings()
@@ -31,6 +33,18 @@ def install() -> None:
 
     _meetings.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
+    for name in ("wait", "get"):  # both wait for somebody to set the key
+        around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
+
+
+def stored_at() -> float:
+    """When this process last came back from waiting for a key of a store, 0 for never."""
+    return _meetings.stored_at
+
+
+def _stored(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        _meetings.stored_at = time.monotonic()
 
 
 def marks() -> dict[str, int]:

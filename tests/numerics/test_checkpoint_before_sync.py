@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSync
 from recordings import make_run, site
 
@@ -76,3 +77,11 @@ def test_a_reader_that_came_late_may_have_waited_in_its_own_way() -> None:
     (late,), (early,) = found([wrote()], [read(at=1002.0)]), found([wrote()], [read(at=1001.2)])
     assert late.confidence is Confidence.SUSPECTED
     assert early.confidence is Confidence.PROVEN
+
+
+def test_it_waited_for_a_key_of_a_store() -> None:
+    def after(stored: float) -> Event:
+        return msgspec.structs.replace(read(), stored=stored)  # type: ignore[type-var]
+
+    assert not found([wrote()], [after(1001.8)])
+    assert found([wrote()], [after(1000.2)]), "before the file was written"
