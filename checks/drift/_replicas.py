@@ -15,6 +15,8 @@ from ddpdoctor.run import Rank, Run
 
 ABSENT = 0
 
+NO_COPIES = "no two ranks were seen to train copies of one wrapped model"
+
 
 @dataclass(frozen=True)
 class Member:

@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Sever
 from ddpdoctor.run import Rank, Run
 
 from . import _causes
-from ._replicas import Divergence, Replicas, divergence, each_model, replicas
+from ._replicas import NO_COPIES, Divergence, Replicas, divergence, each_model, replicas
 
 
 class BufferDrift(Check):
@@ -42,7 +42,7 @@ class BufferDrift(Check):
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
         if not groups:
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         if not any(g.any.wrapped.buffers for g in groups):
             return "the models have no buffers"
         return None

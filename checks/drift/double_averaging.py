@@ -8,7 +8,7 @@ from ddpdoctor.events import Edited, GradientReduced, LossScaled
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run
 
-from ._replicas import Member, Replicas, replicas
+from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 
 class DoubleAveraging(Check):
@@ -40,7 +40,7 @@ class DoubleAveraging(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if replicas(run) else "no two ranks train copies of one model"
+        return None if replicas(run) else NO_COPIES
 
     def examine(self, run: Run) -> Iterable[Finding]:
         told: set[object] = set()

@@ -8,7 +8,7 @@ from ddpdoctor.events import ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
-from ._replicas import Replicas, odd_ones, replicas
+from ._replicas import NO_COPIES, Replicas, odd_ones, replicas
 
 
 class GradScalerSkew(Check):
@@ -38,7 +38,7 @@ class GradScalerSkew(Check):
     def unobserved(self, run: Run) -> str | None:
         if not run.any(ScalerStep):
             return "no GradScaler was used"
-        return None if replicas(run) else "no two ranks train copies of one model"
+        return None if replicas(run) else NO_COPIES
 
     def examine(self, run: Run) -> Iterable[Finding]:
         told: set[tuple[int, ...]] = set()

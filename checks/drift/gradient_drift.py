@@ -9,7 +9,7 @@ from ddpdoctor.run import Run
 
 from . import _causes
 from ._causes import Cause
-from ._replicas import Divergence, Replicas, compared, divergence, each_model, replicas
+from ._replicas import NO_COPIES, Divergence, Replicas, compared, divergence, each_model, replicas
 
 
 class GradientDrift(Check):
@@ -42,7 +42,7 @@ class GradientDrift(Check):
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
         if not groups:
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         if not any(compared(g, "gradients") for g in groups):
             return "the ranks have no step in common before which averaged gradients were digested"
         return None

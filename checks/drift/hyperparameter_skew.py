@@ -10,7 +10,7 @@ from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
-from ._replicas import Member, Replicas, odd_ones, replicas
+from ._replicas import NO_COPIES, Member, Replicas, odd_ones, replicas
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
@@ -60,7 +60,7 @@ class HyperparameterSkew(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         return None if run.any(Hyperparameters) else "no optimizer's options were seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -8,7 +8,7 @@ from ddpdoctor.events import BatchSeen
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
-from ._replicas import Member, Replicas, replicas
+from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 
 class LossScaleMismatch(Check):
@@ -38,7 +38,7 @@ class LossScaleMismatch(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         return None if run.any(BatchSeen) else "no loss was seen whose reduction can be told"
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -10,7 +10,7 @@ from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from . import _causes
-from ._replicas import Divergence, Replicas, divergence, kinds, replicas
+from ._replicas import NO_COPIES, Divergence, Replicas, divergence, kinds, replicas
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -48,7 +48,7 @@ class OptimizerStateDrift(Check):
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
         if not groups:
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         if not any(kinds(g, "state:") for g in groups):
             return "no optimizer's state was digested (it has none, or there was one step only)"
         return None

@@ -8,9 +8,18 @@ from dataclasses import replace
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks
 
-from . import _causes
+from . import _by_hand, _causes
 from ._causes import Cause
-from ._replicas import Divergence, Replicas, compared, divergence, each_model, out_of_step, replicas
+from ._replicas import (
+    NO_COPIES,
+    Divergence,
+    Replicas,
+    compared,
+    divergence,
+    each_model,
+    out_of_step,
+    replicas,
+)
 
 
 class ParameterDrift(Check):
@@ -20,7 +29,8 @@ class ParameterDrift(Check):
     Parameters that differ between ranks which should hold equal copies, to the last bit: weights
     loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
     not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
-    compared afterwards; nothing is communicated for it.
+    compared afterwards; nothing is communicated for it. Also of models without a wrapper, where
+    every rank exchanges all of the gradients by hand and the copies were seen to stay equal so.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -34,6 +44,8 @@ class ParameterDrift(Check):
     ## When it stays quiet
     Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
+    Without a wrapper also: gradients of which a part stays local, or that are exchanged in less
+    than half of the steps; point-to-point exchange; copies that are equal again later.
     Copies that differ only when the run is over are a note.
     """
 
@@ -44,14 +56,18 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
+        if not groups and _by_hand.compared(run):
+            return None
         if not groups:
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         if not any(compared(g, "parameters", p) for g in groups for p in ("step", "eval")):
             return "the ranks have no step in common at which parameters were digested"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        return each_model(run, self._judge)
+        yield from each_model(run, self._judge)
+        for parting in _by_hand.partings(run):
+            yield self.finding(**_by_hand.told(run, parting))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:

@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
 from ._patterns import Span, patterns
-from ._replicas import Member, Replicas, replicas
+from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LEAST_STEPS = 2
 
@@ -41,7 +41,7 @@ class RedundantSync(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -10,7 +10,7 @@ from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _causes
 from ._patterns import Span, patterns
-from ._replicas import Divergence, Member, Replicas, divergence, each_model, replicas
+from ._replicas import NO_COPIES, Divergence, Member, Replicas, divergence, each_model, replicas
 
 CAUSES = {
     "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
@@ -74,7 +74,7 @@ class UnsyncedStep(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
-            return "no two ranks train copies of one model"
+            return NO_COPIES
         return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -214,12 +214,17 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
 
 class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     """Digests of such parameters and their gradients before a step: equal where the bits are.
-    Recorded at steps 0, 1, 2, 4, 8 and so on.
+    Recorded at steps 0, 1, 2, 4, 8 and so on; more often where gradients are exchanged by hand.
 
     Attributes:
         exchanged: how they, or about as much as they are, were ever exchanged: `gradients` (on
             the default group, between backward and step), `gradients of a group`, `parameters`,
             `point-to-point`, `all-to-all`, `in backward`, `unseen`; empty where they never were.
+        complete: between the last backward and this step every gradient was handed to collectives
+            on the default group. `completed` are the steps before this one of which that is true.
+        averaged: steps so far, this one included, before which the parameters themselves were
+            handed to collectives.
+        last: taken when the run was over, after `step` steps; the gradients mean nothing.
     """
 
     optimizer: int
@@ -227,6 +232,10 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     gradients: int
     parameters: int
     exchanged: str = ""
+    complete: bool = False
+    completed: int = 0
+    averaged: int = 0
+    last: bool = False
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):

@@ -135,6 +135,47 @@ def gradients_exchanged(parameters: Sequence[Any]) -> bool:
     return _covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
 
 
+def every_gradient_exchanged(parameters: Sequence[Any]) -> bool:
+    """Whether all of the gradients were handed to collectives on the default group, and on no
+    other, since the backward: each, a copy of each, or one buffer of them all."""
+    if _window.special or gradient_groups() != {0}:
+        return False
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    total = sum(g.numel() for g in gradients)
+    carried: Counter[int] = Counter()
+    copies: Counter[int] = Counter()
+    for exchange in _window.recent:
+        if exchange.memory in own:
+            continue
+        if total <= exchange.elements <= FLAT[1] * total:
+            return True
+        carried[exchange.memory] += exchange.elements
+        copies[exchange.elements] += 1
+    held: Counter[int] = Counter()
+    for gradient in gradients:
+        held[gradient.untyped_storage().data_ptr()] += gradient.numel()
+    # Of gradients that share one memory, a part may have been exchanged.
+    for gradient in gradients:
+        memory = gradient.untyped_storage().data_ptr()
+        if carried[memory] >= held[memory]:
+            continue
+        if not copies[gradient.numel()]:
+            return False
+        copies[gradient.numel()] -= 1
+    return bool(gradients)
+
+
+def parameters_averaged(parameters: Sequence[Any]) -> bool:
+    """Whether collectives since the last step carried the parameters themselves."""
+    if parameters_exchanged(parameters):
+        return True
+    if not _window.recent:
+        return False
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    return any(e.memory in own for e in _window.recent)
+
+
 def gradient_groups() -> set[int]:
     """The groups of the exchanges since the backward."""
     return {e.group for e in _window.recent}

@@ -7,6 +7,8 @@ import time
 import weakref
 from typing import Any
 
+import msgspec
+
 from ..events import Unwrapped, UnwrappedState
 from . import exchanges, models, moments, optimizers
 from .digests import sums
@@ -14,6 +16,7 @@ from .drift import Waiting
 from .models import tensor_of
 from .modules import birth_site, named_roots
 from .moments import Step
+from .patching import around
 from .recorder import Recorder
 from .resolving import assignment_in_frames
 
@@ -23,6 +26,13 @@ LOOK_AGAIN = 32
 TOLD_AT_MOST = 5000
 """Parameters of one optimizer that are listed."""
 
+SMALL = 64
+"""Parameters that are digested at every step of the first `EARLY`, and 16 times per doubling."""
+
+EARLY = 64
+CHANGES_AT_MOST = 64
+"""Looks because the exchange stopped or went on."""
+
 
 class Loose:
     """What is known of one optimizer.
@@ -30,7 +40,9 @@ class Loose:
     Attributes:
         parameters: those that no wrapper was given.
         exchanged: by what means they were ever exchanged, empty where they never were.
-        waiting: digests on their way from a device.
+        complete, completed, averaged: as in `UnwrappedState`, of the steps so far.
+        changes: how often `complete` changed.
+        waiting: states with digests on their way from a device.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -38,10 +50,18 @@ class Loose:
         self.held = 0
         self.models = 0
         self.exchanged = ""
-        self.waiting: list[tuple[int, str, Waiting, Waiting]] = []
+        self.complete = False
+        self.completed = 0
+        self.averaged = 0
+        self.changes = 0
+        self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
 
 def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
     moments.step_begins.subscribe(_step_begins, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
@@ -59,15 +79,47 @@ def _step_begins(active: Recorder, step: Step) -> None:
         return
     alive = [p for ref in known.parameters if (p := ref()) is not None]
     before, known.exchanged = known.exchanged, known.exchanged or _exchanged(alive)
-    _write(active, step.known.number, known, wait=False)
-    number = step.number
-    due = number & (number - 1) == 0 or known.exchanged != before
+    _write(active, known, wait=False)
+    complete = not step.closure and exchanges.every_gradient_exchanged(alive)
+    known.averaged += exchanges.parameters_averaged(alive)
+    due = known.exchanged != before or _due(known, step.number, complete)
+    known.complete = complete
     if due and any(p.grad is not None for p in alive):
-        values, _ = sums(alive)
-        gradients, _ = sums(p.grad for p in alive)
-        row = (number, known.exchanged, Waiting(gradients), Waiting(values))
-        known.waiting.append(row)
-        _write(active, step.known.number, known, wait=False)
+        _look(active, step.known.number, known, step.number)
+    known.completed += complete
+
+
+def _due(known: Loose, step: int, complete: bool) -> bool:
+    if step & (step - 1) == 0:
+        return True
+    if not known.completed:
+        return False
+    if complete != known.complete and known.changes < CHANGES_AT_MOST:
+        known.changes += 1
+        return True
+    return len(known.parameters) <= SMALL and (
+        step < EARLY or step % (1 << step.bit_length() - 5) == 0
+    )
+
+
+def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False) -> None:
+    alive = [p for ref in known.parameters if (p := ref()) is not None]
+    values, _ = sums(alive)
+    gradients, _ = sums(p.grad for p in alive)
+    state = UnwrappedState(
+        at=time.monotonic(),
+        optimizer=optimizer,
+        step=step,
+        gradients=0,
+        parameters=0,
+        exchanged=known.exchanged,
+        complete=known.complete and not last,
+        completed=known.completed,
+        averaged=known.averaged,
+        last=last,
+    )
+    known.waiting.append((state, Waiting(gradients), Waiting(values)))
+    _write(active, known, wait=False)
 
 
 def _several_ranks() -> bool:
@@ -146,23 +198,14 @@ def _exchanged(parameters: list[Any]) -> str:
     return "unseen" if not models.live() and exchanges.unseen() else ""
 
 
-def _write(active: Recorder, optimizer: int, known: Loose, *, wait: bool) -> None:
+def _write(active: Recorder, known: Loose, *, wait: bool) -> None:
     while known.waiting:
-        number, exchanged, gradients, values = known.waiting[0]
+        state, gradients, values = known.waiting[0]
         if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
             return
         known.waiting.pop(0)
-        active.emit(
-            UnwrappedState(
-                at=time.monotonic(),
-                optimizer=optimizer,
-                step=number,
-                gradients=_one(gradients.values),
-                parameters=_one(values.values),
-                exchanged=exchanged,
-            ),
-            vital=True,
-        )
+        digests = {"gradients": _one(gradients.values), "parameters": _one(values.values)}
+        active.emit(msgspec.structs.replace(state, **digests), vital=True)
 
 
 def _one(numbers: list[int]) -> int:
@@ -172,7 +215,20 @@ def _one(numbers: list[int]) -> int:
     return total
 
 
+def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not (args or kwargs.get("group")):
+        _finish(active, wait=True)
+
+
 def _leaving(active: Recorder, _: None) -> None:
-    for known in optimizers.known():
-        if loose := known.notes.get(Loose):
-            loose.waiting.clear()
+    # A device that hangs is not waited for.
+    _finish(active, wait=False)
+
+
+def _finish(active: Recorder, *, wait: bool) -> None:
+    """The last look at what is exchanged by hand, and what waits to be written."""
+    for optimizer in optimizers.known():
+        if (known := optimizer.notes.pop(Loose, None)) is not None:
+            if known.completed:
+                _look(active, optimizer.number, known, optimizer.steps, last=True)
+            _write(active, known, wait=wait)

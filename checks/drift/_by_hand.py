@@ -1,0 +1,216 @@
+"""Copies without a wrapper, kept equal by gradients that the program exchanges by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.findings import FixKind, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, ranks_text
+
+from ._replicas import odd_ones
+
+Rows = dict[int, UnwrappedState]
+"""States of one moment by global rank, or of one rank by step."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One model as every rank trains it; looks that all of them took, ascending.
+
+    Attributes:
+        end: the look when the run was over, None where a rank has none.
+    """
+
+    members: dict[int, tuple[Rank, Unwrapped]]
+    looks: list[Rows]
+    end: Rows | None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where copies part: they are equal at the look `equal` and at none from `differ` on.
+
+    Attributes:
+        missing: how many steps between the two were taken without the exchange, by rank.
+        gradients: whether those applied agree: `agree`, `differ`, or `not known`.
+    """
+
+    copies: Copies
+    equal: Rows
+    differ: Rows
+    missing: dict[int, int]
+    gradients: str
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        return _step(self.equal), _step(self.differ)
+
+
+def compared(run: Run) -> bool:
+    """Whether there are copies that can be judged."""
+    return any(_kept_equal(c) for c in _copies(run))
+
+
+def partings(run: Run) -> Iterator[Parting]:
+    for copies in _copies(run):
+        if _kept_equal(copies) and (found := _parting(copies)) is not None:
+            yield found
+
+
+def _copies(run: Run) -> Iterator[Copies]:
+    """Of optimizers that every rank of the world has over equal lists of parameters. One whose
+    list changes is left out: its counts begin anew."""
+    optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
+    for optimizer in sorted(optimizers) if run.world_size > 1 else ():
+        members = {}
+        for number, rank in run.ranks.items():
+            events = [e for e in rank.of(Unwrapped) if e.optimizer == optimizer]
+            if len(events) == 1:
+                members[number] = (rank, events[0])
+        held = {tuple((p.shape, p.dtype) for p in e.parameters) for _, e in members.values()}
+        if len(members) == run.world_size and len(held) == 1:
+            yield _looked(members, optimizer)
+
+
+def _looked(members: dict[int, tuple[Rank, Unwrapped]], optimizer: int) -> Copies:
+    tables: dict[int, Rows] = {}
+    ends: Rows = {}
+    for number, (rank, _) in members.items():
+        states = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+        tables[number] = {s.step: s for s in states if not s.last}
+        ends.update((number, s) for s in states if s.last)
+    common = sorted(set.intersection(*(set(t) for t in tables.values())))
+    looks = [{n: t[step] for n, t in tables.items()} for step in common]
+    whole = len(ends) == len(members) and len({s.step for s in ends.values()}) == 1
+    return Copies(members, looks, ends if whole else None)
+
+
+def _step(look: Rows) -> int:
+    return next(iter(look.values())).step
+
+
+def _equal(look: Rows) -> bool:
+    return len({s.parameters for s in look.values()}) == 1
+
+
+def _kept_equal(copies: Copies) -> bool:
+    """Whether the exchange was seen to do what it is for: every rank handed over all gradients of
+    all steps between two looks, and the copies had moved and were equal at both."""
+    for before, after in zip(copies.looks, copies.looks[1:], strict=False):
+        if not (_equal(before) and _equal(after)):
+            return False
+        steps = _step(after) - _step(before)
+        whole = all(s.completed - before[n].completed == steps for n, s in after.items())
+        if whole and _moved(before, after):
+            return True
+    return False
+
+
+def _moved(before: Rows, after: Rows) -> bool:
+    return all(s.parameters != before[n].parameters for n, s in after.items())
+
+
+def _parting(copies: Copies) -> Parting | None:
+    every = [*copies.looks, *([copies.end] if copies.end else [])]
+    first = next((i for i, look in enumerate(every) if not _equal(look)), None)
+    if not first or any(_equal(look) for look in every[first:]):
+        return None
+    equal, differ, last = every[first - 1], every[first], every[-1]
+    if any(s.averaged != equal[n].averaged for n, s in last.items()):
+        return None  # the parameters themselves are exchanged: local SGD, or set right again
+    steps = _step(differ) - _step(equal)
+    missing = {n: steps - (s.completed - equal[n].completed) for n, s in differ.items()}
+    found = Parting(copies, equal, differ, missing, _gradients(copies, equal, differ))
+    if differ is copies.end:
+        # Whoever looks at a model after the run may load another one: only a step that was left
+        # out speaks for a fault.
+        return found if any(missing.values()) and _mostly(copies.looks[0], equal) else None
+    return found if _mostly(differ, last) else None
+
+
+def _mostly(first: Rows, last: Rows) -> bool:
+    """Whether every rank exchanged all gradients of more than half of the steps of these looks."""
+    done = [s.completed + s.complete - first[n].completed for n, s in last.items()]
+    steps = [s.step + (not s.last) - first[n].step for n, s in last.items()]
+    return all(2 * d > count for d, count in zip(done, steps, strict=True))
+
+
+def _gradients(copies: Copies, equal: Rows, differ: Rows) -> str:
+    begin, end = _step(equal), _step(differ)
+    between = [look for look in copies.looks if begin <= _step(look) < end]
+    if any(len({s.gradients for s in look.values()}) > 1 for look in between):
+        return "differ"
+    return "agree" if len(between) == end - begin else "not known"
+
+
+def told(run: Run, found: Parting) -> dict[str, Any]:
+    """The fields of a finding."""
+    rank, event = next(iter(found.copies.members.values()))
+    begin, end = found.steps
+    minority = odd_ones({n: s.parameters for n, s in found.differ.items()})
+    left_out = tuple(n for n, count in found.missing.items() if count)
+    kind = event.kind or "a set of parameters"
+    over = found.differ is found.copies.end
+    later = [_step(look) for look in found.copies.looks if _step(look) >= end]
+    last = max(later, default=end)
+    made = rank.location(event.site)
+    who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
+    others = "" if len(minority) == run.world_size else " from the other ranks"
+    return {
+        "severity": Severity.NOTE if over else Severity.ERROR,
+        "ranks": minority,
+        "steps": None if over else Steps(end, last, last - end + 1),
+        "subjects": tuple(p.name for p in event.parameters),
+        "location": rank.location(event.step_site) or made,
+        "label": "applies gradients that were not exchanged" if left_out else "",
+        "related": (Related("made here", made),) if made is not None else (),
+        "summary": f"parameters of {kind}, whose gradients the program exchanges by hand, differ "
+        + (f"between {who}" if not others else f"on {who}{others}")
+        + (" at the end" if over else f" from step {end} on"),
+        "cause": f"they were equal before step {begin} and are not "
+        + ("after the last step: " if over else f"before step {end}: ")
+        + _cause(found, left_out),
+        "fix": "exchange the gradients before every `optimizer.step()`, those of the last, shorter "
+        "group of micro-batches too"
+        if left_out
+        else "change parameters and gradients on every rank with the same numbers, or broadcast "
+        "them from one rank afterwards",
+        "fix_kind": FixKind.CHECK,
+        "evidence": {
+            "last_equal_at_step": begin,
+            "first_different_at_step": end,
+            "steps_without_the_exchange": [
+                {"rank": n, "steps": count} for n, count in found.missing.items() if count
+            ],
+            "gradients": found.gradients,
+            "looks": len(found.copies.looks),
+        },
+        "at": min(r.wall(found.differ[n].at) for n, (r, _) in found.copies.members.items()),
+    }
+
+
+def _cause(found: Parting, left_out: tuple[int, ...]) -> str:
+    begin, end = found.steps
+    steps = f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
+    if left_out:
+        everyone = len(left_out) == len(found.copies.members)
+        who = "no rank" if everyone else ranks_text(left_out)
+        verb = "hands" if everyone else "does not hand" if len(left_out) == 1 else "do not hand"
+        return (
+            f"{who} {verb} all gradients of {steps} to a collective, as in the steps before, and "
+            "each applies its own"
+        )
+    if found.gradients == "differ":
+        return f"the gradients applied in {steps} differ between ranks, although they are exchanged"
+    if found.gradients == "agree":
+        return (
+            f"the gradients of {steps} are exchanged and agree, so a rank edits its parameters "
+            "there, or its update is another one"
+        )
+    return (
+        f"all gradients of the steps from {begin} to {end - 1} are exchanged, so a rank edits its "
+        "parameters there, or its gradients after the exchange"
+    )

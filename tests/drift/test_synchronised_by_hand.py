@@ -1,0 +1,196 @@
+"""DDP402 without a wrapper, on literal events: gradients that the program exchanges by hand."""
+
+import pytest
+import torch
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from recordings import make_run, site, steps
+from wraps import group, parameters
+
+from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.probe import exchanges
+from ddpdoctor.probe.exchanges import Exchange, every_gradient_exchanged, parameters_averaged
+
+STEPS = 12
+
+
+def states(rank, *, apart=range(0), local=(), odd=range(0), averaged=(), count=STEPS, looks=None):
+    """One look before every step: copies differ at the steps `apart`, gradients are not exchanged
+    at `local` and differ at `odd`, parameters are averaged before `averaged`."""
+    done = mean = 0
+    for n in range(count + 1):
+        mean += n in averaged
+        last = n == count
+        complete = not last and n not in local
+        differ = n in odd or n in local
+        if looks is None or n in looks or last:
+            yield UnwrappedState(
+                at=0,
+                optimizer=0,
+                step=n,
+                gradients=100 + n + (1000 * rank if differ else 0),
+                parameters=200 + n + (1000 * rank if n in apart else 0),
+                exchanged="gradients",
+                complete=complete,
+                completed=done,
+                averaged=mean,
+                last=last,
+            )
+        done += complete
+
+
+def run_of(tables, *, aside=-1, told=1, world_size=None):
+    """`aside`: a rank that trains other parameters."""
+    made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()")]
+    events = {}
+    for n, rows in tables.items():
+        held = parameters(("aux",) if n == aside else ("body", "head"))
+        event = Unwrapped(at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=held)
+        events[n] = [*made, group(tuple(tables)), *[event] * told, *rows, *steps(STEPS)]
+    return make_run(events, world_size=world_size)
+
+
+def found_in(ranks=(0, 1), **kwargs):
+    return list(ParameterDrift().examine(run_of({n: states(n, **kwargs) for n in ranks})))
+
+
+def test_copies_that_stay_equal():
+    run = run_of({n: states(n) for n in (0, 1)})
+    assert list(ParameterDrift().examine(run)) == []
+    assert ParameterDrift().unobserved(run) is None
+
+
+def test_a_step_whose_gradients_were_not_exchanged():
+    (found,) = found_in(local=(5,), apart=range(6, 13))
+    assert found.severity.value == "error"
+    assert (found.steps.first, found.location.line, found.ranks) == (6, 9, (0, 1))
+    assert "no rank hands all gradients of step 5" in found.cause
+    assert found.evidence["steps_without_the_exchange"] == [
+        {"rank": 0, "steps": 1}, {"rank": 1, "steps": 1},
+    ]  # fmt: skip
+
+
+def test_the_rank_that_leaves_it_out_is_named():
+    tables = {n: states(n, local=(5,) if n == 2 else (), apart=range(6, 13)) for n in range(3)}
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert "rank 2 does not hand all gradients of step 5" in found.cause
+
+
+def test_an_edit_on_one_rank():
+    tables = {n: states(n, apart=range(5, 13) if n == 2 else ()) for n in range(3)}
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert found.ranks == (2,)
+    assert "step 4 are exchanged and agree, so a rank edits its parameters" in found.cause
+
+
+def test_gradients_that_are_made_different_after_the_exchange():
+    (found,) = found_in(odd=range(4, 12), apart=range(5, 13))
+    assert "differ between ranks, although they are exchanged" in found.cause
+
+
+def test_few_looks_place_it_less_well():
+    (found,) = found_in(local=(5,), apart=range(6, 13), looks=(0, 1, 2, 4, 8))
+    assert found.evidence["last_equal_at_step"] == 4
+    assert "a step from 4 to 7" in found.cause
+    (found,) = found_in(apart=range(6, 13), looks=(0, 1, 2, 4, 8))
+    assert "steps from 4 to 7 are exchanged, so a rank edits its parameters" in found.cause
+
+
+def test_only_the_last_step_left_out_is_a_note():
+    (found,) = found_in(local=(11,), apart=(12,))
+    assert found.severity.value == "note"
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"apart": (12,)}, id="another model is loaded when the run is over"),
+    pytest.param({"local": (5,), "apart": range(6, 10)}, id="equal again later"),
+    pytest.param({"local": (5,), "apart": range(6, 12)}, id="equal again at the end"),
+    pytest.param({"local": (5,), "apart": range(6, 13), "averaged": (9,)}, id="set right"),
+    pytest.param({"local": range(4, 12), "apart": range(5, 13)}, id="trained apart from then on"),
+    pytest.param(
+        {"local": (4, 5, 7, 8, 10, 11), "apart": range(5, 13)}, id="mostly apart from then on"
+    ),
+    pytest.param({"local": range(12), "apart": range(1, 13)}, id="never exchanged"),
+    pytest.param({"apart": range(13)}, id="never equal"),
+    pytest.param({"apart": range(1, 13)}, id="equal only before the first step"),
+    pytest.param({"local": (0, 1, 2), "apart": range(3, 13)}, id="equal without the exchange"),
+])  # fmt: skip
+def test_traps(kwargs):
+    assert found_in(**kwargs) == []
+
+
+def test_a_rank_that_left_no_record():
+    tables = {n: list(states(n, apart=range(5, 13))) for n in (0, 1)}
+    assert list(ParameterDrift().examine(run_of(tables)))
+    assert list(ParameterDrift().examine(run_of(tables, world_size=3))) == []
+
+
+def test_ranks_that_train_other_parameters():
+    tables = {n: list(states(n, apart=range(5, 13))) for n in (0, 1)}
+    assert list(ParameterDrift().examine(run_of(tables, aside=1))) == []
+
+
+def test_lists_of_parameters_that_change_are_left_out():
+    tables = {n: states(n, apart=range(5, 13)) for n in (0, 1)}
+    assert list(ParameterDrift().examine(run_of(tables, told=2))) == []
+
+
+def test_nothing_to_compare_is_said():
+    run = run_of({n: states(n, local=range(12)) for n in (0, 1)})
+    assert "wrapped" in ParameterDrift().unobserved(run)
+
+
+@pytest.fixture
+def window(monkeypatch):
+    fresh = exchanges._Window()
+    monkeypatch.setattr(exchanges, "_window", fresh)
+    return fresh
+
+
+def trained(*sizes, shared=False):
+    made = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    flat = torch.zeros(sum(sizes))
+    for p, piece in zip(made, flat.split(list(sizes)), strict=True):
+        p.grad = piece if shared else torch.zeros_like(p)
+    return made
+
+
+def handed(tensor, group=0):
+    return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
+
+
+def test_every_gradient_alone_or_copied_or_as_one(window):
+    body, head = made = trained(8, 3)
+    window.recent = [handed(body.grad), handed(head.grad)]
+    assert every_gradient_exchanged(made)
+    copies = [body.grad.clone(), head.grad.clone()]
+    window.recent = [handed(c) for c in copies]
+    assert every_gradient_exchanged(made)
+    flat = torch.zeros(11)
+    window.recent = [handed(flat)]
+    assert every_gradient_exchanged(made)
+    window.recent = [handed(flat, group=1)]
+    assert not every_gradient_exchanged(made)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_head_that_stays_local(window, shared):
+    body, head = made = trained(8, 3, shared=shared)
+    window.recent = [handed(body.grad)]
+    assert not every_gradient_exchanged(made)
+    window.recent.append(handed(head.grad))
+    assert every_gradient_exchanged(made)
+
+
+def test_parameters_are_no_gradients(window):
+    made = trained(8, 3)
+    window.recent = [handed(p.detach()) for p in made]
+    assert not every_gradient_exchanged(made)
+    assert parameters_averaged(made)
+    window.recent = [handed(p.grad) for p in made]
+    assert not parameters_averaged(made)
+
+
+def test_point_to_point_is_another_scheme(window):
+    made = trained(8, 3)
+    window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
+    assert not every_gradient_exchanged(made)
