@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WARM_UP = 20
+WARM_UP = 150
+"""Steps that are not counted: in the first 128 the doctor looks closely, whatever it costs."""
 Batch = tuple[Tensor, Tensor]
 
 

@@ -56,14 +56,20 @@ def run(loop: str, steps: int, folder: Path, doctor: Path | None) -> Path:
     return out
 
 
-def own_ms(folder: Path, steps: int) -> float:
-    """The doctor's own account of its time on rank 0, in milliseconds per step of the loop."""
-    costs = []
+def own_ms(folder: Path, counted: int) -> float:
+    """The doctor's own account of its time on rank 0, in milliseconds per step that is counted."""
+    steps = 0
+    known: list[tuple[int, float]] = [(0, 0.0)]
     for line in (folder / "rank-0.jsonl").read_text().splitlines():
         event = json.loads(line)
+        if event["event"] == "step":
+            steps = event["step"] + 1
         if event["event"] == "probe-cost":
-            costs.append(event["own_s"])
-    return 1000 * costs[-1] / steps if costs else float("nan")
+            known.append((steps, event["own_s"]))
+    # It is told after the first 128 steps, every few seconds, and at the end.
+    last, end = known[-1]
+    at, begin = max(k for k in known if k[0] <= last - counted or k[0] == 0)
+    return 1000 * (end - begin) / (last - at)
 
 
 def measure(loop: str, pairs: int, steps: int) -> str:
@@ -78,7 +84,7 @@ def measure(loop: str, pairs: int, steps: int) -> str:
                 figures = run(loop, steps, folder, records)
                 (examined if with_doctor else plain).add(figures)
                 if records is not None:
-                    own.append(own_ms(records, steps + 20))
+                    own.append(own_ms(records, steps))
     same = len(plain.weights | examined.weights) == 1
     extra = [b - a for a, b in zip(plain.cpu, examined.cpu, strict=True)]
     step = statistics.median(plain.median)

@@ -18,6 +18,11 @@ STEPS_IN_FULL = 2000
 """Steps of one optimizer that get a record each; later ones are joined, one record a second."""
 
 
+COST_TOLD_AT = 128
+"""After this step of an optimizer the doctor no longer looks at every step closely: what it cost
+until then is told apart."""
+
+
 class Optimizer:
     """What the probe knows of one optimizer.
 
@@ -179,3 +184,5 @@ def _ends(active: Recorder, optimizer: Any) -> None:
             _optimizers.pulse_at = now + moments.PULSE_S
             moments.pulse.happens(active, known.step)
             active.tell_cost()
+    if step == COST_TOLD_AT:
+        active.tell_cost(anyway=True)

@@ -197,7 +197,7 @@ def _leaving() -> None:
 
 
 def _tell_end(active: Recorder) -> None:
-    active.tell_cost(final=True)
+    active.tell_cost(anyway=True)
     active.emit(
         RankExiting(
             at=time.monotonic(),

@@ -96,10 +96,10 @@ class Recorder:
         elapsed_ns = (time.monotonic() - self.started) * 1e9
         return self.own_ns < elapsed_ns * self.budget_percent / 100
 
-    def tell_cost(self, *, final: bool = False) -> None:
+    def tell_cost(self, *, anyway: bool = False) -> None:
         """Record the doctor's own time now and then."""
         now = time.monotonic()
-        if final or now - self._cost_told > COST_EVERY_S:
+        if anyway or now - self._cost_told > COST_EVERY_S:
             self._cost_told = now
             self.emit(
                 ProbeCost(
