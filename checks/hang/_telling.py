@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Evidence, Location, Related
+from ddpdoctor.findings import Evidence, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Made
+from ._loops import left_loop
 from ._mismatch import Parting, branch, condition, describe_sides
 from ._scene import QUIET_S, Scene, Stand, scene
 
@@ -42,7 +42,7 @@ def related(parting: Parting, place: Made) -> tuple[Related, ...]:
             found.append(Related("the branch that leads there", head))
     left = left_loop(parting)
     if left is not None:
-        found.append(Related(f"{ranks_text(left[0])} left this loop", left[1]))
+        found.append(Related(f"{ranks_text(left.ranks)} left this loop", left.loop))
     for side, made in describe_sides(parting):
         where = made.location_at(parting.depth)
         if where is not None and where not in shown:
@@ -79,36 +79,6 @@ def _progress(run: Run, parting: Parting) -> Evidence:
     if len(set(steps.values())) < 2:
         return {}
     return {"steps_taken": {str(r): n for r, n in steps.items()}}
-
-
-def left_loop(parting: Parting) -> tuple[list[int], Location] | None:
-    """A loop that ranks are still in and others have left, and who left it."""
-    inside: dict[tuple[str, int, str], list[int]] = {}
-    heads: dict[tuple[str, int, str], Location] = {}
-    for rank, made in parting.made.items():
-        for place in made.site.places if made.site else ():
-            spot = made.rank.location(place.site)
-            for around in place.inside if spot else ():
-                if spot and around.text.startswith(("for ", "while ")):
-                    key = (spot.file, around.line, spot.function)
-                    inside.setdefault(key, []).append(rank)
-                    heads[key] = Location(spot.file, around.line, spot.function, around.text)
-    for key, ranks in inside.items():
-        rest = [r for r in parting.made if r not in ranks]
-        if rest and all(_was_in(parting.made[r], key) for r in rest):
-            return rest, heads[key]
-    return None
-
-
-def _was_in(made: Made, loop: tuple[str, int, str]) -> bool:
-    """Whether a rank made calls in a loop before."""
-    for site in made.rank.of(CallSite):
-        for place in site.places:
-            spot = made.rank.location(place.site)
-            lines = [e.line for e in place.inside]
-            if spot and (spot.file, spot.function) == (loop[0], loop[2]) and loop[1] in lines:
-                return True
-    return False
 
 
 def standing(now: Scene, parting: Parting, ranks: list[int]) -> Evidence:

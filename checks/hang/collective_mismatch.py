@@ -8,9 +8,10 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
+from ._loops import left_loop
 from ._mismatch import Parting, condition, partings
 from ._scene import Scene, Stand, scene
-from ._telling import evidence, left_loop, related, sides_text
+from ._telling import evidence, related, sides_text
 from ._waiting import across_groups, cycle, victims
 
 CONSEQUENCES = (
@@ -144,8 +145,9 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = condition(parting.place)
     left = left_loop(parting)
     if left is not None:
-        who, loop = left
-        return f"{ranks_text(who)} left the loop at {loop} before the others; {effect}"
+        dry = "; its loader had fewer batches there" if left.uneven else ""
+        who = ranks_text(left.ranks)
+        return f"{who} left the loop at {left.loop} before the others{dry}; {effect}"
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
@@ -154,10 +156,16 @@ def _cause(parting: Parting, stuck: bool) -> str:
 def _fix(parting: Parting) -> str:
     branched = condition(parting.place)
     op = parting.place.signature.op
-    if left_loop(parting) is not None:
+    left = left_loop(parting)
+    if left is not None and left.uneven:
         return (
-            "let all ranks do the same number of rounds (`DistributedSampler`, `drop_last=True`), "
-            "or share the decision to stop with `all_reduce`"
+            "give every rank the same number of batches (`DistributedSampler`, `drop_last=True`), "
+            "or train inside `with Join([model]):`"
+        )
+    if left is not None:
+        return (
+            "share the decision to stop: `all_reduce` the condition, so that all ranks leave the "
+            "loop in the same round"
         )
     if parting.shifted and not parting.extra:
         return "issue the collectives in one order on every rank (sort the keys you loop over)"

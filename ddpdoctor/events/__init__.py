@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from .amp import Hyperparameters, ScalerStep, SchedulerStep
 from .base import Event, Part, Site
-from .calls import CallBlock, CallRun, CallSite, Enclosing, FlightEntry, FlightLog, Place, Signature
+from .calls import (
+    CALLERS,
+    CallBlock,
+    CallRun,
+    CallSite,
+    Enclosing,
+    FlightEntry,
+    FlightLog,
+    Place,
+    Signature,
+)
 from .codec import decode, encode
 from .communication import SyncTimes
 from .data import (
@@ -80,6 +90,7 @@ SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""
 
 __all__ = [
+    "CALLERS",
     "SCHEMA",
     "BatchSeen",
     "Bypassed",

@@ -55,6 +55,10 @@ class Place(Part, frozen=True):
     inside: tuple[Enclosing, ...] = ()
 
 
+CALLERS = 4
+"""Places that a `CallSite` has at most."""
+
+
 class CallSite(Event, frozen=True, tag="call-site"):
     """A place that communicates, and the user's lines that led to it.
 
@@ -62,7 +66,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     who called it does.
 
     Attributes:
-        places: innermost first; a few only.
+        places: innermost first; `CALLERS` at most.
     """
 
     id: int

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-from ..events import CallBlock, CallRun, CallSite, Enclosing, Place, Signature
+from ..events import CALLERS, CallBlock, CallRun, CallSite, Enclosing, Place, Signature
 from ..ring import RingWriter, State
 from . import answers
 from .recorder import Recorder
@@ -25,8 +25,6 @@ RUNS_KEPT = 20_000
 """Records of runs, at most (about a megabyte); beyond it only the ring goes on."""
 BLOCKS_KEPT = 2_000
 TOLD_EVERY_S = 5.0
-CALLERS = 4
-"""Lines of the user's that are kept of a call's stack."""
 
 Key = tuple[Any, ...]
 

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from recordings import site
 from tapes import START, Tape, run_of
 
-from ddpdoctor.events import CallBlock, CallRun, FlightEntry, FlightLog
+from ddpdoctor.events import (
+    CALLERS,
+    CallBlock,
+    CallRun,
+    CallSite,
+    EpochBegan,
+    EpochEnded,
+    Event,
+    FlightEntry,
+    FlightLog,
+    LoaderSeen,
+    Site,
+)
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -178,6 +192,74 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "left the loop at train.py:8" in finding.cause
     assert 8 in [r.location.line for r in finding.related]
+
+
+NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
+
+
+def left_early(*, epochs: int, exhausted: bool) -> list[Event]:
+    """The epochs of a loader, all but the last over."""
+    events: list[Event] = [
+        site(50, "train.py", 8, "for x, y in loader:"),
+        LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
+    ]
+    for number in range(epochs):
+        events.append(EpochBegan(at=START + number, loader=0, epoch=number, step=number, site=50))
+        if number < epochs - 1 or exhausted:
+            end = EpochEnded(
+                at=START + number + 0.5, loader=0, epoch=number, batches=1, samples=4, backwards=1,
+                exhausted=True,
+            )  # fmt: skip
+            events.append(end)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("done", "line", "advice"), [(1, 6, "share the decision"), (2, 8, "number of batches")]
+)
+def test_the_loop_that_was_left_of_nested_ones(
+    tmp_path: Path, done: int, line: int, advice: str
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=NESTED)
+    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    more = {
+        0: left_early(epochs=2, exhausted=False),
+        1: left_early(epochs=done, exhausted=True),
+    }
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert f"left the loop at train.py:{line} before" in finding.cause
+    assert [r.location.line for r in finding.related if "left" in r.label] == [line]
+    assert advice in finding.fix
+
+
+def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=NESTED)
+    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, inside=NESTED[1:], state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop at train.py:8 before" in finding.cause
+
+
+def test_a_caller_that_is_not_on_record_may_be_in_the_loop(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=NESTED)
+    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    deep = made[1].events.pop()
+    assert isinstance(deep, CallSite)
+    made[1].events += [
+        msgspec.structs.replace(e, function="helper") if isinstance(e, Site) else e
+        for e in [made[1].events.pop()]
+    ]
+    made[1].events.append(msgspec.structs.replace(deep, places=deep.places * CALLERS))
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop" not in finding.cause
 
 
 def test_another_call_of_one_helper_with_another_shape(tmp_path: Path) -> None:
