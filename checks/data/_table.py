@@ -9,19 +9,23 @@ from ddpdoctor.run import Run, fold_ranks
 
 from ._audit import Audit, audits
 from ._loaders import Loader, in_order, loaders
+from ._verdict import own_data, partitioned
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 LOADERS = 8
 ROWS = 5
 """Of one loader; equal epochs share one."""
+LISTED = 8
+"""Ranks whose data sets' lengths are listed one by one."""
 
 
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
     audited = audits(run)
     rows: list[tuple[str, ...]] = []
-    for loader, _, made in audited[:LOADERS]:
-        rows += _rows(loader, made)
+    for loader, ranks, made in audited[:LOADERS]:
+        own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
+        rows += _rows(loader, made, own)
     told = {id(loader) for loader, _, _ in audited}
     for loader in loaders(run):
         if id(loader) not in told and len(rows) < LOADERS * ROWS:
@@ -30,10 +34,10 @@ def audit_table(run: Run) -> Iterator[Table]:
         yield Table(title="What the loaders delivered", columns=COLUMNS, rows=tuple(rows))
 
 
-def _rows(loader: Loader, made: tuple[Audit, ...]) -> list[tuple[str, ...]]:
+def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str, ...]]:
     folded: list[tuple[list[int], tuple[str, ...]]] = []
     for audit in made:
-        said = _said(audit, made)
+        said = _said_apart(audit, made) if own else _said(audit, made)
         if folded and folded[-1][1] == said:
             folded[-1][0].append(audit.number)
         else:
@@ -50,6 +54,23 @@ def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
         str(audit.once),
         str(len(audit.repeated)),
         str(audit.never) if audit.complete else "left early",
+        _order(audit, made),
+    )
+
+
+def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
+    """Of ranks that each read a data set of their own: its indices say nothing about others'."""
+    lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
+    alike = len(set(lengths)) == 1
+    told = " / ".join(map(str, lengths[:1] if alike else lengths))
+    if not alike and len(lengths) > LISTED:
+        told = f"{min(lengths)} to {max(lengths)}"
+    return (
+        fold_ranks(audit.epochs),
+        f"{told} (each rank its own)",
+        "-",
+        "-",
+        "-" if audit.complete else "left early",
         _order(audit, made),
     )
 

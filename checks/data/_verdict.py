@@ -88,7 +88,7 @@ def _indexed(
         if surplus and verdict(readers) in ("same", "unknown"):
             return Fault("data-overlap", loader, worst.sharing, readers, worst)
         return None
-    if differing and any(_partitioned(a) for a in made):
+    if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
@@ -125,7 +125,7 @@ def _padding(readers: list[Reader]) -> int:
     return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(readers)
 
 
-def _partitioned(audit: Audit) -> bool:
+def partitioned(audit: Audit) -> bool:
     """What the ranks read adds up to the data set, without a sampler that says it divides."""
     slack = len(audit.epochs)
     return audit.complete and len(audit.shared) <= slack and audit.never <= slack
@@ -145,13 +145,32 @@ def _unsharded(
         return None
     if _by_chance(worst):
         return None
-    answer = verdict(readers)
-    if differing and (answer == "unknown" or parts_differ(readers)):
-        answer = "differ"
+    answer = _judged(readers, differing)
     if answer == "differ":
         return None  # sharded by hand: the same numbers stand for other data
     name = "sampler-missing" if whole else "data-overlap"
     return Fault(name, loader, worst.sharing, readers, worst, doubt=_doubt(answer, readers))
+
+
+def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:
+    """As `verdict`, with what the data sets index, too."""
+    answer = verdict(readers)
+    if differing and (answer == "unknown" or parts_differ(readers)):
+        return "differ"
+    return answer
+
+
+def own_data(readers: list[Reader]) -> bool:
+    """Whether each rank is known to read a data set of its own, without a sampler that divides one:
+    the same index then stands for other samples."""
+    if len(readers) < 2 or any(r.seen.distributed for r in readers):
+        return False
+    differing = _differing(readers)
+    if differing and all(m.content and m.content == t.content for m, t in differing):
+        return False  # the same entries in another order
+    answer = _judged(readers, differing)
+    unlike = len({r.seen.length for r in readers}) > 1
+    return answer == "differ" or (unlike and answer != "same")
 
 
 def _doubt(answer: str, readers: list[Reader]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
 from readers import found, loader, prologue, run_of
 from recordings import make_run
@@ -14,6 +15,7 @@ from ddpdoctor.events import (
     ContentRead,
     Event,
     ForwardInput,
+    Payload,
     Signature,
 )
 from ddpdoctor.events.pack import pack
@@ -187,3 +189,35 @@ def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     assert table.rows == (
         ("train.py:11 (training)", "0-2", "0-1", "100", "100", "0", "0", "in order"),
     )
+
+
+def shard(
+    length: int, order: int, content: int, *, exhausted: bool = True, **more: object
+) -> list[Event]:
+    """A whole data set of `length`, read in order; `order` and `content` digest its entries."""
+    held = Payload(name="x", kind="tensor", length=length, order=order, content=content)
+    return loader(0, [list(range(length))], length=length, exhausted=exhausted, payloads=(held,),
+                  **more)  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "row"),
+    [
+        ([shard(30, 1, 5), shard(23, 2, 6)], ("30 / 23 (each rank its own)", "-", "-", "-")),
+        ([shard(48, 1, 5), shard(48, 2, 6)], ("48 (each rank its own)", "-", "-", "-")),
+        ([shard(48, 1, 5, exhausted=False), shard(48, 2, 6, exhausted=False)],
+         ("48 (each rank its own)", "-", "-", "left early")),
+        ([loader(0, [list(range(n))], length=n) for n in (30, 23)],
+         ("30 / 23 (each rank its own)", "-", "-", "-")),
+        # the same entries in another order, the same data, and a sampler that divides it
+        ([shard(48, 1, 5), shard(48, 2, 5)], ("48", "0", "48", "0")),
+        ([shard(48, 1, 5), shard(48, 1, 5)], ("48", "0", "48", "0")),
+        ([shard(48, r, r, distributed=True, replicas=2, sampler_rank=r) for r in range(2)],
+         ("48", "0", "48", "0")),
+    ],
+)  # fmt: skip
+def test_data_sharded_by_hand_is_told_rank_by_rank(
+    ranks: list[list[Event]], row: tuple[str, ...]
+) -> None:
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert [r[3:7] for r in table.rows] == [row]
