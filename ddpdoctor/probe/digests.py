@@ -109,6 +109,13 @@ def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
     return found, list(reasons)
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing may be read meanwhile."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def numbers(totals: Sequence[Any]) -> list[int]:
     """Digests from sums whose values are on this machine's side (no device is waited for)."""
     return [ABSENT if t is None else scattered(int(t)) for t in totals]

@@ -11,7 +11,7 @@ from ..events import Digests, Replica, Sketch
 from ..events.drift import EARLY, chosen, full
 from ..events.pack import pack
 from . import exchanges, holdings, moments, sync
-from .digests import ABSENT, Sketcher, numbers, scattered, sums
+from .digests import ABSENT, Sketcher, capturing, numbers, scattered, sums
 from .holdings import Holding
 from .models import Model
 from .moments import Forward, Step
@@ -261,9 +261,7 @@ def _buffers(model: Model) -> list[Any]:
 
 
 def _digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         return None
     totals, reasons = sums(tensors)
     for reason in reasons:

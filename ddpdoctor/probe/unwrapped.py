@@ -11,7 +11,7 @@ import msgspec
 
 from ..events import Unwrapped, UnwrappedState
 from . import exchanges, models, moments, optimizers
-from .digests import sums
+from .digests import capturing, sums
 from .drift import Waiting
 from .models import tensor_of
 from .modules import birth_site, named_roots
@@ -75,7 +75,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
     if optimizer is None or not _several_ranks():
         return
     known = _known(active, optimizer, step)
-    if not known.parameters:
+    if not known.parameters or capturing():
         return
     alive = [p for ref in known.parameters if (p := ref()) is not None]
     before, known.exchanged = known.exchanged, known.exchanged or _exchanged(alive)

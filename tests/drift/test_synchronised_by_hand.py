@@ -1,5 +1,7 @@
 """DDP402 without a wrapper, on literal events: gradients that the program exchanges by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
@@ -7,7 +9,7 @@ from recordings import make_run, site, steps
 from wraps import group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
-from ddpdoctor.probe import exchanges
+from ddpdoctor.probe import exchanges, unwrapped
 from ddpdoctor.probe.exchanges import Exchange, every_gradient_exchanged, parameters_averaged
 
 STEPS = 12
@@ -194,3 +196,52 @@ def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
     assert not every_gradient_exchanged(made)
+
+
+def looks_taken(count, *, parameters_held=2, complete=lambda n: True):
+    """The steps that are looked at, of `count`."""
+    known = unwrapped.Loose(trained(*[1] * parameters_held))
+    due = []
+    for n in range(count):
+        if unwrapped._due(known, n, complete(n)):
+            due.append(n)
+        known.complete = complete(n)
+        known.completed += complete(n)
+    return due
+
+
+def test_small_models_are_looked_at_in_every_early_step_and_seldom_later():
+    due = looks_taken(4096)
+    assert due[:64] == list(range(64))
+    assert [n for n in due if n >= 2048] == list(range(2048, 4096, 128))
+
+
+def test_large_models_and_such_that_exchange_nothing_are_looked_at_seldom():
+    powers = [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    assert looks_taken(200, parameters_held=65)[2:] == powers[2:]
+    assert looks_taken(200, complete=lambda n: False) == powers
+
+
+def test_a_step_without_the_exchange_is_looked_at_and_the_next():
+    due = looks_taken(200, parameters_held=65, complete=lambda n: n != 150)
+    assert {150, 151} < set(due)
+    often = looks_taken(2000, parameters_held=65, complete=lambda n: n % 2 == 0)
+    assert len(often) <= unwrapped.CHANGES_AT_MOST + 12
+
+
+def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
+    held = trained(3)
+    known = unwrapped.Loose(held)
+    monkeypatch.setattr(unwrapped, "_several_ranks", lambda: True)
+    monkeypatch.setattr(unwrapped, "_known", lambda *_: known)
+    monkeypatch.setattr(unwrapped, "_write", lambda *_, **__: None)
+    step = SimpleNamespace(
+        known=SimpleNamespace(notes={}, number=0), optimizer=object, number=0, closure=False
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    unwrapped._step_begins(None, step)
+    assert not known.waiting
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    unwrapped._step_begins(None, step)
+    assert known.waiting
