@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from recordings import make_run, site, steps
 
-from ddpdoctor.events import Digests, Event, Replica, Sketch, Tensor, Wrapped
+from ddpdoctor.events import Digests, Event, Replica, Sketch, Submodule, Tensor, Wrapped
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.events.pack import pack
 from ddpdoctor.run import Run
@@ -33,8 +33,9 @@ def replica(
     broadcast: bool = True,
     left_out: str = "",
     names: Sequence[str] = NAMES,
+    norm: str = "BatchNorm1d",
 ) -> list[Event]:
-    """A model that was wrapped and an optimizer that holds it."""
+    """A model that was wrapped and an optimizer that holds it; `norm` holds the buffers."""
     return [
         *(site(n, "train.py", line, text) for n, (line, text) in LINES.items()),
         Wrapped(
@@ -49,6 +50,7 @@ def replica(
                 Tensor(name=n, shape=(2,), dtype="int64" if "calls" in n else "float32")
                 for n in BUFFERS
             ),
+            modules=(Submodule(name="norm", kind=norm),),
         ),
         Replica(
             at=0,

@@ -94,7 +94,7 @@ class BufferDrift(Check):
             if broadcast
             else "DDP was told not to copy buffers, and each rank updates them from its own data"
         )
-        sync_norm = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"
+        alike = _made_alike(group, found.names)
         return self.finding(
             severity=severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),
@@ -102,18 +102,45 @@ class BufferDrift(Check):
             location=location,
             label=label,
             related=related,
-            summary=f"buffers {_causes.some(found.names)} of {group.any.wrapped.kind} differ "
-            f"{_causes.between(found.split, run)} {when}",
+            summary=f"buffer{'s' if len(found.names) > 1 else ''} {_causes.some(found.names)} of "
+            f"{group.any.wrapped.kind} "
+            f"{_causes.differ(len(found.names), found.split, run)} {when}",
             cause=cause,
             fix="call the wrapper itself on every rank, `model(x)`, which copies rank 0's buffers "
-            f"first; or {sync_norm}"
+            f"first; or {alike}"
             if around
-            else f"{sync_norm}, or leave `broadcast_buffers` on",
+            else f"{alike}, or leave `broadcast_buffers` on",
             fix_kind=FixKind.CHECK,
             evidence=_causes.evidence(group, found)
             | {"next_forward_repairs": "yes" if broadcast else "no"},
             at=found.at,
         )
+
+
+SYNC_NORM = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"
+REDUCE = (
+    "average the buffers over the ranks before they are used or saved "
+    "(`dist.all_reduce(buffer); buffer /= world_size`)"
+)
+
+
+def _made_alike(group: Replicas, names: list[str]) -> str:
+    """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only."""
+    kinds = {m.name: m.kind for m in group.any.wrapped.modules}
+    norm = [_of_batch_norm(kinds, name) for name in names]
+    return (
+        SYNC_NORM
+        if all(norm)
+        else f"{SYNC_NORM}; for the others, {REDUCE}"
+        if any(norm)
+        else REDUCE
+    )
+
+
+def _of_batch_norm(kinds: dict[str, str], name: str) -> bool:
+    """By the kind of the module; of one that holds no parameters only the names are known."""
+    module, _, leaf = name.rpartition(".")
+    return leaf in ("running_mean", "running_var") and "BatchNorm" in kinds.get(module, "BatchNorm")
 
 
 def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:

@@ -64,3 +64,14 @@ def test_neither_evaluated_nor_saved_is_a_note():
     ranks = {n: [digests("buffers", {1: [1 + n, 2]})] for n in range(2)}
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
     assert finding.severity is Severity.NOTE
+
+
+def test_sync_batch_norm_is_proposed_for_batch_norm_only():
+    ranks = {0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]}
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
+    assert "SyncBatchNorm" in finding.fix
+    assert "buffer norm.running_mean of Net differs between" in finding.summary
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, norm="RunningNorm"))
+    assert "SyncBatchNorm" not in finding.fix
+    assert "dist.all_reduce(buffer)" in finding.fix
+    assert "broadcast_buffers" in finding.fix
