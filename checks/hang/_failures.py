@@ -128,7 +128,7 @@ class Failure:
         """`ValueError: boom`, or `exit status 7`."""
         if self.exception is not None:
             lines = self.message.strip().splitlines()
-            return f"{self.kind_raised}: {lines[0][:200]}" if lines else self.kind_raised
+            return f"{self.kind_raised}: {cut(lines[0], 200)}" if lines else self.kind_raised
         return f"exit status {self.status}"
 
     @property
@@ -139,6 +139,14 @@ class Failure:
             frames = tuple((f.file, f.line) for f in raised.frames if f.user)
             return raised.kind, frames
         return self.kind, self.status, self.site
+
+
+def cut(text: str, limit: int) -> str:
+    """A text of so many characters at most, cut at the end of a word."""
+    if len(text) <= limit:
+        return text
+    head = text[:limit].rpartition(" ")[0] or text[:limit]
+    return f"{head.rstrip(' ,;:.')} …"
 
 
 def failure(rank: Rank) -> Failure | None:

@@ -8,7 +8,7 @@ from ddpdoctor.events import ExceptionRaised, ProcessEnded
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
-from ._failures import Failure, at_teardown, failures, left_waiting, stopped, translate
+from ._failures import Failure, at_teardown, cut, failures, left_waiting, stopped, translate
 
 AFTERMATH_S = 0.5
 
@@ -227,7 +227,7 @@ def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
         "consequences": [
             {
                 "ranks": fold_ranks(f.rank.rank for f in fs),
-                "reported": text[:160],
+                "reported": cut(text, 160),
                 "after_s": round(min(f.at for f in fs) - first.at, 3),
             }
             for text, fs in rows.items()

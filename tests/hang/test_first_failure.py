@@ -217,3 +217,11 @@ def test_torchrun_names_a_rank_only_where_it_ran(
     victim = [first, *raised(5.5, "RuntimeError", CLOSED)]
     (finding,) = found(make_run({0: victim, 1: raised(5)}, ended={0: 1, 1: 1}))
     assert ("torchrun_names" in finding.evidence) is named
+
+
+def test_a_long_message_is_cut_at_the_end_of_a_word() -> None:
+    (finding,) = found(make_run({0: raised(1, message="wordy " * 80), 1: []}, ended={0: 1}))
+    told = finding.summary.partition("ValueError: ")[2]
+    assert told.startswith("wordy wordy")
+    assert set(told.split()) <= {"wordy", "…", "at", "step", "0"}
+    assert "…" in told
