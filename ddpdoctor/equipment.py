@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from .events import InitEntered, MemoryLimit, MonitorStarted, TorchLoaded
-from .run import Facts, Rank, Run, fold_ranks
+from .run import Facts, Rank, Run, ranks_text
 
 _SETTINGS = re.compile(
     r"NCCL_|GLOO_|OMP_|MKL_|KMP_|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|CUBLAS_|UCX_|"
@@ -86,7 +86,7 @@ def _settings(run: Run) -> list[str]:
             if _SETTINGS.match(name) and not f"{name}={value}".startswith(_OURS):
                 by_setting.setdefault(f"{name}={value}", []).append(rank.rank)
     shown = [
-        text if len(ranks) == len(run.ranks) else f"{text} (rank {fold_ranks(ranks)})"
+        text if len(ranks) == len(run.ranks) else f"{text} ({ranks_text(ranks)})"
         for text, ranks in sorted(by_setting.items())
     ]
     if not shown:

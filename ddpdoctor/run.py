@@ -338,6 +338,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
 
 
+def ranks_do(ranks: Iterable[int], verb: str) -> str:
+    """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
+    known = set(ranks)
+    return f"{ranks_text(known)} {verb}{'s' if len(known) == 1 else ''}"
+
+
 def groups_text(groups: Iterable[Sequence[int]]) -> list[str]:
     """Each of the groups of equal ranks: `rank 1 alone`, `ranks 0,2-3 alike`."""
     return [f"{ranks_text(g)} {'alone' if len(g) == 1 else 'alike'}" for g in groups]

@@ -231,7 +231,7 @@ def test_values_as_people_write_them() -> None:
     ]
     assert words.count(1, "error") == "1 error"
     assert words.count(12000, "step") == "12 000 steps"
-    assert words.figure({"a": None, "b": [True, 0.5]}) == "a none, b yes, 0.5"
+    assert words.figure({"a": None, "b": [True, 0.5]}) == "a (none), b (yes, 0.5)"
 
 
 def test_empty_evidence_is_left_out() -> None:

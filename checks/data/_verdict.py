@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ddpdoctor.events import Payload
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, groups_text
 
 from ._audit import Audit, audits
 from ._content import Row, overlap, parts_differ, rows, verdict
@@ -225,7 +225,7 @@ def _mismatch(
         "differs": names,
         "same entries in another order": reordered,
         "digests": digests,
-        "ranks that agree": [fold_ranks(ranks) for ranks in groups],
+        "groups of equal ranks": groups_text(groups),
         "kind": mine.kind,
     }
     ranks = tuple(sorted(r for group in odd for r in group))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import LoaderSeen
 from ddpdoctor.findings import Evidence, Related
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_text
 
 from ._audit import Audit
 from ._loaders import Loader, Reader
@@ -20,7 +20,7 @@ def whom(run: Run, ranks: Iterable[int]) -> str:
     known = sorted(set(ranks))
     if len(known) == run.world_size:
         return f"all {len(known)} ranks" if len(known) > 2 else "both ranks"
-    return f"ranks {fold_ranks(known)}" if len(known) != 1 else f"rank {known[0]}"
+    return ranks_text(known)
 
 
 def some(values: Iterable[object], limit: int = 6) -> str:

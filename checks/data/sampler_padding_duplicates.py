@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Severity
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_text
 
 from ._audit import Audit, audits
 from ._calls import gathers_results
@@ -76,7 +76,7 @@ class SamplerPaddingDuplicates(Check):
             summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read twice "
             f"in an epoch of "
             f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
-            f"on ranks {fold_ranks(owners)})"
+            f"on {ranks_text(owners)})"
             + ("" if loader.trains else f": an averaged metric is off by up to {bound:.2%}"),
             cause=f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
             f"and the sampler pads to {reader.seen.total_size}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ddpdoctor.events import Clipped, Edited, StepDone
 from ddpdoctor.findings import Location, Related, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, fold_ranks, groups_text, ranks_do, ranks_text
 
 from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
 
@@ -35,7 +35,7 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
         how = ", ".join(f"rank {n} by {e.ratio:g}" for n, e in changing.items() if e.ratio)
         text = f"every rank edits its {kind} in its own way" + (f" ({how})" if how else "")
     else:
-        text = f"rank {fold_ranks(ranks)} edits its {kind}, the others do not"
+        text = f"{ranks_do(ranks, 'edit')} {kind} by hand, the others do not"
     functions = sorted({f for e in changing.values() for f in e.functions})
     if functions:
         text += f"; called meanwhile: {', '.join(functions)}"
@@ -45,9 +45,9 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     return Cause(
         text=f"{text} {moment}, after DDP made them equal",
         fix="do it on every rank with the same numbers, or not at all",
-        label=f"edits {kind} on rank {fold_ranks(ranks)}"
+        label=f"edits {kind} on {ranks_text(ranks)}"
         if spot
-        else f"{kind} of rank {fold_ranks(ranks)} are not what "
+        else f"{kind} of {ranks_text(ranks)} are not what "
         f"{'the backward' if kind == 'gradients' else 'the step before'} left",
         location=spot,
         ranks=ranks,
@@ -77,11 +77,11 @@ def edited_once(group: Replicas, found: Divergence) -> Cause | None:
     if not ranks or ranks != apart or ranks == everybody:
         return None
     event = last[ranks[0]]
-    who = fold_ranks(ranks)
     return Cause(
-        text=f"rank {who} edits its parameters before step {event.step}, the others do not",
+        text=f"{ranks_do(ranks, 'edit')} parameters by hand before step {event.step}, "
+        "the others do not",
         fix="do it on every rank with the same numbers, or not at all",
-        label=f"parameters of rank {who} are not what step {event.step - 1} left",
+        label=f"parameters of {ranks_text(ranks)} are not what step {event.step - 1} left",
         location=_spot(group.members[ranks[0]].rank, event, sorted(event.functions)),
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
@@ -124,7 +124,7 @@ def clipped(group: Replicas) -> Cause | None:
     ranks = tuple(sorted(calls))
     call = calls[ranks[0]]
     return Cause(
-        text=f"{call.function} is called on rank {fold_ranks(ranks)} only",
+        text=f"{call.function} is called on {ranks_text(ranks)} only",
         fix=f"call {call.function} on every rank: gradients are equal there, so is the norm",
         label="not called on the other ranks",
         location=group.members[ranks[0]].rank.location(call.site),
@@ -146,8 +146,8 @@ def loaded(group: Replicas, what: str, until: float) -> Cause | None:
     spot = group.members[ranks[0]].rank.location(event.site)
     thing = "weights after the wrap" if what == "weights" else "the optimizer's state"
     if len(found) < len(group.members):
-        text = f"rank {fold_ranks(ranks)} loads {thing}, the others do not"
-        label = f"only rank {fold_ranks(ranks)} comes here"
+        text = f"{ranks_do(ranks, 'load')} {thing}, the others do not"
+        label = f"only {ranks_do(ranks, 'come')} here"
     else:
         text = f"every rank loads {thing}, and they are not the same"
         label = "what is loaded differs between ranks"
@@ -228,7 +228,7 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
     facts: dict[str, object] = {
         "differing": f"{len(found.names)} of {found.total} tensors",
         "moments_differing": f"{len(found.keys)} of {found.compared} compared",
-        "ranks_that_agree": [fold_ranks(g) for g in found.split],
+        "groups_of_equal_ranks": groups_text(found.split),
         "modules": by_module(found.names),
     }
     if found.before >= 0:
@@ -256,10 +256,11 @@ def largest(group: Replicas, found: Divergence) -> str:
     sizes = distances(group, found)
     if not sizes:
         return ""
-    widest = max(sizes.values())
-    return (
-        f" by {100 * widest:.2g} % of their norm" if widest > 1e-6 else " by rounding-size amounts"
-    )
+    percent = 100 * max(sizes.values())
+    if percent <= 1e-4:
+        return " by rounding-size amounts"
+    told = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
+    return f" by {told} % of their norm"
 
 
 def some(names: list[str]) -> str:
@@ -267,10 +268,15 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
+def differ(count: int, split: list[tuple[int, ...]], run: Run) -> str:
+    """That so many things differ, and between whom."""
+    return f"{'differs' if count == 1 else 'differ'} {between(split, run)}"
+
+
 def between(split: list[tuple[int, ...]], run: Run) -> str:
     """Who differs from whom."""
     if len(split) == 2:
         return f"between ranks {fold_ranks(split[0])} and {fold_ranks(split[1])}"
     ranks = [r for g in split for r in g]
-    who = "all ranks" if len(ranks) == run.world_size else f"ranks {fold_ranks(ranks)}"
+    who = "all ranks" if len(ranks) == run.world_size else ranks_text(ranks)
     return f"between {who}, in {len(split)} versions"

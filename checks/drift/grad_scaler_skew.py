@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from ._replicas import NO_COPIES, Replicas, odd_ones, replicas
 
@@ -96,9 +96,7 @@ class GradScalerSkew(Check):
             set_by_hand = _set_by_hand(group, events, call)
         else:
             skipping = [n for n, v in values.items() if v]
-            summary = (
-                f"{ranks_text(skipping)} {'skips' if len(skipping) == 1 else 'skip'} scaler step "
-            )
+            summary = f"{ranks_do(skipping, 'skip')} scaler step "
             summary += f"{call}, the others take it"
             cause = "the ranks' gradients are infinite on some ranks only: they were not averaged"
         if set_by_hand is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from ._replicas import NO_COPIES, Member, Replicas, odd_ones, replicas
 
@@ -215,7 +215,7 @@ def _why(
         who = ranks_text(stepping)
         text = f"{call.kind}.step is called on {who} only"
         spot = members[stepping[0]].rank.location(call.site)
-        label = f"only {who} come{'s' if len(stepping) == 1 else ''} here"
+        label = f"only {ranks_do(stepping, 'come')} here"
         return spot, label, text, related, SCHEDULE_ALIKE
     if stepping:
         call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])

@@ -91,8 +91,9 @@ class OptimizerStateDrift(Check):
         }
         yield self.finding(
             **_causes.told(group, first, cause),
-            summary=f"the optimizer's {what} of {_causes.some(first.names)} differ "
-            f"{_causes.between(first.split, run)}, first seen at step {first.first}",
+            summary=f"the optimizer's {what} of {_causes.some(first.names)} "
+            f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
+            f"first seen at step {first.first}",
             evidence={"loaded": cause.known, "of_its_own": cause.known or own} | tensors,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ddpdoctor.findings import Check, Finding, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from . import _by_hand, _causes
 from ._causes import Cause
@@ -99,15 +99,15 @@ class ParameterDrift(Check):
         least = min(made.values())
         ranks = tuple(n for n, count in made.items() if count > least)
         spot = _causes.step_line(group, ranks)
-        who = fold_ranks(ranks)
         return self.finding(
             ranks=ranks,
             steps=Steps.of([step]),
             subjects=tuple(group.names("parameters")),
             location=spot,
-            label=f"left out on rank {who} at least once",
-            summary=f"rank {who} skips optimizer steps of {group.any.wrapped.kind} that the others "
-            f"take: step {step} comes after {made[ranks[0]]} averaging backwards, not {least}",
+            label=f"left out on {ranks_text(ranks)} at least once",
+            summary=f"{ranks_do(ranks, 'skip')} optimizer steps of {group.any.wrapped.kind} "
+            f"that the others take: step {step} comes after {made[ranks[0]]} averaging backwards, "
+            f"not {least}",
             cause="the ranks averaged the same gradients, and not all of them applied them: their "
             "parameters are that many updates apart",
             fix="take the step on every rank; decide what to skip from numbers that are equal on "
@@ -135,8 +135,8 @@ class ParameterDrift(Check):
         return self.finding(
             **told,
             severity=severity,
-            summary=f"{_causes.some(found.names)} of {group.any.wrapped.kind} differ "
-            f"{_causes.between(found.split, run)}{_causes.largest(group, found)}, "
+            summary=f"{_causes.some(found.names)} of {group.any.wrapped.kind} "
+            f"{_causes.differ(len(found.names), found.split, run)}{_causes.largest(group, found)}, "
             f"{when[found.point]}",
             evidence=_causes.evidence(group, found) | cause.evidence,
         )
@@ -151,7 +151,5 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     agree = "agree" if divergence(group, "gradients") is None else "differ too"
     place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
-    cause = _causes.unknown(
-        group, f"gradients {agree}, {place} on ranks {fold_ranks(found.minority)}"
-    )
+    cause = _causes.unknown(group, f"gradients {agree}, {place} on {ranks_text(found.minority)}")
     return replace(cause, evidence={"gradients": agree})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ddpdoctor.events import Carried, OptimizerSeen, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 LEAST_STEPS = 2
 
@@ -70,9 +70,9 @@ class ZeroGradMissing(Check):
             if backward
             else (),
             summary=f"{kind} steps {last + 1} times and its gradients are never cleared{where}",
-            cause=f"backward adds to `.grad`; {_who_clears(clearing)}",
+            cause=f"backward adds to `.grad`; {_who_clears(clearing, events)}",
             fix="`optimizer.zero_grad()` before the backward"
-            + (", on every rank" * bool(clearing)),
+            + (", on every rank: outside of any `if rank == ...`" * bool(clearing)),
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps_with_old_gradients": f"{last - event.step + 1} of {last + 1}",
@@ -83,11 +83,11 @@ class ZeroGradMissing(Check):
         )
 
 
-def _who_clears(clearing: list[int]) -> str:
+def _who_clears(clearing: list[int], never: Collection[int]) -> str:
     if not clearing:
         return "nothing clears it between one step and the next"
-    verb = "clears" if len(clearing) == 1 else "clear"
-    return f"{ranks_text(clearing)} {verb} it between steps, the others never come to that line"
+    rest = ranks_text(never) + (" never does" if len(never) == 1 else " never do")
+    return f"{ranks_do(clearing, 'clear')} it between steps, {rest}"
 
 
 def _clears(rank: Rank, optimizer: int) -> bool:

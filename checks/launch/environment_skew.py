@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
 from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 from ._claims import processes
 
@@ -75,7 +75,7 @@ class EnvironmentSkew(Check):
             location=odd.location(entered.site) if entered else None,
             label="these ranks join one group",
             summary=(
-                f"ranks {fold_ranks(minority)} run with other {_kinds(names)} than the rest: "
+                f"{ranks_do(minority, 'run')} with other {_kinds(names)} than the rest: "
                 + "; ".join(_short(row) for row in rows[:3])
                 + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
             ),
@@ -139,7 +139,7 @@ def _fold(values: Mapping[int, str]) -> dict[str, str]:
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
-    return {f"ranks {fold_ranks(ranks)}": value for value, ranks in by_value.items()}
+    return {ranks_text(ranks): value for value, ranks in by_value.items()}
 
 
 def _minority(ranks: list[Rank], names: list[str]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_text
 
 
 class ProcessGroupLeak(Check):
@@ -51,9 +51,7 @@ class ProcessGroupLeak(Check):
             ranks=tuple(r.rank for r in left),
             location=rank.location(made.site) if made else None,
             label="made here, never destroyed",
-            summary=(
-                f"ranks {fold_ranks(r.rank for r in left)} ended without destroy_process_group"
-            ),
+            summary=(f"{ranks_text(r.rank for r in left)} ended without destroy_process_group"),
             cause="the script ends while its process group still exists",
             fix="`torch.distributed.destroy_process_group()` at the end, on every rank",
             fix_kind=FixKind.SAFE,

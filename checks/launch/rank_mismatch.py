@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import InitEntered
 from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from ._claims import Claim, claims, meetings
 
@@ -94,13 +94,12 @@ def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
         wrong = [c for c in double if c.differs()] or double
         return (
             f"{len(double)} processes claim to be rank {rank} of {double[0].world_size}"
-            + (f" (also ranks {fold_ranks(set(doubled) - {rank})})" if len(doubled) > 1 else ""),
+            + (f" (also {ranks_text(set(doubled) - {rank})})" if len(doubled) > 1 else ""),
             wrong,
         )
     if len(worlds) > 1:
         said = ", ".join(
-            f"ranks {fold_ranks(c.rank for c in members if c.world_size == w)} say {w}"
-            for w in worlds
+            f"{ranks_do((c.rank for c in members if c.world_size == w), 'say')} {w}" for w in worlds
         )
         return f"the ranks disagree on the world size: {said}", differing or members
     world = worlds[0]
@@ -112,13 +111,13 @@ def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
     started = _started(members)
     if differing and len(members) < world:
         return (
-            f"ranks {fold_ranks(by_rank)} wait for a world of {world}, but the launcher started "
+            f"{ranks_do(by_rank, 'wait')} for a world of {world}, but the launcher started "
             f"{differing[0].given_world}",
             differing,
         )
     if started and started < world:
         return (
-            f"ranks {fold_ranks(by_rank)} wait for a world of {world}, but {started} processes "
+            f"{ranks_do(by_rank, 'wait')} for a world of {world}, but {started} processes "
             "were spawned, all on this machine",
             members,
         )

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._samples import MIB, human, medians, slope
 
@@ -96,7 +96,7 @@ class MemoryGrowth(Check):
 
     def _tell(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)
-        who = "all ranks" if len(ranks) == run.world_size > 1 else f"rank {fold_ranks(ranks)}"
+        who = "all ranks" if len(ranks) == run.world_size > 1 else ranks_text(ranks)
         held = worst.held
         return self.finding(
             ranks=ranks,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ddpdoctor.events import MemorySample, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_do
 
 from ._samples import MIB, human, seen_from_outside
 
@@ -69,7 +69,7 @@ class RankMemoryImbalance(Check):
         return self.finding(
             ranks=ranks,
             summary=(
-                f"rank {fold_ranks(ranks)} needs {human(most)} of {where} memory, "
+                f"{ranks_do(ranks, 'need')} {human(most)} of {where} memory, "
                 f"{most / usual:.1f} times as much as the others ({human(usual)})"
             ),
             cause="something is kept or done on that rank alone",

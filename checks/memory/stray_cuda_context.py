@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import DeviceTouched, DeviceUsed
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_do
 
 from ._devices import monitor_of, no_gpu, plain, used
 from ._samples import human, seen_from_outside
@@ -72,7 +72,7 @@ class StrayCudaContext(Check):
             location=spot,
             label=f"leaves a context on GPU {index}",
             summary=(
-                f"ranks {fold_ranks(ranks)} hold {human(total)} on GPU {index} of {node}, which is "
+                f"{ranks_do(ranks, 'hold')} {human(total)} on GPU {index} of {node}, which is "
                 "not theirs"
             ),
             cause=(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _graphs as graphs
 from . import _models as models
@@ -105,9 +105,9 @@ def _spot(
     """The branch that skips the part, where it was found; else the line that made the part."""
     for event in models.sets_of(rank, wrapped.model):
         if (spot := rank.location(models.branch_of(event, part))) is not None:
-            return spot, f"goes another way on rank {fold_ranks(without)}"
+            return spot, f"goes another way on {ranks_text(without)}"
     spot = models.made_at(rank, wrapped, part)
-    return spot, f"takes no part in the loss on rank {fold_ranks(without)}"
+    return spot, f"takes no part in the loss on {ranks_text(without)}"
 
 
 def _row(part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import NonFinite
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_text
 
 _LOCAL = ("input", "loss", "gradient", "buffer")
 """What a rank can have by itself; parameters have it from everyone's gradients."""
@@ -113,7 +113,7 @@ def _related(rank: Rank, event: NonFinite, spot: Location | None) -> tuple[Relat
 def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
     everyone = len(guilty) == len(run.training_ranks())
     ranks = "all ranks" if everyone and len(guilty) > 1 else (
-        f"rank {fold_ranks(r.rank for r in guilty)}"
+        ranks_text(r.rank for r in guilty)
     )  # fmt: skip
     some = ", ".join(event.names[:2]) + (f" and {event.count - 2} more" if event.count > 2 else "")
     value = {"nan": "NaN", "inf": "infinity"}.get(event.value, "NaN or infinity")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
 from ddpdoctor.findings import Check, Finding, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, ranks_text
 
 WARM_UP = 3
 FEWEST = 8
@@ -67,7 +67,7 @@ class DataBound(Check):
             location=_spot(rank, loader),
             label=f"num_workers={workers}",
             summary=f"steps wait for data: {wait * 1e3:.0f} of {step * 1e3:.0f} ms on rank "
-            f"{rank.rank} ({wait / step:.0%}; ranks {fold_ranks(waiting)})",
+            f"{rank.rank} ({wait / step:.0%}; {ranks_text(waiting)})",
             cause="every batch is loaded in the training process itself, while nothing else runs"
             if not workers
             else f"{workers} workers do not load as fast as the steps consume",

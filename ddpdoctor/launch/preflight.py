@@ -71,7 +71,7 @@ def _manifest(device: object) -> Manifest:
 
 def _who(everyone: list[Manifest]) -> list[str]:
     """The ranks that see the same, then what differs."""
-    from ..run import fold_ranks
+    from ..run import ranks_text
 
     nodes = {m["node"] for m in everyone}
     first = everyone[0]
@@ -85,7 +85,7 @@ def _who(everyone: list[Manifest]) -> list[str]:
         for rank, manifest in enumerate(everyone):
             values.setdefault(manifest.get(name, "not set"), []).append(rank)
         if len(values) > 1:
-            told = "; ".join(f"{v!r} on ranks {fold_ranks(r)}" for v, r in values.items())
+            told = "; ".join(f"{v!r} on {ranks_text(r)}" for v, r in values.items())
             lines.append(f"differs: {name} is {told}")
     return lines
 

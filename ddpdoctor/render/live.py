@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..diagnose import row
 from ..findings import RankState
-from ..run import Run, fold_ranks
+from ..run import Run, fold_ranks, ranks_text
 from . import emit, is_terminal
 from .facts import RANK_COLUMNS, Grid
 from .terminal import captured, make_console, rank_table, show
@@ -56,7 +56,7 @@ def _status(run: Run, folder: str, over: bool) -> str:
         if silent > SILENT_S:
             parts.append(f"no new record for {duration(silent)}")
     if run.missing and run.ranks:
-        parts.append(f"no record yet of ranks {fold_ranks(run.missing)}")
+        parts.append(f"no record yet of {ranks_text(run.missing)}")
     elif not run.ranks:
         parts.append("no rank has reported yet")
     return f"{clean(folder)}: {', '.join(parts)}"

@@ -49,7 +49,7 @@ def figure(value: object) -> str:
     if isinstance(value, list | tuple):
         return some(value)
     if isinstance(value, dict):
-        return some([f"{clean(k, 80)} {figure(v)}" for k, v in value.items()])
+        return some([f"{clean(k, 80)} ({figure(v)})" for k, v in value.items()])
     return clean(value)
 
 

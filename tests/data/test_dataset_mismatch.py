@@ -52,7 +52,7 @@ def test_the_rank_that_is_alone_is_named() -> None:
     (finding,) = found(DatasetMismatch(), run_of(*ranks))
     assert finding.ranks == (2,)
     assert finding.summary.startswith("rank 2 divides another data set than the other ranks")
-    assert finding.evidence["ranks that agree"] == ["0-1,3", "2"]
+    assert finding.evidence["groups of equal ranks"] == ["ranks 0-1,3 alike", "rank 2 alone"]
 
 
 def test_a_listing_in_another_order() -> None:

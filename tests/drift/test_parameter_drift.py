@@ -145,7 +145,7 @@ def test_an_edit_that_was_made_some_steps_before_the_copies_were_seen_to_differ(
     run = run_of({0: [values[0]], 1: [values[1]], 2: [*edits, values[2]]})
     (finding,) = ParameterDrift().examine(run)
     assert finding.ranks == (2,)
-    assert "rank 2 edits its parameters before step 4" in finding.cause
+    assert "rank 2 edits parameters by hand before step 4" in finding.cause
     (other,) = ParameterDrift().examine(
         run_of({0: [*edits, values[0]], 1: [values[1]], 2: [values[2]]})
     )
@@ -163,7 +163,7 @@ def test_without_a_majority_the_rank_that_edited_since_they_were_equal_is_named(
         return finding
 
     assert told(7).ranks == (0,)
-    assert "rank 0 edits its parameters before step 7" in told(7).cause
+    assert "rank 0 edits parameters by hand before step 7" in told(7).cause
     assert "not what step 6 left" in told(7).label
     assert "edits" not in told(3).cause, "they were equal after that"
 
@@ -176,3 +176,37 @@ def test_a_distance_takes_a_sketch_of_each_side():
     both = one_side | {0: [values[0], sketch(1, 1.0)]}
     (finding,) = ParameterDrift().examine(run_of(both))
     assert "of their norm" in finding.summary
+
+
+def last(value):
+    """Equal but for the last tensor."""
+    return digests("parameters", {1: [1, 1, 1, value]})
+
+
+@pytest.mark.parametrize(
+    ("distance", "told"), [(9.99, "by 100 %"), (12.0, "by 120 %"), (0.02, "by 0.2 %"), (0, "by r")]
+)
+def test_how_far_copies_are_apart_is_told_without_exponents(distance, told):
+    run = run_of({n: [last(n), sketch(1, n * distance)] for n in range(2)})
+    (finding,) = ParameterDrift().examine(run)
+    assert told in finding.summary
+
+
+def test_one_tensor_differs_and_several_differ():
+    (one,) = ParameterDrift().examine(run_of({n: [last(n)] for n in range(2)}))
+    assert "head.bias of Net differs between" in one.summary
+    several = {n: [digests("parameters", {1: [1, 1, n, n]})] for n in range(2)}
+    (two,) = ParameterDrift().examine(run_of(several))
+    assert "head.weight, head.bias of Net differ between" in two.summary
+
+
+def test_the_groups_of_equal_ranks():
+    (finding,) = ParameterDrift().examine(run_of({n: [last(n == 2)] for n in range(4)}))
+    groups = finding.evidence["groups_of_equal_ranks"]
+    assert groups == ["ranks 0-1,3 alike", "rank 2 alone"]
+
+
+def test_loaded_on_several_ranks():
+    run = run_of({n: [*([load()] if n else []), last(n > 0)] for n in range(4)})
+    (finding,) = ParameterDrift().examine(run)
+    assert finding.cause.startswith("ranks 1-3 load weights")

@@ -49,6 +49,6 @@ def test_cleared_on_some_ranks_only():
     ranks = {n: [*lines, event, *steps(6)] for n, event in told.items()}
     (finding,) = ZeroGradMissing().examine(make_run(ranks))
     assert "never cleared on ranks 1-2" in finding.summary
-    assert "rank 0 clears it" in finding.cause
+    assert "rank 0 clears it between steps, ranks 1-2 never" in finding.cause
     assert "nothing clears" not in finding.cause
     assert "on every rank" in finding.fix

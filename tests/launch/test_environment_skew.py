@@ -29,7 +29,7 @@ def test_versions_of_torch() -> None:
     (finding,) = EnvironmentSkew().examine(run)
     assert finding.ranks == (2,)
     assert finding.subjects == ("torch",)
-    assert "2.12.1 on ranks 2" in finding.summary
+    assert "2.12.1 on rank 2" in finding.summary
 
 
 def test_contents_of_a_module() -> None:
