@@ -99,8 +99,9 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     relayed: Relayed | None = None
 
     def describe(self) -> str:
-        first = self.message.strip().splitlines()[:1]
-        return f"{'caught' if self.caught else 'raised'} {self.kind}: {first[0] if first else ''}"
+        told = self.relayed or self
+        first = told.message.strip().splitlines()[:1]
+        return f"{'caught' if self.caught else 'raised'} {told.kind}: {first[0] if first else ''}"
 
 
 class RankExiting(Event, frozen=True, tag="rank-exiting"):

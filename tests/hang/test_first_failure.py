@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from recordings import make_run, site, started
@@ -195,6 +196,16 @@ def test_an_exception_of_a_worker_is_told_by_its_own_text_and_line() -> None:
     assert finding.evidence["message"] == "no number: 'n/a'"
     assert finding.evidence["called_by"] == ["data.py:14 in __getitem__"]
     assert "num_workers=0" in finding.fix
+    assert by_worker()[-1].describe() == "raised ValueError: no number: 'n/a'"
+
+
+def test_a_worker_that_lost_a_connection_failed_on_its_own() -> None:
+    *sites, event = by_worker()
+    assert isinstance(event, ExceptionRaised)
+    lost = msgspec.structs.replace(event, kind="ConnectionError", message=f"Caught ... {CLOSED}")
+    (finding,) = found(make_run({0: [], 1: [*sites, lost]}, ended={0: None, 1: 1}))
+    assert finding.ranks == (1,)
+    assert not finding.evidence.get("consequence")
 
 
 def test_the_advice_says_more_than_the_line() -> None:
