@@ -96,8 +96,7 @@ class GradScalerSkew(Check):
             set_by_hand = _set_by_hand(group, events, call)
         else:
             skipping = [n for n, v in values.items() if v]
-            summary = f"{ranks_do(skipping, 'skip')} scaler step "
-            summary += f"{call}, the others take it"
+            summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
             cause = "the ranks' gradients are infinite on some ranks only: they were not averaged"
         if set_by_hand is not None:
             related = (Related("steps with it", location),) if location else ()

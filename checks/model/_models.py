@@ -36,6 +36,12 @@ class Part:
     def title(self) -> str:
         return f"{self.module or 'the model'} ({self.kind})" if self.kind else self.module
 
+    @property
+    def code(self) -> str:
+        """`model.blocks[0].norm`, as a program writes it."""
+        words = self.module.split(".") if self.module else []
+        return "model" + "".join(f"[{w}]" if w.isdecimal() else f".{w}" for w in words)
+
 
 def numbers(run: Run) -> list[int]:
     """The models of a run; ranks number theirs alike where they wrap alike."""

@@ -129,9 +129,8 @@ def _cause(wrapped: Wrapped, parts: list[models.Part], allowed: bool) -> str:
 def _fix(part: models.Part, allowed: bool) -> str:
     if allowed:
         return "nothing to change, as long as that is meant"
-    name = f"model.{part.module}" if part.module else "model"
     return (
         "use it on every rank, with weight zero where it is not wanted: "
-        f"`loss = loss + 0.0 * sum(p.sum() for p in {name}.parameters())`; "
+        f"`loss = loss + 0.0 * sum(p.sum() for p in {part.code}.parameters())`; "
         "or `DDP(model, find_unused_parameters=True)`"
     )

@@ -163,7 +163,7 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
 
 def _fix(part: Part, why: str, allowed: bool) -> str:
     freeze = (
-        f"`model.{part.module}.requires_grad_(False)`"
+        f"`{part.code}.requires_grad_(False)`"
         if part.module
         else "`parameter.requires_grad_(False)`"
     )

@@ -1,5 +1,6 @@
 """DDP302: used sets compared backward by backward, also where ranks hang."""
 
+from ddpdoctor.checks.model._models import Part
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
@@ -81,3 +82,8 @@ def test_the_same_change_at_the_same_backward_on_all_ranks():
     events = [unused([]), *steps(3), unused([4, 5], backward=4, step=3, find_unused=True), use(8)]
     run = make_run({r: rank(*events) for r in (0, 1)})
     assert codes(run, RankDependentGraph()) == []
+
+
+def test_modules_are_spelled_as_code():
+    for name, code in (("blocks.0.norm", "model.blocks[0].norm"), ("2", "model[2]"), ("", "model")):
+        assert Part(name, "Block", (0,), True).code == code
