@@ -98,7 +98,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
 
     def describe(self) -> str:
         if not self.indices:
-            return f"model {self.model}: all parameters have gradients (step {self.step})"
+            return f"model {self.model}: all that DDP averages has gradients (step {self.step})"
         count = len(self.indices)
         return f"model {self.model}: {count} parameters without gradient (step {self.step})"
 
