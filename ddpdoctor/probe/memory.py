@@ -162,7 +162,10 @@ def _suspicious() -> bool:
         return False
     quarter = len(seen) // 4
     parts = [sorted(seen[i * quarter : (i + 1) * quarter])[quarter // 2] for i in range(4)]
-    return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH
+    before, lately = parts[2] - parts[1], parts[3] - parts[2]
+    # What an allocator takes to warm up levels off, and a census takes a tenth of a second.
+    lasting = lately >= before / 2 and before >= lately / 4
+    return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH and lasting
 
 
 def _look_for_holder(active: Recorder) -> None:
