@@ -52,7 +52,9 @@ def run(loop: str, steps: int, folder: Path, doctor: Path | None) -> Path:
         options = ["--quiet", "--no-live", "--out", str(doctor)]
         words = [sys.executable, "-m", "ddpdoctor", "run", *options, *ranks, *script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S, env=environment)
+    out.unlink(missing_ok=True)
+    # torch aborts now and then when an interpreter ends; the figures are written by then.
+    subprocess.run(words, check=False, capture_output=True, timeout=LIMIT_S, env=environment)
     return out
 
 
