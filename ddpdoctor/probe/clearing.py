@@ -8,12 +8,12 @@ from typing import Any
 
 from ..events import Carried
 from . import moments
+from .gradients import some, versions
 from .moments import Backward, Step
 from .recorder import Recorder
 
 LOST = "whether gradients are cleared"
 
-LOOKED_AT = 4
 TOLD_AT_MOST = 200
 SMALL = 65536
 """Values of a gradient are looked at up to this size, to see one that was zeroed through `.data`,
@@ -29,9 +29,7 @@ class Watched:
     """
 
     def __init__(self, parameters: list[Any]) -> None:
-        step = max(1, len(parameters) // LOOKED_AT)
-        chosen = [*parameters[:-1:step], *parameters[-1:]]
-        self.parameters = [weakref.ref(p) for p in chosen]
+        self.parameters = [weakref.ref(p) for p in some(parameters)]
         self.before: list[tuple[int, int]] = []
         self.cleared = True
         self.touched = False
@@ -40,8 +38,7 @@ class Watched:
         self.count = 0
 
     def state(self) -> list[tuple[int, int]]:
-        grads = (None if (p := ref()) is None else p.grad for ref in self.parameters)
-        return [(0, -1) if g is None else (id(g), g._version) for g in grads]
+        return versions(self.parameters)
 
     def look(self) -> None:
         """Before a backward: were all the gradients dropped, overwritten or zeroed?"""

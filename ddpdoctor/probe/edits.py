@@ -121,9 +121,8 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
     followed.moments += 1
     if followed.moments <= 2 * ALWAYS:
         return True
-    every = str(active.options.get("every"))
-    if every.isdigit() and int(every):
-        return active.step % int(every) == 0
+    if active.every:
+        return active.step % active.every == 0
     elapsed_ns = (time.monotonic() - active.started) * 1e9
     share = SHARE if active.affordable() else LEAST
     return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * share

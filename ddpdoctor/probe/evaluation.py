@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from . import drift, models, moments
@@ -20,7 +19,7 @@ LOST = "drift at evaluation around the wrapper"
 
 class _Awaited:
     handle: Any = None
-    models: weakref.WeakSet[Model] = weakref.WeakSet()
+    models: set[Model] = set()
 
 
 def install() -> None:
@@ -38,7 +37,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     module = args[0]
     for model in models.live():
         inner = model.inner()
-        if inner is None or not (module is inner or (model.wrapper and module is model.wrapper())):
+        if inner is None or not (module is inner or module is model.ddp()):
             continue
         parts = inner.modules()
         if compiling() or any(

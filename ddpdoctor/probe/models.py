@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from ..events import Submodule, Tensor, Wrapped
-from . import groups, moments
+from . import gradients, groups, moments
 from .modules import birth_site, parameter_site
 from .moments import Forward
 from .patching import around, hide_hooks
@@ -18,9 +18,6 @@ from .recorder import Recorder
 from .resolving import setting_in_frames
 
 LOST = "models wrapped in DistributedDataParallel"
-
-
-SAMPLED = 4
 
 
 class Model:
@@ -44,8 +41,7 @@ class Model:
         self.trainable: list[bool] = []
         self.parameters = [weakref.ref(p) for p in parameters]
         self.expected = expected
-        step = max(1, len(expected) // SAMPLED)
-        self.sample = [*expected[:-1:step], *expected[-1:]]
+        self.sample = gradients.some(expected)
         self.ignored: frozenset[int] = frozenset()
         self.find_unused = False
         self.static_graph = False
@@ -64,12 +60,7 @@ class Model:
 
     def gradients(self) -> list[tuple[int, int]]:
         """Identity and version of the sampled gradients; (0, -1) where there is none."""
-        found = []
-        for position in self.sample:
-            parameter = self.parameters[position]()
-            grad = None if parameter is None else parameter.grad
-            found.append((0, -1) if grad is None else (id(grad), grad._version))
-        return found
+        return gradients.versions([self.parameters[position] for position in self.sample])
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""

@@ -9,6 +9,7 @@ from typing import Any
 from ..events import OptimizerSeen, StepDone
 from . import autograd, data, models, moments
 from .moments import Step
+from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
 
@@ -16,11 +17,6 @@ LOST = "optimizer steps"
 
 STEPS_IN_FULL = 2000
 """Steps of one optimizer that get a record each; later ones are joined, one record a second."""
-
-
-COST_TOLD_AT = 128
-"""After this step of an optimizer the doctor no longer looks at every step closely: what it cost
-until then is told apart."""
 
 
 class Optimizer:
@@ -184,5 +180,5 @@ def _ends(active: Recorder, optimizer: Any) -> None:
             _optimizers.pulse_at = now + moments.PULSE_S
             moments.pulse.happens(active, known.step)
             active.tell_cost()
-    if step == COST_TOLD_AT:
+    if step == FIRST_STEPS:  # what it cost to look at each of them is told apart
         active.tell_cost(anyway=True)

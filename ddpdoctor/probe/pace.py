@@ -42,8 +42,7 @@ class Pace:
 
     def __init__(self, active: Recorder, tensors: int) -> None:
         self.tensors = max(1, tensors)
-        every = active.options.get("every")
-        self.every = int(str(every)) if str(every).isdigit() else 0
+        self.every = active.every
         self.active = active
         self.percent = active.budget_percent
         self.step_ns = 0.0

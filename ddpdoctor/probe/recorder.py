@@ -30,7 +30,8 @@ class Recorder:
     Attributes:
         own_ns: nanoseconds spent in the doctor's own code since `started`.
         step: optimizer steps taken so far, by any optimizer.
-        options: what the launcher asked for (`budget`, `every`, ...).
+        options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
+            many, 0 where the doctor chooses.
         off: the parts that failed too often, and are left alone.
     """
 
@@ -42,6 +43,8 @@ class Recorder:
         self.stem = stem
         self.options = options
         self.budget_percent = float(options.get("budget", 1.0))
+        every = str(options.get("every"))
+        self.every = int(every) if every.isdigit() else 0
         self.sites = Sites(self.emit)
         self.started = time.monotonic()
         self.pid = os.getpid()

@@ -12,7 +12,7 @@ STEP_NS = 20_000_000  # a budget of 1 % is 200 microseconds
 
 def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
     """Steps of 20 ms in which the rest of the doctor takes `others_ns`."""
-    active = SimpleNamespace(options={}, budget_percent=1.0, own_ns=0)
+    active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
     monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
     watched = Pace(active, tensors)
@@ -50,7 +50,7 @@ def test_digests_make_room_for_the_rest(monkeypatch):
 def test_every_tensor_comes_round_however_little_is_left(monkeypatch):
     from ddpdoctor.events.drift import chosen
 
-    active = SimpleNamespace(options={}, budget_percent=1.0, own_ns=0)
+    active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
     monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
     watched = Pace(active, 64)
