@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -342,6 +342,21 @@ def ranks_do(ranks: Iterable[int], verb: str) -> str:
     """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
     known = set(ranks)
     return f"{ranks_text(known)} {verb}{'s' if len(known) == 1 else ''}"
+
+
+def equal_ranks(values: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+    """The ranks in groups of equal values, the largest first."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, value in values.items():
+        groups.setdefault(value, []).append(number)
+    return sorted((tuple(g) for g in groups.values()), key=lambda g: (-len(g), g))
+
+
+def odd_ones(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of such groups, the ranks that are not as most others; all of them where there is no
+    majority."""
+    majority = len(groups) == 1 or len(groups[0]) > len(groups[1])
+    return tuple(sorted(r for g in (groups[1:] if majority else groups) for r in g))
 
 
 def groups_text(groups: Iterable[Sequence[int]]) -> list[str]:

@@ -6,9 +6,18 @@ import pytest
 from recordings import make_run
 
 from ddpdoctor.events import StepDone
+from ddpdoctor.run import equal_ranks, odd_ones
 
 
 def test_steps_that_were_joined_count_each() -> None:
     joined = StepDone(at=0, optimizer=0, step=59, site=-1, wall_s=1.0, count=50)
     run = make_run({0: [joined] * 5})
     assert run.ranks[0].step_time() == pytest.approx(0.02)
+
+
+def test_the_ranks_that_are_not_as_most_others() -> None:
+    groups = equal_ranks({0: "a", 1: "b", 2: "a", 3: "a"})
+    assert groups == [(0, 2, 3), (1,)]
+    assert odd_ones(groups) == (1,)
+    assert odd_ones(equal_ranks({0: "a", 1: "b"})) == (0, 1), "no majority"
+    assert odd_ones(equal_ranks({0: "a", 1: "a"})) == ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ddpdoctor.events import Payload
-from ddpdoctor.run import Run, groups_text
+from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
 from ._content import Row, overlap, parts_differ, rows, verdict
@@ -216,11 +216,7 @@ def _mismatch(
     reordered = bool(mine.content) and mine.content == theirs.content
     names = [m.name for m, _ in differing]
     digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
-    agreeing: dict[str, list[int]] = {}
-    for number, digest in digests.items():
-        agreeing.setdefault(digest, []).append(number)
-    groups = sorted(agreeing.values(), key=lambda ranks: -len(ranks))
-    odd = groups[1:] if len(groups[0]) > len(groups[1]) else groups
+    groups = equal_ranks(digests)
     evidence: dict[str, object] = {
         "differs": names,
         "same entries in another order": reordered,
@@ -228,7 +224,7 @@ def _mismatch(
         "groups of equal ranks": groups_text(groups),
         "kind": mine.kind,
     }
-    ranks = tuple(sorted(r for group in odd for r in group))
+    ranks = odd_ones(groups) or tuple(digests)
     readers = [r for r in readers if r.rank.rank in ranks]
     return Fault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
 

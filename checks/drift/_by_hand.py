@@ -8,9 +8,7 @@ from typing import Any
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
 from ddpdoctor.findings import FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from ._replicas import odd_ones
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 Rows = dict[int, UnwrappedState]
 """States of one moment by global rank, or of one rank by step."""
@@ -150,7 +148,7 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     """The fields of a finding."""
     rank, event = next(iter(found.copies.members.values()))
     begin, end = found.steps
-    minority = odd_ones({n: s.parameters for n, s in found.differ.items()})
+    minority = odd_ones(equal_ranks({n: s.parameters for n, s in found.differ.items()}))
     left_out = tuple(n for n, count in found.missing.items() if count)
     kind = event.kind or "a set of parameters"
     over = found.differ is found.copies.end

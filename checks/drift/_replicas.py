@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from ddpdoctor.events import Digests, Loaded, Replica, Sketch, StepDone, Wrapped
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 
 ABSENT = 0
 
@@ -159,7 +159,7 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
         if differing:
             if not found.keys:
                 found.split = _split(rows, key, len(names), differing)
-                found.minority = _minority(found.split)
+                found.minority = odd_ones(found.split)
             found.keys.append(key)
             positions.update(dict.fromkeys(differing))
         elif not found.keys:
@@ -244,24 +244,8 @@ def _split(
     rows: dict[int, Row], key: int, count: int, differing: list[int]
 ) -> list[tuple[int, ...]]:
     """The ranks in groups that agree, the largest first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, row in rows.items():
-        table = _by_position(row, key, count)
-        groups.setdefault(tuple(table[p] for p in differing), []).append(number)
-    return sorted((tuple(g) for g in groups.values()), key=lambda g: (-len(g), g))
-
-
-def _minority(split: list[tuple[int, ...]]) -> tuple[int, ...]:
-    majority = len(split) == 1 or len(split[0]) > len(split[1])
-    return tuple(sorted(r for g in (split[1:] if majority else split) for r in g))
-
-
-def odd_ones(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """Ranks whose value is not that of most others; all of them where there is no majority."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, value in values.items():
-        groups.setdefault(value, []).append(number)
-    return _minority(sorted((tuple(g) for g in groups.values()), key=lambda g: -len(g)))
+    tables = {number: _by_position(row, key, count) for number, row in rows.items()}
+    return equal_ranks({n: tuple(table[p] for p in differing) for n, table in tables.items()})
 
 
 def distances(group: Replicas, found: Divergence) -> dict[int, float]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text
+from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from ._replicas import NO_COPIES, Replicas, odd_ones, replicas
+from ._replicas import NO_COPIES, Replicas, replicas
 
 
 class GradScalerSkew(Check):
@@ -81,7 +81,7 @@ class GradScalerSkew(Check):
         values: dict[int, float | None] | dict[int, bool],
         what: str,
     ) -> Finding:
-        ranks = odd_ones(values)
+        ranks = odd_ones(equal_ranks(values))
         own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
         number, event = next((n, e) for n, e in own.items() if e is not None)
         fix = "make the scaler with the same arguments on every rank and load its state_dict on "

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text
+from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from ._replicas import NO_COPIES, Member, Replicas, odd_ones, replicas
+from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
@@ -85,7 +85,7 @@ class HyperparameterSkew(Check):
         values = _settled({n: _at(table, first) for n, table in tables.items()})
         options = _options(values)
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
-        ranks = odd_ones(told)
+        ranks = odd_ones(equal_ranks(told))
         option, index = options[0]
         spot, label, cause, related, fix = _why(group, ranks, option, first)
         shown = {n: groups[index].get(option) for n, groups in values.items()}
