@@ -175,7 +175,7 @@ def _last_thing(rank: Rank) -> str:
     step = rank.latest(StepDone)
     if step and (told is None or step.at > told.at):
         place = rank.location(step.site)
-        return f"step {step.step}{f' at {place}' if place else ''}"
+        return f"step {max(step.step, rank.steps - 1)}{f' at {place}' if place else ''}"
     if isinstance(told, RankStarted):  # its own words hold the rank: equal ranks would differ
         return "started"
     return told.describe() if told else ""

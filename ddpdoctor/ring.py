@@ -191,16 +191,11 @@ class RingWriter:
     def phase(self, phase: int, site: int) -> float:
         """The rank goes over to another phase; returns the time."""
         now = time.monotonic()
-        self._progress += 1  # as `alive`: this happens six times a step
+        self._progress += 1
         _PHASE_MOVED.pack_into(
             self._map, _PHASE_AT, phase, site, now, self.step, self._progress, now, self._count
         )
         return now
-
-    def alive(self, now: float) -> None:
-        """Something was done."""
-        self._progress += 1
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
 
     def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
         """Write a call down before it is made; returns its number."""
@@ -220,7 +215,8 @@ class RingWriter:
             1,
             0.0,
         )
-        self.alive(now)
+        self._progress += 1
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
         return number
 
     def mark(self, number: int, state: int) -> None:
@@ -231,7 +227,8 @@ class RingWriter:
         ended = now if state >= 4 else 0.0
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
         _END.pack_into(self._map, where, state, ended)
-        self.alive(now)
+        self._progress += 1
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
 
     def close(self) -> None:
         self._map.close()

@@ -17,6 +17,7 @@ from .events import (
     GroupReady,
     MonitorStarted,
     NotObserved,
+    OptimizerSeen,
     ProcessEnded,
     ProcessStarted,
     RankExiting,
@@ -151,7 +152,10 @@ class Rank(Facts):
     @property
     def steps(self) -> int:
         """Optimizer steps, of the optimizer that took the most."""
-        return max((e.step + 1 for e in self.of(StepDone)), default=0)
+        told = max((e.step + 1 for e in self.of(StepDone)), default=0)
+        # The last ones may not be on record; the ring counts those of all optimizers.
+        only = len(self.of(OptimizerSeen)) == 1 and self.ring is not None
+        return max(told, self.ring.step) if only and self.ring else told
 
     @property
     def exception(self) -> ExceptionRaised | None:

@@ -38,3 +38,38 @@ def test_code_that_is_made_again_and_again_is_not_taken_for_other_code():
     assert len(set(found)) == 200
     again = [program(f"/home/user/cell{n}.py")["first"](sites.here) for n in range(200)]
     assert again == found
+
+
+NESTED = """
+def loop(step, times):
+    return [step() for _ in range(times)]
+
+def plain(look):
+    return look()
+
+def deeper(look):
+    def inner():
+        return look()
+    return inner()
+"""
+
+
+def test_the_caller_of_a_hook_is_found_again_and_not_taken_for_another():
+    told = []
+    sites = Sites(told.append)
+    scope = program()
+    exec(compile(NESTED, "/home/user/nested.py", "exec"), scope)
+
+    def hook():
+        number = sites.caller("hook")[1]
+        return places(number)
+
+    def places(number):
+        (place,) = [s for s in told if s.id == number]
+        return place.function, place.line
+
+    hook.__code__ = hook.__code__.replace(co_filename="<hook>")  # no code of the user's
+    assert scope["loop"](lambda: scope["plain"](hook), 3) == [("plain", 6)] * 3
+    assert scope["loop"](lambda: scope["deeper"](hook), 3) == [("inner", 10)] * 3
+    assert scope["loop"](lambda: scope["plain"](hook), 1) == [("plain", 6)]
+    assert scope["second"](hook) == (("second", 6), ("second", 7))

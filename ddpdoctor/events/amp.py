@@ -6,7 +6,7 @@ from .base import Event
 
 
 class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
-    """The values of an optimizer's groups before a step. Told when they change: up to step 256 at
+    """The values of an optimizer's groups before a step. Told when they change: up to step 128 at
     every step, later at steps that are a multiple of a growing power of two (see `told_at`).
 
     Attributes:
@@ -60,4 +60,4 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
 
 def told_at(step: int) -> bool:
     """Whether changed hyper-parameters are told at a step; the same on every rank."""
-    return step < 256 or step % (1 << (step >> 8).bit_length()) == 0
+    return step < 128 or step % (1 << (step >> 7).bit_length()) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ class _Backwards:
     count = 0
     synced = 0
     seconds = 0.0
+    step = -1
 
 
 _state = _Backwards()
@@ -36,6 +36,11 @@ def running() -> bool:
 def count() -> int:
     """Outermost backwards so far in this process."""
     return _state.count
+
+
+def since(step: int) -> bool:
+    """Whether one ended after that many optimizer steps."""
+    return _state.step >= step
 
 
 def synced() -> int:
@@ -52,6 +57,7 @@ def install() -> None:
     import torch.autograd
 
     _state.depth = _state.count = _state.synced = 0
+    _state.step = -1
     around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST)
 
 
@@ -63,12 +69,13 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _state.nested = 0
     tensors = args[0] if args else kwargs.get("tensors", ())
     roots = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
-    frame = active.sites.user_frame(sys._getframe(1))
-    backward = Backward(_state.count, active.sites.at(frame), roots, time.monotonic(), frame)
-    backward.looks = [Look(model) for model in (*models.live(), *models.discarded())]
-    for look in backward.looks:
-        if look.firing is not None and look.model.pending_sync:
-            look.firing.on_complete = partial(_complete, active, backward, look.model)
+    frame, site = active.sites.caller("backward")
+    backward = Backward(_state.count, site, roots, time.monotonic(), frame)
+    for model in (*models.live(), *models.discarded()):
+        look = Look(model)
+        backward.looks.append(look)
+        if look.firing is not None and model.pending_sync:
+            look.firing.on_complete = partial(_complete, active, backward, model)
     moments.backward_begins.happens(active, backward)
     backward.frame = None
     return backward
@@ -86,30 +93,40 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     backward: Backward = token
     _state.seconds += time.monotonic() - backward.began
     backward.error, backward.nested = error, _state.nested
+    waiting = 0
     for look in backward.looks:
+        waiting += look.expected
         if look.firing is not None:
             look.firing.stop()
             backward.fired[look.model.number] = look.firing.counts
+        if error is None:
+            look.again()
     if error is None:
         _state.count += 1
         for look in backward.looks:
-            look.again()
-        waiting = sum(look.expected for look in backward.looks)
-        for look in backward.looks:
-            _attribute(backward, look, alone=waiting == 1)
+            _attribute(backward, look, active.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
+        _state.step = active.step
     moments.backward_ends.happens(active, backward)
+    if backward.untouched:
+        moments.backward_examined.happens(active, backward)
+    if backward.unannounced:
+        moments.backward_astray.happens(active, backward)
+    if error is not None:
+        moments.backward_failed.happens(active, backward)
 
 
-def _attribute(backward: Backward, look: Look, *, alone: bool) -> None:
+def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> None:
     """Tell whether this backward was (also) that model's, and what it left out."""
     model = look.model
-    communicated, touched = look.communicated(), look.touched()
+    communicated, touched = look.communicated, look.touched
     if communicated and (look.expected or touched):
         backward.synced.add(model.number)
     if not touched and not (alone and look.expected and communicated):
         return  # this backward was of another model: its own is still to come
     model.backwards += 1
+    model.backwards_now += 1
+    model.backward_step = step
     if not look.expected:
         backward.unannounced.append((model, communicated))
         return

@@ -13,7 +13,7 @@ from typing import Any
 from ..events import Bypassed
 from . import exchanges, models, moments
 from .models import Model
-from .moments import Backward, Step
+from .moments import Backward, Step, Subscriptions
 from .patching import on_restore
 from .recorder import Recorder, recorder
 from .resolving import Bound, call_in_frames, first_argument
@@ -49,7 +49,6 @@ class Bypass:
 
     def __init__(self) -> None:
         self.suspect: Suspect | None = None
-        self.forwards_at_step = 0
         self.call_site = -1
         self.looks = 0
         self.count = 0
@@ -58,6 +57,10 @@ class Bypass:
 
 
 _known: defaultdict[Model, Bypass] = defaultdict(Bypass)
+
+
+_following = Subscriptions()
+"""Of all that comes after the first such backward."""
 
 
 class _Trap:
@@ -72,9 +75,12 @@ class _Trap:
 def install() -> None:
     _disarm()
     _known.clear()
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.backward_astray.subscribe(_backward_astray, lost=LOST)
+    _following[:] = (
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+        moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
+        moments.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
+    )
     moments.leaving.subscribe(_leaving, lost=LOST)
     on_restore(_disarm)
 
@@ -83,13 +89,16 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if model.number in backward.synced and model in _known:
             _known[model].suspect = None
+
+
+def _backward_astray(active: Recorder, backward: Backward) -> None:
     for model, communicated in backward.unannounced:
         if communicated or not _meant_to_synchronise(model):
             continue
         known = _known[model]
-        known.suspect = Suspect(
-            backward.number, backward.site, _stamps(model), model.forwards - known.forwards_at_step
-        )
+        forwards = model.forwards_in_step if model.forward_step == active.step else 0
+        known.suspect = Suspect(backward.number, backward.site, _stamps(model), forwards)
+        _following.wake()
         if known.call_site < 0 and known.looks < LOOKS:
             known.looks += 1
             known.call_site = _look(active, model)
@@ -205,8 +214,6 @@ def _leaving(active: Recorder, _: None) -> None:
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    for model, known in _known.items():
-        known.forwards_at_step = model.forwards
     if _Trap.handle is not None and active.step > _Trap.until:
         _disarm()
 

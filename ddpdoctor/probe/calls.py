@@ -14,7 +14,8 @@ from ..ring import State
 from . import groups, moments, waits
 from .frames import passed_over, unframe
 from .looks import Look
-from .moments import Backward, Forward
+from .models import Model
+from .moments import Backward, Forward, Subscriptions
 from .patching import around, refused, replace
 from .recorder import Recorder, recorder
 from .tape import tape
@@ -99,8 +100,11 @@ def install() -> None:
                 replace(holder, name, wrapper)
     _watch_waits(c10d)
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.wrapped.subscribe(_wrapped, lost=LOST)
+    _broadcasts[:] = (
+        moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
+        moments.forward_ends.subscribe(_forward_ends, lost=LOST, awake=False),
+    )
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
@@ -218,7 +222,7 @@ def _mark(number: int | None, state: State) -> None:
         return
     try:
         if written := tape(active):
-            written.mark(number, state)
+            written.ring.mark(number, state)
     except Exception as error:
         active.trouble("calls.mark", error, LOST)
 
@@ -236,7 +240,7 @@ def _returned(number: int | None, result: Any) -> None:
         if any(hasattr(w, "is_completed") for w in works):
             written.issued(number, works)
         else:
-            written.mark(number, State.DONE)
+            written.ring.mark(number, State.DONE)
     except Exception as error:
         active.trouble("calls.returned", error, LOST)
 
@@ -276,10 +280,14 @@ def _watch_waits(c10d: Any) -> None:
     replace(c10d.Work, "wait", passed_over(wait))
 
 
-class _Open:
-    """Calls of wrapped models that have begun: group or look, call number."""
+_broadcasts = Subscriptions()
+"""Of forwards, where there are models with buffers."""
 
-    forwards: list[tuple[Any, int]] = []
+
+class _Open:
+    """Calls of wrapped models that have begun: number of the group or look, call number."""
+
+    forwards: list[tuple[int, int]] = []
     backwards: list[tuple[Look, int]] = []
 
 
@@ -295,23 +303,25 @@ def _settled(active: Recorder, number: Any, result: Any, error: BaseException | 
     _mark(number, State.DONE if error is None else State.FAILED)
 
 
+def _wrapped(active: Recorder, model: Model) -> None:
+    if getattr(model.ddp(), "modules_buffers", True):
+        _broadcasts.wake()
+
+
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     """A forward that will broadcast the buffers is a collective of its group."""
-    ddp = forward.wrapper
-    written = tape(active)
-    number = groups.number_of(getattr(ddp, "process_group", None))
-    if written is None or number < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
+    ddp, group, written = forward.wrapper, forward.model.group, tape(active)
+    if written is None or group < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
         return
-    call = written.collective(number, "DDP forward", written.at(forward.frame))
-    _Open.forwards.append((ddp.process_group, call))
+    call = written.collective(group, "DDP forward", written.at(forward.frame))
+    _Open.forwards.append((group, call))
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
-    group = getattr(forward.wrapper, "process_group", None)
-    while _Open.forwards and _Open.forwards[-1][0] is group:
+    if _Open.forwards and _Open.forwards[-1][0] == forward.model.group:
         _, call = _Open.forwards.pop()
-        _mark(call, State.DONE if forward.error is None else State.FAILED)
-        return
+        if written := tape(active):
+            written.ring.mark(call, State.DONE if forward.error is None else State.FAILED)
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -320,27 +330,28 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         return
     seen: set[int] = set()
     for look in backward.looks:
-        ddp = look.model.ddp()
-        if not look.expected or not look.model.pending_sync or ddp is None or joins(ddp):
+        model = look.model
+        if not look.expected or not model.pending_sync or joins(look.wrapper):
             continue
-        number = groups.number_of(ddp.process_group)
-        if number < 0 or number in seen:
+        if model.group < 0 or model.group in seen:
             continue
-        seen.add(number)
-        call = written.collective(number, "DDP backward", written.at(backward.frame))
+        seen.add(model.group)
+        call = written.collective(model.group, "DDP backward", written.at(backward.frame))
         _Open.backwards.append((look, call))
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     ended, _Open.backwards = _Open.backwards, []
     written = tape(active)
+    if written is None:
+        return
     for look, call in ended:
         if backward.error is not None:
-            _mark(call, State.FAILED)
-        elif written and look.sequence >= 0 and not look.communicated():
+            written.ring.mark(call, State.FAILED)
+        elif look.sequence >= 0 and not look.communicated:
             written.void(call)
         else:
-            _mark(call, State.DONE)
+            written.ring.mark(call, State.DONE)
 
 
 def _step_ends(active: Recorder, step: Any) -> None:

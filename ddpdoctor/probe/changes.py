@@ -15,7 +15,7 @@ from . import models, moments
 from .accumulators import nodes_of
 from .models import Model
 from .modules import birth_site, parameter_site, registrations
-from .moments import Backward, Forward
+from .moments import Backward, Forward, Subscriptions
 from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
@@ -26,7 +26,7 @@ LIGHT = 50
 """Flags are looked at once in so many parameters' worth of forwards, and in the first few."""
 
 FIRST, FIRST_OF_FEW = 3, 128
-FULL_EVERY = 20
+FULL_EVERY = 16
 CALLS_KEPT = 50
 
 
@@ -54,6 +54,8 @@ class Watch:
 
 
 _watches: defaultdict[Model, Watch] = defaultdict(Watch)
+_judging = Subscriptions()
+"""Of the next backward, which shows what a change does."""
 
 
 class _Calls:
@@ -70,9 +72,9 @@ def install() -> None:
     _watches.clear()
     around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
     around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.forward_due.subscribe(_forward_due, lost=LOST)
+    moments.forward_failed.subscribe(_forward_failed, lost=LOST)
+    _judging[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
 
 
 def _setting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,20 +107,22 @@ def _apply_ends(active: Recorder, before: Any, result: Any, error: BaseException
             names = tuple(model.names[i] for i in lost)
             change = Change("converted", names, [model.parameters[i] for i in lost], active.site())
             _watches[model].found.append(change)
+            _judging.wake()
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_due(active: Recorder, forward: Forward) -> None:
     model = forward.model
-    if not forward.grad_enabled or not forward.sync:
+    if not forward.sync:
         return
     watch = _watches[model]
-    turns = 4 + len(model.parameters) // LIGHT
+    turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()  # as in `looked_at`
     first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
         _look_whole(active, model, watch)
     elif model.forwards <= first or model.forwards % turns == 0:
         _look_at_flags(active, model, watch)
+    _judging.wake(any(w.found for w in _watches.values()))
 
 
 def _look_at_flags(active: Recorder, model: Model, watch: Watch) -> None:
@@ -180,9 +184,8 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
         watch.found.append(Change(kind, names, [weakref.ref(p) for _, p in listed], site))
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
-    error = forward.error
-    if error is not None and "finished reduction in the prior iteration" in str(error):
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    if "finished reduction in the prior iteration" in str(forward.error):
         watch = _watches[forward.model]
         _look_at_flags(active, forward.model, watch)
         frozen = [c for c in watch.found if c.kind == "frozen"]

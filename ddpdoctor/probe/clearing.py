@@ -9,7 +9,7 @@ from typing import Any
 from ..events import Carried
 from . import moments
 from .gradients import some, versions
-from .moments import Backward, Step
+from .moments import Backward, Step, Subscriptions
 from .recorder import Recorder
 
 LOST = "whether gradients are cleared"
@@ -59,14 +59,19 @@ class _Watching:
     """Optimizers of which it is not known yet whether their gradients are ever cleared."""
 
     watched: list[tuple[weakref.ref[Any], Watched]] = []
+    subscriptions = Subscriptions()
 
 
 def install() -> None:
     _Watching.watched = []
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
+    _Watching.subscriptions[:] = (
+        moments.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+        moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
+        moments.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
+        moments.closure_ends.subscribe(_closure_ends, lost=LOST, awake=False),
+    )
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -86,15 +91,26 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             watched.before = now
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(Watched)
+def _step_due(active: Recorder, step: Step) -> None:
+    """An optimizer that is new is watched from now on."""
     optimizer = step.optimizer()
-    if watched is None and optimizer is not None:
+    if optimizer is not None and Watched not in step.known.notes:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         watched = step.known.notes[Watched] = Watched(held)
         living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
         _Watching.watched = [*living, (step.optimizer, watched)]
-    elif watched is not None and watched.parameters and not step.closure:
+        _Watching.subscriptions.wake()
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    watched = step.known.notes.get(Watched)
+    if watched is not None and watched.parameters and not step.closure:
+        _judge(active, step, watched)
+
+
+def _closure_ends(active: Recorder, step: Step) -> None:
+    watched = step.known.notes.get(Watched)
+    if watched is not None and watched.parameters:
         _judge(active, step, watched)
 
 
@@ -102,8 +118,6 @@ def _step_ends(active: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
     if watched is None or not watched.parameters:
         return
-    if step.closure:
-        _judge(active, step, watched)
     watched.before = watched.state()
     watched.touched, watched.site = False, -1
     watched.cleared = all(version < 0 for _, version in watched.before)
@@ -116,6 +130,7 @@ def _judge(active: Recorder, step: Step, watched: Watched) -> None:
     if not carried:
         watched.parameters = []  # cleared once: that is all there is to know
         _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
+        _Watching.subscriptions.wake(bool(_Watching.watched))
     if carried == watched.told or watched.count >= TOLD_AT_MOST:
         return
     watched.told = carried

@@ -11,12 +11,12 @@ from ..events import EpochBegan, LoaderSeen, SamplerRefused
 from . import identity, moments, randomness
 from .contents import Fingerprints
 from .frames import passed_over, unframe
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Loading, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
-from .recorder import Recorder, recorder
+from .recorder import Recorder, recorder, run_hook
 from .samplers import innermost, integer, integer_of, length, weak
-from .torch_private import fully_shards, sequence_number
+from .torch_private import may_share_inputs, sequence_number
 
 LOST = "what each rank read from its DataLoaders"
 
@@ -81,7 +81,8 @@ def install() -> None:
     around(Join, "__exit__", before=_joined, lost="`Join`")
     moments.backward_begins.subscribe(_backward, lost=LOST)
     moments.step_begins.subscribe(_step, lost=LOST)
-    moments.forward_begins.subscribe(_forward, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
+    moments.trial_begins.subscribe(_trial, lost=LOST)
     moments.leaving.subscribe(_close_all, lost=LOST)
 
 
@@ -289,40 +290,51 @@ def _watch_batches(base: Any) -> None:
 
     @functools.wraps(next_batch)
     def __next__(self: Any) -> Any:
-        reading = readings.get(id(self))
         active = recorder()
-        if reading is None or active is None:
+        if active is None:
             try:
                 return next_batch(self)
             except BaseException as error:
                 unframe(error)
                 raise
-        before = _before(active, reading) if reading.watch_random else None
+        reading = readings.get(id(self))
+        before = _before(active, reading) if reading and reading.watch_random else None
+        loading = run_hook(active, "data.loading", LOST, _loading) or Loading(-1)
         began = clock()
         try:
             batch = next_batch(self)
         except BaseException as error:
             state.waited_ns += clock() - began
-            _failed(active, reading, error)
+            moments.loading_ends.happens(active, loading)
+            if reading is not None:
+                _failed(active, reading, error)
             unframe(error)
             raise
         now = clock()
         state.waited_ns += now - began
-        state.delivered += 1
-        reading.batches = batches = reading.batches + 1
-        if state.tried:
-            _evaluated()
-        if grad_enabled():
-            reading.grad_enabled = True
-            state.pending[reading] = None
-        if batches >= reading.look_at or now >= reading.write_at or before is not None:
-            _look(active, reading, batch, now, before)
-            active.own_ns += clock() - now
+        moments.loading_ends.happens(active, loading)
+        if reading is not None:
+            state.delivered += 1
+            reading.batches = batches = reading.batches + 1
+            if state.tried:
+                _evaluated()
+            if grad_enabled():
+                reading.grad_enabled = True
+                state.pending[reading] = None
+            if batches >= reading.look_at or now >= reading.write_at or before is not None:
+                _look(active, reading, batch, now, before)
+        active.own_ns += clock() - now
         return batch
 
     for name, wrapper in (("_next_index", _next_index), ("__next__", __next__)):
         wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
         replace(base, name, passed_over(wrapper))
+
+
+def _loading(active: Recorder) -> Loading:
+    loading = Loading(active.sites.caller("loading")[1])
+    moments.loading_begins.happens(active, loading)
+    return loading
 
 
 def _before(active: Recorder, reading: Reading) -> Any:
@@ -366,30 +378,24 @@ def _failed(active: Recorder, reading: Reading, error: BaseException) -> None:
 
 
 def _backward(active: Recorder, backward: Backward) -> None:
-    _trained()
+    if _data.pending:
+        _trained()
 
 
 def _step(active: Recorder, step: Step) -> None:
-    _trained()
-    if step.known.number not in _data.optimizers_seen:
-        _data.optimizers_seen.add(step.known.number)
-        optimizer = step.optimizer()
-        groups = optimizer.param_groups if optimizer is not None else ()
-        if any(_may_share_inputs(p) for g in groups for p in g["params"]):
-            _data.sharded = True
+    if _data.pending:
+        _trained()
     if _data.gone:
         _close_gone(active)
 
 
-def _may_share_inputs(parameter: Any) -> bool:
-    """Whether it is sharded in a way that may need equal inputs on several ranks, as in tensor
-    parallelism. `fully_shard` over all ranks does not."""
-    if type(parameter).__name__ != "DTensor":
-        return False
-    import torch.distributed as dist
-
-    mesh = parameter.device_mesh
-    return not (fully_shards() and mesh.ndim == 1 and mesh.size() == dist.get_world_size())
+def _step_due(active: Recorder, step: Step) -> None:
+    if step.known.number not in _data.optimizers_seen:
+        _data.optimizers_seen.add(step.known.number)
+        optimizer = step.optimizer()
+        groups = optimizer.param_groups if optimizer is not None else ()
+        if any(may_share_inputs(p) for g in groups for p in g["params"]):
+            _data.sharded = True
 
 
 def _trained() -> None:
@@ -400,11 +406,10 @@ def _trained() -> None:
     _data.tried.clear()
 
 
-def _forward(active: Recorder, forward: Forward) -> None:
+def _trial(active: Recorder, forward: Forward) -> None:
     """What goes through the model without gradients may yet be trained on: a generator's samples
     for the other network, examples that are mined. Only the next batch tells."""
-    if _data.pending and (not forward.grad_enabled or not forward.wrapper.training):
-        _data.tried.update(_data.pending)
+    _data.tried.update(_data.pending)
 
 
 def _evaluated() -> None:

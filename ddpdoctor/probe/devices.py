@@ -35,7 +35,7 @@ def install() -> None:
 
     _devices.__init__()  # type: ignore[misc]
     moments.wrapped.subscribe(_wrapped, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
     around((torch.serialization, torch), "load", after=_loaded, lost=LOST)
 
 
@@ -69,7 +69,7 @@ def _wrapped(active: Recorder, model: Model) -> None:
     _look(active, "before the model was wrapped")
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_due(active: Recorder, step: Step) -> None:
     if _devices.steps >= LOOKS or not _ready():
         return
     _devices.steps += 1

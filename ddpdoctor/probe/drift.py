@@ -10,7 +10,7 @@ from typing import Any
 from ..events import Digests, Replica, Sketch
 from ..events.drift import EARLY, chosen, full
 from ..events.pack import pack
-from . import exchanges, holdings, moments, sync
+from . import exchanges, moments, sync
 from .digests import ABSENT, Sketcher, capturing, numbers, scattered, sums
 from .holdings import Holding
 from .models import Model
@@ -131,8 +131,8 @@ def install() -> None:
     _drift.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
     moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost="drift at evaluation")
+    moments.closure_ends.subscribe(_closure_ends, lost=LOST)
+    moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
 
 
@@ -176,37 +176,42 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
-    found = holdings.of(step)
-    for holding in found:
+    for holding in step.holdings:
         watch = _watch(active, holding)
-        _look_for_reasons(active, watch, step)
-        gradients = [] if step.closure else [_kind_of_gradients(holding.model)]
-        buffers = [] if watch.broadcast else ["buffers"]
-        kinds = ["parameters", *gradients, *buffers]
-        stride = watch.pace.stride_at(step.number, len(kinds), len(found))
-        if watch.whole_next:
-            stride, watch.whole_next = 1, False
-        if not stride:
+        if step.number and exchanges.before_backward():
+            _look_for_local_steps(active, watch)
+        if watch.pace.passes(step.number) and not watch.whole_next:
             continue
-        began = time.perf_counter_ns()
-        looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
-        watch.pace.spent(time.perf_counter_ns() - began, looked)
-        if stride == 1 and full(step.number):
-            _look_closely(active, watch, step, kinds)
-        _flush(active, watch, soon=step.number < 10)
+        kinds = 1 + (not step.closure) + (not watch.broadcast)
+        stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
+        if stride or watch.whole_next:
+            _look(active, watch, step, 1 if watch.whole_next else stride)
 
 
-def _look_for_reasons(active: Recorder, watch: Watch, step: Step) -> None:
-    """Why the ranks are not to be compared step by step: they take different numbers of steps, or
-    the program averages the parameters themselves between steps (local SGD)."""
-    if watch.left_out:
-        return
-    model = watch.holding.model
-    if joins(model.ddp()):
+def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
+    _look_for_join(active, watch)
+    gradients = [] if step.closure else [_kind_of_gradients(watch.holding.model)]
+    buffers = [] if watch.broadcast else ["buffers"]
+    kinds = ["parameters", *gradients, *buffers]
+    watch.whole_next = False
+    began = time.perf_counter_ns()
+    looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
+    watch.pace.spent(time.perf_counter_ns() - began, looked)
+    if stride == 1 and full(step.number):
+        _look_closely(active, watch, step, kinds)
+    _flush(active, watch, soon=step.number < 10)
+
+
+def _look_for_join(active: Recorder, watch: Watch) -> None:
+    """Whether the ranks take different numbers of steps: they are not to be compared then."""
+    if not watch.left_out and joins(watch.holding.model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
         _tell_replica(active, watch)
-        return
-    if not step.number or not exchanges.before_backward():
+
+
+def _look_for_local_steps(active: Recorder, watch: Watch) -> None:
+    """Whether the program averages the parameters themselves between steps (local SGD)."""
+    if watch.left_out:
         return
     parameters = watch.holding.parameters(watch.holding.positions)
     if exchanges.parameters_exchanged([p for p in parameters if p is not None]):
@@ -214,11 +219,8 @@ def _look_for_reasons(active: Recorder, watch: Watch, step: Step) -> None:
         _tell_replica(active, watch)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
-    """After a closure has run: only now are the gradients those of this step."""
-    if not step.closure:
-        return
-    for holding in holdings.of(step):
+def _closure_ends(active: Recorder, step: Step) -> None:
+    for holding in step.holdings:
         watch = _watch(active, holding)
         stride = watch.pace.stride
         kind = _kind_of_gradients(holding.model)
@@ -329,7 +331,7 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
             watch.rows.setdefault(f"state:{key}", Rows()).add(row)
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _trial_ends(active: Recorder, forward: Forward) -> None:
     if not (forward.grad_enabled or forward.error is not None or forward.wrapper.training):
         evaluated(active, forward.model, forward.site)
 

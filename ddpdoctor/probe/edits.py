@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from ..events import Clipped, Edited
-from . import holdings, moments, sync
+from . import moments, sync
 from .digests import digests
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
-from .moments import Backward, Step
+from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
 from .tracing import Tracer
@@ -63,6 +63,11 @@ class Followed:
         self.tracer: Tracer | None = None
         self.count = 0
         self.moments = 0
+        self.next_at = 0.0
+
+    def waits(self) -> bool:
+        """Nothing is taken, and it is too early to take anything."""
+        return bool(self.next_at) and not self.parameters and self.gradients is None
 
 
 class _Edits:
@@ -74,6 +79,8 @@ class _Edits:
 
 
 _edits = _Edits()
+_looking = Subscriptions()
+"""While there is something taken, or something may be."""
 
 
 def install() -> None:
@@ -86,9 +93,13 @@ def install() -> None:
         if hasattr(clip_grad, name):
             around((clip_grad, utils), name, before=_clipping(name), lost="clipping of gradients")
     around(torch.amp.GradScaler, "unscale_", before=_unscaling, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.wrapped.subscribe(_wrapped, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
+    _looking[:] = (
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST),
+        moments.step_begins.subscribe(_step_begins, lost=LOST),
+        moments.step_ends.subscribe(_step_ends, lost=LOST),
+    )
 
 
 def _clipping(name: str) -> Any:
@@ -116,6 +127,15 @@ def _followed(model: Model) -> Followed:
     return found
 
 
+def _wrapped(active: Recorder, model: Model) -> None:
+    _looking.wake()
+
+
+def _pulse(active: Recorder, step: Step) -> None:
+    if any(step.began >= followed.next_at for followed in _edits.models.values()):
+        _looking.wake()
+
+
 def _affordable(active: Recorder, followed: Followed) -> bool:
     """Whether to take tensors now; the ranks need not agree, nothing here is compared."""
     followed.moments += 1
@@ -123,9 +143,13 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
         return True
     if active.every:
         return active.step % active.every == 0
-    elapsed_ns = (time.monotonic() - active.started) * 1e9
+    now = time.monotonic()
+    if now < followed.next_at:
+        return False
     share = SHARE if active.affordable() else LEAST
-    return _edits.spent_ns < elapsed_ns * active.budget_percent / 100 * share
+    part = max(1e-9, active.budget_percent / 100 * share)
+    followed.next_at = active.started + _edits.spent_ns / 1e9 / part
+    return now >= followed.next_at
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
@@ -135,7 +159,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         followed = _followed(model)
         followed.gradients = None
-        if not sync.averaged(model) or not _affordable(active, followed):
+        if not _affordable(active, followed) or not sync.averaged(model):
             continue
         began = time.perf_counter_ns()
         positions = _some(model.expected)
@@ -156,10 +180,12 @@ def _gradient(model: Model, position: int) -> Any:
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
-    for holding in holdings.of(step):
+    for holding in step.holdings:
         followed = _followed(holding.model)
-        began = time.perf_counter_ns()
         before = followed.parameters.pop(holding.optimizer, None)
+        if before is None and followed.gradients is None:
+            continue
+        began = time.perf_counter_ns()
         if before is not None:
             now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
             _tell(active, step, holding, "parameters", before, now)
@@ -172,7 +198,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    for holding in holdings.of(step):
+    for holding in step.holdings:
         followed = _followed(holding.model)
         if not _affordable(active, followed):
             continue
@@ -182,6 +208,8 @@ def _step_ends(active: Recorder, step: Step) -> None:
         followed.parameters[holding.optimizer] = taken
         _trace(active, followed, "parameters", holding.model)
         _edits.spent_ns += time.perf_counter_ns() - began
+    if not active.every and all(followed.waits() for followed in _edits.models.values()):
+        _looking.rest()
 
 
 def _tell(

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import drift, models, moments
 from .models import Model
-from .moments import Forward
+from .moments import Forward, Subscriptions
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, shielded
 from .torch_private import compiling
@@ -20,6 +20,7 @@ LOST = "drift at evaluation around the wrapper"
 class _Awaited:
     handle: Any = None
     models: set[Model] = set()
+    forwards = Subscriptions()
 
 
 def install() -> None:
@@ -27,7 +28,9 @@ def install() -> None:
 
     _Awaited.models.clear()
     around(torch.nn.Module, "eval", before=_evaluating, lost=LOST)
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    _Awaited.forwards[:] = (
+        moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
+    )
     on_restore(_let_go)
 
 
@@ -48,6 +51,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
         if _Awaited.handle is None:
             register = torch.nn.modules.module.register_module_forward_pre_hook
             _Awaited.handle = register(shielded("evaluation", _called, LOST))
+            _Awaited.forwards.wake()
 
 
 def _called(module: Any, args: Any) -> None:
@@ -67,8 +71,7 @@ def _evaluated(active: Recorder, model: Model) -> None:
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
-    if _Awaited.handle is not None:
-        _no_longer(forward.model)
+    _no_longer(forward.model)
 
 
 def _no_longer(model: Model) -> None:
@@ -81,3 +84,4 @@ def _let_go() -> None:
     handle, _Awaited.handle = _Awaited.handle, None
     if handle is not None:
         handle.remove()
+        _Awaited.forwards.rest()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import autograd, models, moments
-from .moments import Backward, Call, Step
+from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
 from .torch_private import sequence_number
 
@@ -46,7 +46,6 @@ class _Window:
     def __init__(self) -> None:
         self.recent: list[Exchange] = []
         self.earlier: list[Exchange] = []
-        self.after_backward = False
         self.calls = 0
         self.uncounted = False
         self.sequence = -1
@@ -54,16 +53,21 @@ class _Window:
 
 
 _window = _Window()
+_following = Subscriptions()
+"""Of what ends a window, while there is something in it."""
 
 
 def install() -> None:
     _window.__init__()  # type: ignore[misc]
     moments.called.subscribe(_called, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    _following[:] = (
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST),
+        moments.step_ends.subscribe(_step_ends, lost=LOST),
+    )
 
 
 def _called(active: Recorder, call: Call) -> None:
+    _following.wake()
     if call.p2p:
         _window.special = _window.special or "point-to-point"
     elif call.group == 0:
@@ -72,7 +76,7 @@ def _called(active: Recorder, call: Call) -> None:
         _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
     if call.op not in CARRY_VALUES:
         return
-    kept = _window.recent if _window.after_backward else _window.earlier
+    kept = _window.recent if autograd.since(active.step) else _window.earlier
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             kept.append(Exchange(call.group, tensor.numel(), tensor.untyped_storage().data_ptr()))
@@ -86,16 +90,16 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     if _window.recent:
         _window.earlier += _window.recent
         _window.recent = []
-    _window.after_backward = True
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    if _window.recent or _window.earlier:
-        _window.recent, _window.earlier = [], []
-    _window.after_backward = _window.uncounted = False
+    _window.recent, _window.earlier = [], []
+    _window.uncounted = False
     _window.calls = 0
     # Only asked where nothing is wrapped.
     _window.sequence = -1 if models.live() else sequence_number(_world())
+    if models.live():
+        _following.rest()
 
 
 def _world() -> Any:

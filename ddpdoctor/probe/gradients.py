@@ -12,7 +12,7 @@ LOOKED_AT = 4
 
 def some(every: Sequence[T]) -> list[T]:
     """A few of them, spread evenly, with the last."""
-    step = max(1, len(every) // LOOKED_AT)
+    step = max(1, -(-len(every) // LOOKED_AT))
     return [*every[:-1:step], *every[-1:]]
 
 
@@ -22,5 +22,9 @@ def versions(parameters: Iterable[Any]) -> list[tuple[int, int]]:
     Args:
         parameters: weak references.
     """
-    grads = (None if (p := reference()) is None else p.grad for reference in parameters)
-    return [(0, -1) if grad is None else (id(grad), grad._version) for grad in grads]
+    found = []
+    for reference in parameters:  # a plain loop: this runs twice in every backward
+        parameter = reference()
+        grad = None if parameter is None else parameter.grad
+        found.append((0, -1) if grad is None else (id(grad), grad._version))
+    return found

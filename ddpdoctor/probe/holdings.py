@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import models, optimizers
+from . import models, moments, optimizers
 from .models import Model
 from .moments import Step
+from .recorder import Recorder
+
+LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
 
 
 class Holding:
@@ -38,26 +41,25 @@ class _Known:
         self.models = -1
 
 
-def of(step: Step) -> list[Holding]:
-    """The wrapped models that a stepping optimizer trains."""
-    if step.holdings is None:
-        step.holdings = _of(step)
-    return step.holdings
+def install() -> None:
+    """To be called before the watchers subscribe that read `Step.holdings`."""
+    moments.step_begins.subscribe(_step_begins, lost=LOST)
 
 
-def _of(step: Step) -> list[Holding]:
-    optimizer = step.optimizer()
-    if optimizer is None:
-        return []
+def _step_begins(active: Recorder, step: Step) -> None:
     known = step.known.notes.get(_Known)
     if known is None:
         known = step.known.notes[_Known] = _Known()
-    size = sum(len(group["params"]) for group in optimizer.param_groups)
     count = models.count()
-    if (size, count) != (known.size, known.models):
-        known.size, known.models = size, count
-        known.holdings = _find(optimizer, step.known.number)
-    return known.holdings
+    # Parameters may be added to an optimizer at any time; few do.
+    if step.due or known.models != count:
+        optimizer = step.optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        size = sum(len(group["params"]) for group in groups)
+        if (size, count) != (known.size, known.models):
+            known.size, known.models = size, count
+            known.holdings = _find(optimizer, step.known.number)
+    step.holdings = known.holdings
 
 
 def _find(optimizer: Any, number: int) -> list[Holding]:

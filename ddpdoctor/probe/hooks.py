@@ -29,6 +29,7 @@ def install(activate: Activate) -> list[Missing]:
         exchanges,
         files,
         groups,
+        holdings,
         hyperparameters,
         inputs,
         loads,
@@ -58,6 +59,7 @@ def install(activate: Activate) -> list[Missing]:
     missing: list[Missing] = []
     for part in (
         groups,
+        holdings,
         modules,
         models,
         autograd,

@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 from ..events import Hyperparameters, ScalerStep, SchedulerStep
-from ..events.amp import told_at
 from . import moments
 from .moments import Step
 from .optimizers import known_optimizer
@@ -57,7 +56,7 @@ def install() -> None:
     from torch.optim import lr_scheduler
 
     _known.__init__()  # type: ignore[misc]
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
     around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
     around(torch.amp.GradScaler, "update", before=_scaler_updates, lost=LOST)
     for kind in vars(lr_scheduler).values():
@@ -65,9 +64,9 @@ def install() -> None:
             around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_due(active: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
-    if optimizer is None or not told_at(step.number):
+    if optimizer is None:
         return
     told = step.known.notes.get(Told)
     if told is None:

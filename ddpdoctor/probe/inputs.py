@@ -10,7 +10,7 @@ from ..events import ForwardInput
 from . import data, moments, randomness
 from .contents import digest, first_dimension, leaves
 from .models import Model
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Step, Subscriptions
 from .randomness import Position
 from .recorder import Recorder
 
@@ -27,26 +27,30 @@ class _Model:
     """What is known of one model's inputs.
 
     Attributes:
-        forwards: so far, with gradients.
+        due: the next forward is looked at.
         positions: of the generators when the last step or backward ended.
         fed: a loader delivered before the last forward, so that nobody needs the generators.
     """
 
     def __init__(self) -> None:
-        self.forwards = 0
+        self.due = True
         self.delivered = 0
         self.positions: tuple[Position, ...] | None = None
         self.fed = False
 
 
 _models: defaultdict[Model, _Model] = defaultdict(_Model)
+_ends = Subscriptions()
+"""Of what comes before a forward that is looked at."""
 
 
 def install() -> None:
     _models.clear()
-    moments.forward_begins.subscribe(_forward, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ended, lost=LOST)
-    moments.step_ends.subscribe(_step_ended, lost=LOST)
+    moments.forward_due.subscribe(_forward_due, lost=LOST)
+    _ends[:] = (
+        moments.backward_ends.subscribe(_backward_ended, lost=LOST),
+        moments.step_ends.subscribe(_step_ended, lost=LOST),
+    )
 
 
 def sampled(forward: int) -> bool:
@@ -57,13 +61,17 @@ def sampled(forward: int) -> bool:
     return forward % stride == 0
 
 
-def _forward(active: Recorder, forward: Forward) -> None:
-    if not forward.grad_enabled:
-        return
+def _forward_due(active: Recorder, forward: Forward) -> None:
     known = _models[forward.model]
-    number, known.forwards = known.forwards, known.forwards + 1
-    if not sampled(number):
-        return
+    number = forward.model.forwards - 1
+    if sampled(number):
+        _look(active, forward, known, number)
+    known.due = sampled(number + 1)
+    due = any(one.due for one in _models.values())
+    _ends.wake(due)
+
+
+def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> None:
     batches = data.delivered()
     known.fed, known.delivered = batches > known.delivered, batches
     inputs = (*forward.args, *forward.kwargs.values())
@@ -110,7 +118,5 @@ def _step_ended(active: Recorder, step: Step) -> None:
 def _note(model: Model) -> None:
     """Remember where things stand now that a step is over, if the next forward is looked at."""
     known = _models.get(model)
-    if known is None or not sampled(known.forwards):
-        return
-    if not known.fed:
+    if known is not None and known.due and not known.fed:
         known.positions = randomness.positions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .accumulators import FiringWatch
+from .gradients import versions
 from .models import Model
 from .torch_private import sequence_number
 
@@ -18,22 +19,27 @@ class Look:
     """A model around one backward, for all watchers: it is taken once before, once after.
 
     Attributes:
-        expected: a forward of the wrapper waits for this backward.
+        wrapper: of the model, None where it is gone.
+        expected: a forward of it waits for this backward.
         before, after: identity and version of the gradients of `Model.sample`.
         sequence: torch's count of the group's collectives before, `sequence_after` after; -1 where
             unknown.
+        communicated: the group did meanwhile; touched: the backward reached parameters of the
+            model. Both are known after it.
         firing: what becomes ready, where the backward is examined whole.
     """
 
     __slots__ = (
-        "_group", "after", "before", "expected", "firing", "model", "sequence", "sequence_after",
+        "_group", "after", "before", "communicated", "expected", "firing", "model", "sequence",
+        "sequence_after", "touched", "wrapper",
     )  # fmt: skip
 
     def __init__(self, model: Model) -> None:
-        wrapper = model.ddp()
+        wrapper = self.wrapper = None if model.wrapper is None else model.wrapper()
         self.model = model
         self.expected = model.pending > 0 and wrapper is not None
-        self.before = self.after = model.gradients()
+        self.before = self.after = versions(model.sampled)
+        self.communicated = self.touched = False
         self._group = None if wrapper is None else wrapper.process_group
         self.sequence = self.sequence_after = sequence_number(self._group)
         self.firing: FiringWatch | None = None
@@ -44,21 +50,23 @@ class Look:
 
     def again(self) -> None:
         """After the backward."""
-        self.after = self.model.gradients()
+        self.after = versions(self.model.sampled)
         self.sequence_after = sequence_number(self._group)
+        self.communicated = self.sequence_after != self.sequence
+        self.touched = self.after != self.before or bool(self.firing and self.firing.counts)
 
-    def touched(self) -> bool:
-        """Whether the backward reached parameters of the model."""
-        return bool(self.firing and self.firing.counts) or self.after != self.before
+    def touched_positions(self) -> frozenset[int]:
+        """Which of `Model.sample` the backward reached."""
+        if self.before == self.after:
+            return frozenset()
+        changed = zip(self.model.sample, self.before, self.after, strict=True)
+        return frozenset([p for p, old, new in changed if old != new])
 
     def untouched(self) -> tuple[int, ...] | None:
         """Positions whose gradient never became ready; None where that was not watched."""
         if self.firing is None:
             return None
         return tuple(p for p in self.model.expected if p not in self.firing.counts)
-
-    def communicated(self) -> bool:
-        return self.sequence_after != self.sequence
 
 
 def _due(model: Model) -> bool:

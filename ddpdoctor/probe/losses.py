@@ -10,7 +10,7 @@ from ..events import BatchSeen, GradientReduced, LossScaled
 from . import models, moments, sync
 from .divisors import divided_by_world_size
 from .models import Model
-from .moments import Backward, Call, Forward
+from .moments import Backward, Call, Forward, Subscriptions
 from .recorder import Recorder
 from .sites import classify
 from .torch_private import anomaly_mode, made_at
@@ -22,6 +22,10 @@ NODES = 12
 
 LOOKED_AT = 6
 """Backwards of a line whose loss is looked at."""
+
+ENOUGH = 32
+"""After so many backwards of known lines in a row, sizes of batches are noted no more, until there
+is a new line."""
 
 BATCHES_AT_MOST = 300
 REDUCTION = {1: "mean", 2: "sum"}
@@ -40,14 +44,16 @@ class _Losses:
         self.sizes: dict[Model, frozenset[int]] = {}
         self.reductions: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
+        self.idle = 0
 
 
 _losses = _Losses()
+_sizing = Subscriptions()
 
 
 def install() -> None:
     _losses.__init__()  # type: ignore[misc]
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    _sizing[:] = (moments.forward_ends.subscribe(_forward_ends, lost=LOST),)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.called.subscribe(_called, lost="collectives on gradients")
 
@@ -73,12 +79,19 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     if _losses.following:
         anomaly_mode(False)
         _losses.following = False
-    pending = [m for m in models.live() if m.pending]
-    if not pending:
-        return
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.told
+    _losses.idle += 1
     if looked >= LOOKED_AT and not suspected:
+        if _losses.idle == ENOUGH:
+            _sizing.rest()
+            for model in models.live():
+                model.batch_size = -1
+        return
+    _losses.idle = 0
+    _sizing.wake()
+    pending = [m for m in models.live() if m.pending]
+    if not pending:
         return
     _losses.looked[backward.site] = looked + 1
     for root in backward.roots:

@@ -16,15 +16,19 @@ from .recorder import Recorder
 
 LOST = "memory of this rank, step by step"
 
-SHORTEST_S = 0.04
+SHORTEST_S = 0.05
 SAMPLES_PER_PACE = 50
 """After so many samples they are taken half as often."""
 
 LONGEST_S = 5.0
 
-SUSPICIOUS_GROWTH = 3 << 20
-SUSPICIOUS_LOSSES = 48
-"""Losses of past backwards that are still alive."""
+SUSPICIOUS_GROWTH = 8 << 20
+"""What a container without graphs has to gain to be told."""
+COUNTED = 4
+"""One output and one loss in so many is looked at, whether it lives on."""
+
+SUSPICIOUS_LOSSES = 48 // COUNTED
+"""So many of those that are still alive."""
 
 FORWARDS_WITHOUT_STEP = 3
 """More of them in a row are evaluation, not accumulation."""
@@ -66,37 +70,36 @@ def install() -> None:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    for root in backward.roots[:1]:
-        _watch(root)
+    if backward.number % COUNTED == 0 and backward.roots:
+        _watch(backward.roots[0])
 
 
 def _watch(tensor: Any) -> None:
     """Count it as long as it lives: of what every step makes, only what is kept adds up."""
-    if _memory.told:
-        return
-    if len(_memory.made) >= 4 * SUSPICIOUS_LOSSES and _alive() >= 2 * SUSPICIOUS_LOSSES:
-        return
-    _memory.made.append(weakref.ref(tensor))
+    made = _memory.made
+    if len(made) < 4 * SUSPICIOUS_LOSSES or _alive() < 2 * SUSPICIOUS_LOSSES:
+        made.append(weakref.ref(tensor))
 
 
 def _alive() -> int:
     """How many of the tensors that were made are still there."""
-    _memory.made = [reference for reference in _memory.made if reference() is not None]
+    _memory.made[:] = [reference for reference in _memory.made if reference() is not None]
     return len(_memory.made)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
     _memory.forwards += 1
-    if getattr(forward.output, "grad_fn", None) is not None:
+    if _memory.forwards % COUNTED == 0 and getattr(forward.output, "requires_grad", False):
         _watch(forward.output)
     # Where steps are taken they are the better place: gradients and activations are gone then.
+    if active.step != _memory.last_step:
+        _memory.idle, _memory.last_step = 0, active.step
+        return
     now = time.monotonic()
-    if now >= _memory.due and (active.step == _memory.last_step or not active.step):
+    if now >= _memory.due:
         _memory.idle += 1
         if _memory.idle > FORWARDS_WITHOUT_STEP:
             _sample(active, now)
-    elif active.step != _memory.last_step:
-        _memory.idle, _memory.last_step = 0, active.step
 
 
 def _pulse(active: Recorder, step: Step) -> None:

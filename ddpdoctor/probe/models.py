@@ -28,20 +28,28 @@ class Model:
         names, trainable: of its parameters as they were given.
         parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
             positions of those that DDP synchronises, `ignored` of those it was told to ignore.
-        sample: a few of the expected ones, which tell whether a backward reached the model.
-        forwards: forwards with gradients; `pending` of them wait for their backward.
+        sample: a few of the expected ones, which tell whether a backward reached the model;
+            `sampled` are references to them.
+        group: number of the process group, -1 where it is not known.
+        forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
+            were under `no_sync`, last at `unsynced_site`.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
+        forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
+            forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
+            `forwards_in_step` as many as `forward_step`.
     """
 
     def __init__(self, number: int, module: Any, parameters: list[Any], expected: list[int]):
         self.number = number
         self.wrapper: weakref.ref[Any] | None = None
         self.inner = weakref.ref(module)
+        self.group = -1
         self.names: list[str] = []
         self.trainable: list[bool] = []
         self.parameters = [weakref.ref(p) for p in parameters]
         self.expected = expected
         self.sample = gradients.some(expected)
+        self.sampled = [self.parameters[position] for position in self.sample]
         self.ignored: frozenset[int] = frozenset()
         self.find_unused = False
         self.static_graph = False
@@ -52,6 +60,13 @@ class Model:
         self.backwards = 0
         self.synced_backwards = 0
         self.forward_site = -1
+        self.forwards_now = 0
+        self.backwards_now = 0
+        self.forwards_in_step = 0
+        self.forward_step = -1
+        self.backward_step = -1
+        self.unsynced = 0
+        self.unsynced_site = -1
         self.batch_size = -1
 
     def ddp(self) -> Any:
@@ -60,7 +75,22 @@ class Model:
 
     def gradients(self) -> list[tuple[int, int]]:
         """Identity and version of the sampled gradients; (0, -1) where there is none."""
-        return gradients.versions([self.parameters[position] for position in self.sample])
+        return gradients.versions(self.sampled)
+
+    def began(self, forward: Forward, step: int) -> None:
+        """A forward with gradients begins, after so many optimizer steps."""
+        self.forwards += 1
+        self.pending += 1
+        self.pending_sync = forward.sync
+        self.forward_site = forward.site
+        if self.backwards_now:
+            self.forwards_now = self.backwards_now = 0
+        self.forwards_now += 1
+        if self.forward_step != step:
+            self.forward_step, self.forwards_in_step = step, 0
+        self.forwards_in_step += 1
+        if not forward.sync:
+            self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""
@@ -86,7 +116,7 @@ _models = _Models()
 def live() -> list[Model]:
     """Models whose wrapper still exists."""
     for model in _models.live:
-        if model.ddp() is None:
+        if model.wrapper is None or model.wrapper() is None:
             _sort()
             break
     return _models.live
@@ -185,6 +215,7 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any]) -> Model:
     model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
     model.names = [n for n, _ in named]
     model.trainable = [p.requires_grad for _, p in named]
+    model.group = groups.number_of(_group(given))
     _models.all.append(model)
     active.emit(
         Wrapped(
@@ -192,7 +223,7 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any]) -> Model:
             model=model.number,
             wrapper="DistributedDataParallel",
             kind=type(module).__name__,
-            group=groups.number_of(_group(given)),
+            group=model.group,
             site=active.site(),
             parameters=_tensors(module, named, ignored),
             buffers=tuple(_tensor(n, b, False, n in ignored) for n, b in module.named_buffers()),
@@ -317,24 +348,26 @@ def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
         model = _adopted(active, wrapper)
     if model is None:
         return None
-    frame = active.sites.user_frame(sys._getframe(1))
+    frame, site = active.sites.caller("forward")
     forward = Forward(
         model=model,
         wrapper=wrapper,
-        site=active.sites.at(frame),
+        site=site,
         grad_enabled=torch.is_grad_enabled(),
         sync=bool(wrapper.require_backward_grad_sync),
         args=args[1:],
         kwargs=kwargs,
         frame=frame,
     )
+    number = model.forwards
     if forward.grad_enabled:
-        model.forwards += 1
-        model.pending += 1
-        model.pending_sync = forward.sync
-        model.forward_site = forward.site
+        model.began(forward, active.step)
     _models.inside += 1
     moments.forward_begins.happens(active, forward)
+    if not (forward.grad_enabled and wrapper.training):
+        moments.trial_begins.happens(active, forward)
+    if forward.grad_enabled and moments.looked_at(number):
+        moments.forward_due.happens(active, forward)
     forward.frame = None
     return forward, time.monotonic()
 
@@ -347,3 +380,7 @@ def _forward_ends(active: Recorder, token: Any, result: Any, error: BaseExceptio
     _models.forward_s += time.monotonic() - began
     forward.output, forward.error = result, error
     moments.forward_ends.happens(active, forward)
+    if not (forward.grad_enabled and forward.wrapper.training):
+        moments.trial_ends.happens(active, forward)
+    if error is not None:
+        moments.forward_failed.happens(active, forward)

@@ -7,7 +7,7 @@ steps); watchers subscribe. A watcher that fails is counted and switched off on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,9 +21,50 @@ if TYPE_CHECKING:
     from .optimizers import Optimizer
 
 M = TypeVar("M")
+Callback = Callable[[Recorder, M], None]
 
-PULSE_S = 0.02
+PULSE_S = 0.05
 PULSES_FIRST = 16
+
+
+class Subscription(Generic[M]):
+    """A callback of a moment. One that waits for nothing now can rest: it then costs nothing.
+
+    Attributes:
+        part: how its failures are told; `lost` is what they lose.
+        given_up: it failed too often, and rests for ever.
+    """
+
+    __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part")
+
+    def __init__(self, moment: Moment[M], callback: Callback[M], lost: str, awake: bool) -> None:
+        self._moment = moment
+        self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
+        self.callback = callback
+        self.lost = lost
+        self.awake = awake
+        self.given_up = False
+
+    def wake(self, awake: bool = True) -> None:
+        """Have the callback called from the next such moment on."""
+        if self.awake is not awake and not self.given_up:
+            self.awake = awake
+            self._moment.choose()
+
+    def rest(self) -> None:
+        """Have it called no more, until it is woken."""
+        self.wake(False)
+
+
+class Subscriptions(list[Subscription[Any]]):
+    """Some that wake and rest together."""
+
+    def wake(self, awake: bool = True) -> None:
+        for one in self:
+            one.wake(awake)
+
+    def rest(self) -> None:
+        self.wake(False)
 
 
 class Moment(Generic[M]):
@@ -31,25 +72,41 @@ class Moment(Generic[M]):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._callbacks: list[tuple[str, Callable[[Recorder, M], None], str]] = []
+        self._every: list[Subscription[M]] = []
+        self._awake: list[Subscription[M]] = []
 
-    def subscribe(self, callback: Callable[[Recorder, M], None], *, lost: str = "") -> None:
+    def subscribe(
+        self, callback: Callback[M], *, lost: str = "", awake: bool = True
+    ) -> Subscription[M]:
         """Have `callback(recorder, moment)` called; `lost` says what its failure loses."""
-        part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
-        self._callbacks.append((part, callback, lost))
+        new = Subscription(self, callback, lost, awake)
+        self._every.append(new)
+        self.choose()
+        return new
+
+    def choose(self) -> None:
+        """Some of the subscriptions went to rest or woke up."""
+        self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
 
     def happens(self, active: Recorder, moment: M) -> None:
-        off = active.off
-        for part, callback, lost in self._callbacks:
-            if off and part in off:
-                continue
+        for one in self._awake:
             try:
-                callback(active, moment)
+                one.callback(active, moment)
             except Exception as error:
-                active.trouble(part, error, lost)
+                active.trouble(one.part, error, one.lost)
+                if one.part in active.off:
+                    one.rest()
+                    one.given_up = True
 
     def clear(self) -> None:
-        self._callbacks.clear()
+        self._every, self._awake = [], []
+
+
+@dataclass(slots=True)
+class Loading:
+    """The wait for one batch of a `DataLoader`; site: the line that asks for it."""
+
+    site: int
 
 
 @dataclass(slots=True)
@@ -120,7 +177,8 @@ class Step:
     Attributes:
         closure: the optimizer calls a closure that runs forward and backward: at the begin the
             gradients are those of the step before.
-        holdings: filled in by the first watcher that asks `holdings.of`.
+        due: it is looked at closely: see `told_at`.
+        holdings: the wrapped models that the optimizer trains.
     """
 
     optimizer: weakref.ref[Any]
@@ -129,7 +187,8 @@ class Step:
     site: int
     began: float
     closure: bool = False
-    holdings: list[Holding] | None = None
+    due: bool = False
+    holdings: Sequence[Holding] = ()
 
 
 @dataclass(slots=True)
@@ -150,24 +209,49 @@ class Call:
 
 
 wrapped: Moment[Model] = Moment("wrapped")
+loading_begins: Moment[Loading] = Moment("loading begins")
+loading_ends: Moment[Loading] = Moment("loading ends")
 forward_begins: Moment[Forward] = Moment("forward begins")
+forward_due: Moment[Forward] = Moment("forward due")
+"""One with gradients begins that is looked at closely: see `looked_at`."""
+trial_begins: Moment[Forward] = Moment("trial begins")
+"""A forward without gradients begins, or one of a wrapper in evaluation mode."""
 forward_ends: Moment[Forward] = Moment("forward ends")
+trial_ends: Moment[Forward] = Moment("trial ends")
+forward_failed: Moment[Forward] = Moment("forward failed")
 backward_begins: Moment[Backward] = Moment("backward begins")
 gradients_ready: Moment[tuple[Backward, Model]] = Moment("gradients ready")
 """Inside a backward: every gradient that DDP waits for is there (only where examined)."""
 backward_ends: Moment[Backward] = Moment("backward ends")
+backward_examined: Moment[Backward] = Moment("backward examined")
+"""After one in which at least one model was examined whole."""
+backward_astray: Moment[Backward] = Moment("backward astray")
+"""After one that reached a model although no forward of its wrapper was pending."""
+backward_failed: Moment[Backward] = Moment("backward failed")
 called: Moment[Call] = Moment("called")
 step_begins: Moment[Step] = Moment("step begins")
+step_due: Moment[Step] = Moment("step due")
+"""One begins that is looked at closely: see `told_at`."""
 step_ends: Moment[Step] = Moment("step ends")
+closure_ends: Moment[Step] = Moment("closure ends")
+"""Just before that, where the step had a closure: only now are the gradients its own."""
 pulse: Moment[Step] = Moment("pulse")
 """After a step: the first `PULSES_FIRST`, then no more than one in `PULSE_S` seconds."""
 leaving: Moment[None] = Moment("leaving")
 """The interpreter is about to leave; the last chance to record."""
 
 EVERY = (
-    wrapped, forward_begins, forward_ends, backward_begins, gradients_ready, backward_ends,
-    called, step_begins, step_ends, pulse, leaving,
+    wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
+    trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
+    backward_astray, backward_failed, called, step_begins, step_due, step_ends, closure_ends, pulse,
+    leaving,
 )  # fmt: skip
+
+
+def looked_at(forward: int) -> bool:
+    """Whether a model's forward of that number is looked at closely, or the next one is the first
+    to be so; the same on every rank."""
+    return forward < 128 or (forward + 1) % 16 < 2
 
 
 def forget() -> None:

@@ -43,13 +43,14 @@ def finite(tensor: Any) -> bool:
     """Whether all of a tensor is finite; true for what is no floating-point tensor on the CPU."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or not (
-        tensor.is_floating_point() or tensor.is_complex()
-    ):
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu:
         return True
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
+    floating = tensor.is_floating_point()
+    if not floating and not tensor.is_complex():
         return True
-    if tensor.numel() == 1 and not tensor.is_complex():
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    if floating and tensor.numel() == 1:
         return math.isfinite(tensor.item())
     plain = tensor.detach()
     # A sum is half the work; one that overflows is looked at again.

@@ -7,7 +7,7 @@ nothing waits for the device: flags are copied to the host and read at a later s
 
 from __future__ import annotations
 
-import itertools
+import math
 import sys
 import time
 import weakref
@@ -19,7 +19,7 @@ import msgspec
 from ..events import NonFinite
 from . import models, moments, nonfinite_origin
 from .models import Model
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Step, Subscriptions
 from .nonfinite_origin import finite
 from .recorder import Recorder, shielded
 from .torch_private import compiling
@@ -58,11 +58,15 @@ class _Numerics:
         self.told = 0
         self.plain: Any = None
         self.backwards = 0
-        self.inputs: dict[Model, list[tuple[str, Any]]] = {}
+        self.inputs: dict[Model, list[tuple[int | str, Any]]] = {}
         self.samples: dict[Model, Any] = {}
 
 
 _state = _Numerics()
+_looked = Subscriptions()
+"""Of the end of a backward whose gradients are looked at."""
+_judging = Subscriptions()
+"""Of the step that would apply what is not finite, or that the device has yet to tell of."""
 
 
 def install() -> None:
@@ -72,28 +76,37 @@ def install() -> None:
     _state.plain = torch.Tensor
     moments.forward_begins.subscribe(_forward_begins, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    _looked[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+    _judging[:] = (moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and _state.told < MOST_TOLD:
-        given = [(f"argument {n}", value) for n, value in enumerate(forward.args)]
-        _state.inputs[forward.model] = _tensors([*given, *forward.kwargs.items()])
+        found = _tensors(enumerate(forward.args))
+        if forward.kwargs:
+            found += _tensors(forward.kwargs.items())
+        _state.inputs[forward.model] = found
 
 
-def _tensors(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Weak references to the tensors among the inputs of a forward, and in their containers."""
-    found: list[tuple[str, Any]] = []
-    for name, value in itertools.islice(named, MOST_INPUTS):
+def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
+    """Weak references to the tensors among the inputs of a forward, and in their containers; by
+    name or position."""
+    found: list[tuple[int | str, Any]] = []
+    for name, value in named:
         if hasattr(value, "untyped_storage"):
             found.append((name, weakref.ref(value)))
         elif isinstance(value, dict):
             found += _tensors((str(k), v) for k, v in value.items())
         elif isinstance(value, (list, tuple)):
-            found += _tensors((f"{name}[{n}]", v) for n, v in enumerate(value))
-    return found[:MOST_INPUTS]
+            found += _tensors((f"{_spelled(name)}[{n}]", v) for n, v in enumerate(value))
+        if len(found) >= MOST_INPUTS:
+            break
+    return found
+
+
+def _spelled(name: int | str) -> str:
+    return name if isinstance(name, str) else f"argument {name}"
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -106,16 +119,23 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             break
     else:
         return
-    if compiling():
-        return
     if root.is_cuda:
+        if compiling():
+            return
         _flag_later(active, backward, root, "loss")
-    elif not finite(root):
-        _state.suspect = _diagnose(active, backward, root)
+    elif not _finite_loss(root):
+        if not compiling():
+            _state.suspect = _diagnose(active, backward, root)
+            _judging.wake()
         return
-    if _state.backwards < ALWAYS or active.affordable():
+    if (_state.backwards < ALWAYS or active.affordable()) and not compiling():
         _state.backwards += 1
         _watch_gradients(active, backward)
+
+
+def _finite_loss(root: Any) -> bool:
+    """As `finite`, which asks much of a tensor; most losses are one number."""
+    return math.isfinite(root.item()) if root.is_cpu and root.numel() == 1 else finite(root)
 
 
 def _is_plain(value: Any) -> bool:
@@ -132,6 +152,7 @@ def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> 
         at=time.monotonic(), kind=kind, step=active.step, value="not finite", site=backward.site
     )
     _state.flags.append((Flag(bad), event))
+    _judging.wake()
 
 
 def _watch_gradients(active: Recorder, backward: Backward) -> None:
@@ -159,6 +180,7 @@ def _watch_gradients(active: Recorder, backward: Backward) -> None:
             elif not finite(gradient):
                 _state.local_bad = True
 
+        _looked.wake()
         _state.handles.append(node.register_prehook(shielded("numerics.look", look, LOST)))
 
 
@@ -175,6 +197,7 @@ def _sample(model: Model) -> Any:
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
+    _looked.rest()
     for handle in _state.handles:
         handle.remove()
     _state.handles.clear()
@@ -182,6 +205,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         _state.suspect = NonFinite(
             at=backward.began, kind="gradient", step=active.step, value="nan", site=backward.site
         )
+        _judging.wake()
 
 
 def _names() -> dict[int, str]:
@@ -213,7 +237,11 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
             ("buffer", list(inner.named_buffers()) if inner is not None else []),
             (
                 "input",
-                [(n, t) for n, ref in _state.inputs.get(model, []) if (t := ref()) is not None],
+                [
+                    (_spelled(name), tensor)
+                    for name, ref in _state.inputs.get(model, [])
+                    if (tensor := ref()) is not None
+                ],
             ),
         )
         for kind, named in state:
@@ -273,6 +301,7 @@ def _rows(tensor: Any) -> tuple[int, ...]:
 def _step_begins(active: Recorder, step: Step) -> None:
     _read_flags(active)
     suspect, _state.suspect = _state.suspect, None
+    _judging.wake(bool(_state.waiting or _state.flags))
     optimizer = step.optimizer()
     if optimizer is None or _skips_itself(optimizer):
         _state.flags.clear()

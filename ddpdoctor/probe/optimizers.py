@@ -7,16 +7,39 @@ import weakref
 from typing import Any
 
 from ..events import OptimizerSeen, StepDone
+from ..events.amp import told_at
 from . import autograd, data, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
-from .recorder import Recorder, guarded, recorder
+from .recorder import Recorder, recorder, run_hook
 
 LOST = "optimizer steps"
 
 STEPS_IN_FULL = 2000
-"""Steps of one optimizer that get a record each; later ones are joined, one record a second."""
+JOINED_S, JOINED_LATER_S = 0.1, 1.0
+"""After the first steps of an optimizer those within so many seconds are told in one record, and
+after `STEPS_IN_FULL` within a second. The ring has the number of the last one in any case."""
+
+
+class Joined:
+    """Steps of one optimizer that wait to be told in one record.
+
+    Attributes:
+        step, at, backwards, synced: of the last of them; backwards are counted since the start.
+        wall_s, data_s, forward_s, backward_s, optimizer_s: sums over them.
+    """
+
+    __slots__ = (
+        "at", "backward_s", "backwards", "count", "data_s", "forward_s", "optimizer_s", "site",
+        "step", "synced", "wall_s",
+    )  # fmt: skip
+
+    def __init__(self, site: int) -> None:
+        self.site = site
+        self.count = self.step = self.backwards = self.synced = 0
+        self.at = self.wall_s = 0.0
+        self.data_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
 
 
 class Optimizer:
@@ -34,7 +57,7 @@ class Optimizer:
         self.notes: dict[type, Any] = {}
         self.backwards = 0
         self.synced = 0
-        self.told_step = -1
+        self.joined: Joined | None = None
         self.told_at = 0.0
 
 
@@ -44,7 +67,7 @@ class _Optimizers:
         self.sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.count = 0
         self.last_step_at = 0.0
-        self.seconds = 0.0
+        self.waiting: list[Optimizer] = []
         self.pulse_at = 0.0
 
 
@@ -86,6 +109,7 @@ def install() -> None:
         (optimizer.register_optimizer_step_post_hook, _post_hook),
     ):
         on_restore(register(hook).remove)
+    moments.leaving.subscribe(_leaving, lost="the last steps")
 
 
 def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,15 +117,13 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if recorder() is not None:
-        guarded(
-            "optimizer-step", lambda active: _begins(active, optimizer, args, kwargs), lost=LOST
-        )
+    if (active := recorder()) is not None:
+        run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if recorder() is not None:
-        guarded("optimizer-step", lambda active: _ends(active, optimizer), lost=LOST)
+    if (active := recorder()) is not None:
+        run_hook(active, "optimizer-step", LOST, _ends, optimizer)
 
 
 def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -114,13 +136,74 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _optimizers.last_step_at:
             _optimizers.last_step_at = active.started
     known.began = time.monotonic()
-    known.step = Step(
-        weakref.ref(optimizer), known, known.steps, active.site(), known.began, closure
+    _, site = active.sites.caller("step")
+    step = known.step = Step(
+        weakref.ref(optimizer), known, known.steps, site, known.began, closure, told_at(known.steps)
     )
     # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a time:
     # watchers that ask DDP anything would wait for ever.
     if not autograd.running():
-        moments.step_begins.happens(active, known.step)
+        moments.step_begins.happens(active, step)
+        if step.due:
+            moments.step_due.happens(active, step)
+
+
+def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
+    """Put a step on record: at once, or with those that follow at the same line soon."""
+    assert known.step is not None
+    site, joined = known.step.site, known.joined
+    if joined is not None and joined.site != site:
+        _tell_steps(active)
+        joined = None
+    if joined is None:
+        joined = known.joined = Joined(site)
+        _optimizers.waiting.append(known)
+    joined.count += 1
+    joined.step, joined.at = step, now
+    joined.backwards, joined.synced = autograd.count(), autograd.synced()
+    joined.wall_s += now - _optimizers.last_step_at
+    joined.data_s += data.take_seconds()
+    joined.forward_s += models.take_forward_seconds()
+    joined.backward_s += autograd.take_seconds()
+    joined.optimizer_s += now - known.began
+    _optimizers.last_step_at = now
+    within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
+    if step < FIRST_STEPS or now - known.told_at >= within:
+        _tell_steps(active)
+    else:
+        active.before_events = _tell_steps
+
+
+def _tell_steps(active: Recorder) -> None:
+    """Write the steps that wait, before anything that happened after them is."""
+    active.before_events = None
+    waiting, _optimizers.waiting = _optimizers.waiting, []
+    for known in waiting:
+        joined, known.joined = known.joined, None
+        if joined is None:
+            continue
+        active.emit(
+            StepDone(
+                at=joined.at,
+                optimizer=known.number,
+                step=joined.step,
+                count=joined.count,
+                site=joined.site,
+                wall_s=joined.wall_s,
+                data_s=joined.data_s,
+                forward_s=joined.forward_s,
+                backward_s=joined.backward_s,
+                optimizer_s=joined.optimizer_s,
+                backwards=joined.backwards - known.backwards,
+                synced=joined.synced - known.synced,
+            )
+        )
+        known.told_at = joined.at
+        known.backwards, known.synced = joined.backwards, joined.synced
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _tell_steps(active)
 
 
 def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer) -> None:
@@ -152,29 +235,11 @@ def _ends(active: Recorder, optimizer: Any) -> None:
     now = time.monotonic()
     step, known.steps = known.steps, known.steps + 1
     active.step += 1
-    backwards, synced = autograd.count(), autograd.synced()
-    _optimizers.seconds += now - known.began
-    if step < STEPS_IN_FULL or now - known.told_at >= 1.0:
-        active.emit(
-            StepDone(
-                at=now,
-                optimizer=known.number,
-                step=step,
-                count=step - known.told_step,
-                site=known.step.site,
-                wall_s=now - _optimizers.last_step_at,
-                data_s=data.take_seconds(),
-                forward_s=models.take_forward_seconds(),
-                backward_s=autograd.take_seconds(),
-                optimizer_s=_optimizers.seconds,
-                backwards=backwards - known.backwards,
-                synced=synced - known.synced,
-            )
-        )
-        _optimizers.last_step_at, _optimizers.seconds = now, 0.0
-        known.told_step, known.told_at = step, now
-        known.backwards, known.synced = backwards, synced
+    with active.lock:
+        _join(active, known, step, now)
     if not autograd.running():
+        if known.step.closure:
+            moments.closure_ends.happens(active, known.step)
         moments.step_ends.happens(active, known.step)
         if now >= _optimizers.pulse_at or active.step <= moments.PULSES_FIRST:
             _optimizers.pulse_at = now + moments.PULSE_S

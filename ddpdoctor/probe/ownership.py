@@ -23,15 +23,12 @@ class Watch:
     Attributes:
         missing: parameters with gradients that no optimizer holds: name to what they were.
         told: what was recorded last.
-        backwards: of the model at the last step of any optimizer. Gradients may be left from
-            training that is over: only those of a backward since then count.
     """
 
     def __init__(self) -> None:
         self.missing: dict[str, tuple[int, int]] = {}
         self.told: tuple[object, ...] = ((), 0)
         self.step = -1
-        self.backwards = 0
 
 
 _watches: defaultdict[Model, Watch] = defaultdict(Watch)
@@ -39,8 +36,8 @@ _watches: defaultdict[Model, Watch] = defaultdict(Watch)
 
 def install() -> None:
     _watches.clear()
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
+    moments.pulse.subscribe(_pulse, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -48,21 +45,22 @@ def _due(step: int) -> bool:
     return step & (step - 1) == 0
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_due(active: Recorder, step: Step) -> None:
     """Before the step: the gradients are there."""
     if not _due(step.number):
         return
     held = optimizers.held()
     for model in models.live():
-        watch = _watches[model]
-        if watch.backwards != model.backwards:
-            _compare(active, model, watch, held, step)
+        # Gradients may be left from training that is over.
+        if model.backward_step == active.step:
+            _compare(active, model, _watches[model], held, step)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _pulse(active: Recorder, step: Step) -> None:
+    if step.number:
+        return
     for model, watch in _watches.items():
-        fresh, watch.backwards = watch.backwards != model.backwards, model.backwards
-        if fresh and step.number == 0 and watch.missing:  # a run may have one step only
+        if model.backward_step == active.step - 1 and watch.missing:  # a run may have one step only
             _compare(active, model, watch, optimizers.held(), step)
 
 

@@ -51,14 +51,21 @@ class Pace:
         self.stride = 1
         self.thin = 0
         self._last = 0
+        self._last_step = 0
+        self._between = 0
         self._own = 0
         self._spent = 0
         self._most = 1 << (self.tensors.bit_length() - 1)
 
+    def passes(self, step: int) -> bool:
+        """Whether nothing is looked at in this step for sure; cheaper than `stride_at`."""
+        # Beyond the first steps, those that `full` names end in 99.
+        return step & self._between != 0 and step > FIRST_STEPS and (step + 1) % 100 != 0
+
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
         """One tensor in how many is looked at in this step; 0 for none."""
-        self._measure_step()
-        if self.every > 0:
+        self._measure_steps(step)
+        if self.every > 0:  # `_between` stays 0: no step is passed over
             return 1 if step % self.every == 0 else 0
         if step in EARLY:
             return 1
@@ -70,6 +77,7 @@ class Pace:
             return min(self.stride, self._stride_for(FIRST_NS, kinds, nominal=True))
         thin = max(self.thin, (step // SPARSE_AFTER).bit_length())
         thin = min(thin, (step // PER_DOUBLING).bit_length() - 1)
+        self._between = min(1 << thin, CHOSEN_ANEW) - 1
         if step & ((1 << thin) - 1):
             return 0
         return max(self.stride, 1 << max(0, (self.tensors - 1) // WIDEST).bit_length())
@@ -81,16 +89,19 @@ class Pace:
             each = max(500.0, (nanoseconds - FIXED_NS) / tensors)
             self.tensor_ns += (each - self.tensor_ns) * 0.2
 
-    def _measure_step(self) -> None:
-        now = time.perf_counter_ns()
+    def _measure_steps(self, step: int) -> None:
+        """What a step has taken since the last one that was not passed over."""
+        now, count = time.perf_counter_ns(), max(1, step - self._last_step)
         if self._last:
-            took = now - self._last
+            took = (now - self._last) / count
             # Pauses (evaluation, a checkpoint) are no steps: follow upwards slowly.
             capped = min(took, 4 * self.step_ns) if self.step_ns else took
-            self.step_ns += (capped - self.step_ns) * (0.1 if self.step_ns else 1.0)
-            others = self.active.own_ns - self._own - self._spent
-            self.others_ns += (others - self.others_ns) * (0.1 if self.others_ns else 1.0)
+            weight = 1 - 0.9**count
+            self.step_ns += (capped - self.step_ns) * (weight if self.step_ns else 1.0)
+            others = (self.active.own_ns - self._own - self._spent) / count
+            self.others_ns += (others - self.others_ns) * (weight if self.others_ns else 1.0)
         self._last, self._own, self._spent = now, self.active.own_ns, 0
+        self._last_step = step
 
     def _allowed(self, sharers: int) -> float:
         budget = self.step_ns * self.percent / 100

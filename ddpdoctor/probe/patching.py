@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 from .frames import passed_over, unframe
-from .recorder import Recorder, recorder
-from .torch_private import compiler_in_use, pause_compiler, resume_compiler, skip_frames, uncompiled
+from .recorder import Failure, Recorder, recorder, run_hook
+from .torch_private import compiler_in_use, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Recorder, Any, Any, BaseException | None], None]
@@ -51,14 +50,14 @@ def around(
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
     part = f"{holders[0].__name__}.{name}"
-    hidden, compiler = (uncompiled(_run), compiler_in_use) if traced else (_run, None)
+    hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = recorder()
         token: Any = None
         failure: Exception | None = None
-        run = _run
+        run = run_hook
         if active is not None:
             if compiler is not None:
                 compiler.now = compiler.ask()
@@ -66,7 +65,7 @@ def around(
                     run = hidden
             if before is not None:
                 token = run(active, part, None, before, args, kwargs)
-                if type(token) is _Failure:
+                if type(token) is Failure:
                     token, failure = None, token.error
         try:
             result = original(*args, **kwargs)
@@ -98,45 +97,16 @@ def around(
 def hide_hooks() -> None:
     """Keep torch.compile from tracing the wrappers; call it once torch._dynamo is imported."""
     if _wrappers:
-        skip_frames(_run, unframe, _wrappers[0])
+        skip_frames(run_hook, unframe, _wrappers[0])
 
 
 _wrappers: list[Any] = []
 """The first wrapper; all share its code."""
 
 
-class _Failure:
-    """What `before` came to, where it raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error.with_traceback(None)  # which would keep the user's tensors alive
-
-
 def refused(error: BaseException) -> bool:
     """Whether torch raised this over the arguments that it was given."""
     return isinstance(error, (TypeError, ValueError, AttributeError))
-
-
-def _run(
-    active: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
-) -> Any:
-    """What the hook returns. Where it fails: counted, or a `_Failure` where `lost` is None."""
-    if active.disabled(part):
-        return None
-    began = time.perf_counter_ns()
-    paused = None
-    try:
-        paused = pause_compiler()
-        return hook(active, *args)
-    except Exception as error:
-        if lost is None:
-            return _Failure(error)
-        active.trouble(part, error, lost)
-        return None
-    finally:
-        if paused is not None:
-            resume_compiler(paused)
-        active.own_ns += time.perf_counter_ns() - began
 
 
 def replace_copies() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..ring import Phase, State
-from . import moments, waits
+from . import moments
 from .patching import around
 from .recorder import Recorder
 from .tape import NEW_GROUPS, tape
@@ -16,9 +16,10 @@ LOST = "where a rank that stands still is"
 def install() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
-    from torch.utils.data import dataloader
 
     for moment, phase in (
+        (moments.loading_begins, Phase.DATA),
+        (moments.loading_ends, Phase.USER),
         (moments.forward_begins, Phase.FORWARD),
         (moments.forward_ends, Phase.USER),
         (moments.backward_begins, Phase.BACKWARD),
@@ -28,8 +29,6 @@ def install() -> None:
         (moments.leaving, Phase.LEAVING),
     ):
         moment.subscribe(_enters(phase), lost=LOST)
-    base = dataloader._BaseDataLoaderIter
-    around(base, "__next__", before=_waits_for_data, after=_goes_on, lost=LOST)
     both = (c10d, dist)
     around(both, "init_process_group", before=_joins, after=_goes_on, lost=LOST)
     around(both, "new_group", before=_makes_group, after=_made_group, lost=LOST)
@@ -38,18 +37,15 @@ def install() -> None:
 
 def _enters(phase: Phase) -> Any:
     def enters(active: Recorder, moment: Any) -> None:
-        _now(active, phase, getattr(moment, "site", -1))
+        if written := tape(active):
+            written.ring.phase(phase, -1 if moment is None else moment.site)
 
     return enters
 
 
 def _now(active: Recorder, phase: Phase, site: int) -> None:
     if written := tape(active):
-        waits.enters(phase, site, written.ring.phase(phase, site))
-
-
-def _waits_for_data(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _now(active, Phase.DATA, active.site())
+        written.ring.phase(phase, site)
 
 
 def _joins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,4 +73,4 @@ def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _made_group(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
     if number is not None and (written := tape(active)):
-        written.mark(number, State.DONE if error is None else State.FAILED)
+        written.ring.mark(number, State.DONE if error is None else State.FAILED)

@@ -33,6 +33,8 @@ class Recorder:
         options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
             many, 0 where the doctor chooses.
         off: the parts that failed too often, and are left alone.
+        lock: held while records are written, and by those who have some to join.
+        before_events: writes what waits to be written, before anything else is.
     """
 
     def __init__(
@@ -51,15 +53,18 @@ class Recorder:
         self.own_ns = 0
         self.step = 0
         self.off: set[str] = set()
+        self.before_events: Callable[[Recorder], None] | None = None
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._cost_told = self.started
         # Re-entrant: a signal handler of the user's may open a file while an event is written.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def emit(self, event: Event, *, vital: bool = False) -> None:
         """Append an event. Safe from any thread."""
-        with self._lock:
+        with self.lock:
+            if self.before_events is not None:
+                self.before_events(self)
             self.writer.write(event, vital=vital)
 
     def site(self) -> int:
@@ -140,23 +145,40 @@ def forget_after_fork() -> None:
 os.register_at_fork(after_in_child=forget_after_fork)
 
 
-def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
-    """Run `work` with the recorder, on the doctor's own account; None where it failed."""
-    active = _current.recorder
-    if active is None or active.disabled(part):
+class Failure:
+    """What a hook came to, where it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error.with_traceback(None)  # which would keep the user's tensors alive
+
+
+def run_hook(
+    active: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
+) -> Any:
+    """What `hook(active, *args)` returns, on the doctor's own account. Where it fails: counted, or
+    a `Failure` where `lost` is None."""
+    if part in active.off:
         return None
     began = time.perf_counter_ns()
     paused = None
     try:
         paused = pause_compiler()
-        return work(active)
+        return hook(active, *args)
     except Exception as error:
+        if lost is None:
+            return Failure(error)
         active.trouble(part, error, lost)
         return None
     finally:
         if paused is not None:
             resume_compiler(paused)
         active.own_ns += time.perf_counter_ns() - began
+
+
+def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
+    """What `work` returns, given the recorder; None where it failed or there is none."""
+    active = _current.recorder
+    return None if active is None else run_hook(active, part, lost, work)
 
 
 def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callable[..., None]:

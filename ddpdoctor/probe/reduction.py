@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter
 from types import CodeType
 
 from ..events import ReadyTwice, StaticGraphBroken
 from . import models, moments
 from .models import Model
-from .moments import Backward, Forward
+from .moments import Backward, Forward, Subscriptions
 from .recorder import Recorder
 from .sources import call_named
 
@@ -22,64 +22,43 @@ ASSERTED = "expect_autograd_hooks_"
 PARAMETER = re.compile(r"Parameter at index (\d+)(?: with name (\S+))?")
 
 
-class Watch:
-    """What is known of one model.
+_silent: Counter[Model] = Counter()
+"""Backwards of models with a static graph that should have averaged gradients and did not."""
 
-    Attributes:
-        unsynced_site: the line of the last forward under `no_sync`, `unsynced` how many there were.
-        backwards: backwards that reached the model since its last forward.
-    """
-
-    def __init__(self) -> None:
-        self.unsynced = 0
-        self.unsynced_site = -1
-        self.forwards = 0
-        self.backwards = 0
-        self.silent = 0
-
-
-_watches: defaultdict[Model, Watch] = defaultdict(Watch)
+_static = Subscriptions()
 
 
 def install() -> None:
-    _watches.clear()
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    _silent.clear()
+    moments.wrapped.subscribe(_wrapped, lost=LOST)
+    moments.forward_failed.subscribe(_forward_failed, lost=LOST)
+    moments.backward_failed.subscribe(_backward_failed, lost=LOST)
+    _static[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
-    watch = _watches[forward.model]
-    if not forward.grad_enabled:
-        return
-    if watch.backwards:
-        watch.forwards = watch.backwards = 0
-    watch.forwards += 1
-    if not forward.sync:
-        watch.unsynced, watch.unsynced_site = watch.unsynced + 1, forward.site
+def _wrapped(active: Recorder, model: Model) -> None:
+    if model.static_graph:
+        _static.wake()
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
-    if forward.error is not None:
-        _judge_static(active, forward.model, str(forward.error), -1)
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    _judge_static(active, forward.model, str(forward.error), -1)
+
+
+def _backward_failed(active: Recorder, backward: Backward) -> None:
+    text = str(backward.error)
+    if TWICE in text:
+        _tell_twice(active, backward, text)
+    for model in models.live():
+        _judge_static(active, model, text, backward.site)
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
-    if backward.error is not None:
-        text = str(backward.error)
-        if TWICE in text:
-            _tell_twice(active, backward, text)
-        for model in models.live():
-            _judge_static(active, model, text, backward.site)
-        return
-    for model in [*backward.models, *(m for m, _ in backward.unannounced)]:
-        _watches[model].backwards += 1
     for model in backward.models:
         silent = model.number not in backward.synced
         if model.static_graph and silent and backward.expected_sync[model.number]:
-            watch = _watches[model]
-            watch.silent += 1
-            if watch.silent & (watch.silent - 1) == 0:
+            _silent[model] += 1
+            if _silent[model] & (_silent[model] - 1) == 0:
                 _tell_static(active, model, "silent", backward.site)
 
 
@@ -89,7 +68,6 @@ def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
 
 
 def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
-    watch = _watches[model]
     active.emit(
         StaticGraphBroken(
             at=time.monotonic(),
@@ -97,9 +75,9 @@ def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
             kind=kind,
             step=active.step,
             backward=model.synced_backwards,
-            silent=watch.silent,
-            unsynced=watch.unsynced,
-            unsynced_site=watch.unsynced_site,
+            silent=_silent[model],
+            unsynced=model.unsynced,
+            unsynced_site=model.unsynced_site,
             site=site,
             forward_site=model.forward_site,
         ),
@@ -111,7 +89,6 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
     model = _whose(backward, text)
     if model is None:
         return
-    watch = _watches[model]
     found = PARAMETER.search(text)
     name = (found.group(2) or "").rstrip(".,") if found else ""
     if found and not name and int(found.group(1)) < len(model.expected):
@@ -125,8 +102,8 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
             parameter=name.removeprefix("."),
             twice=tuple(model.names[i] for i, n in sorted(counts.items()) if n > 1),
             nested=backward.nested,
-            forwards=watch.forwards,
-            backwards=watch.backwards,
+            forwards=model.forwards_now,
+            backwards=model.backwards_now,
             find_unused=model.find_unused,
             static_graph=model.static_graph,
             site=backward.site,

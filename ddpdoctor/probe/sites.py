@@ -49,10 +49,36 @@ class Sites:
         # objects are kept, so that an identity means one of them.
         self._instructions: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._by_place: dict[tuple[str, int, str], int] = {}
+        self._callers: dict[str, tuple[int, CodeType, int, int]] = {}
 
     def here(self) -> int:
         """The innermost line of the user's; failing that, of a library that is not torch."""
         return self.of(sys._getframe(1))
+
+    def caller(self, hook: str) -> tuple[FrameType | None, int]:
+        """The user's frame that is in a hook, as `user_frame` finds it, and the number of its line.
+
+        Most often it is as far away as the last time that this hook asked, at the same instruction:
+        then no frame between is looked at.
+        """
+        known = self._callers.get(hook)
+        if known is not None:
+            depth, code, instruction, number = known
+            try:
+                frame = sys._getframe(depth)
+            except ValueError:
+                pass
+            else:
+                if frame.f_code is code and frame.f_lasti == instruction:
+                    return frame, number
+        found = self.user_frame(sys._getframe(1))
+        number = self.at(found)
+        if found is not None:
+            depth, above = 1, sys._getframe(1)
+            while above is not found and above.f_back is not None:
+                depth, above = depth + 1, above.f_back
+            self._callers[hook] = depth, found.f_code, found.f_lasti, number
+        return found, number
 
     def of(self, frame: FrameType | None) -> int:
         return self.at(self.user_frame(frame))

@@ -48,11 +48,11 @@ def install() -> None:
 
     _state = _Surroundings()
     around(torch, "set_num_threads", before=_threads_set, lost="who chose the number of threads")
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
     moments.pulse.subscribe(_pulse, lost=LOST)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_due(active: Recorder, step: Step) -> None:
     if _state.program_told:
         return
     _state.program_told = True

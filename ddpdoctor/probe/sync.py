@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ..events import SyncPattern
-from . import exchanges, holdings, models, moments
+from . import exchanges, models, moments
 from .holdings import Holding
 from .looks import Look
 from .models import Model
@@ -28,6 +28,8 @@ AGAIN_AT = (9, 99, 999)
 
 class Contribution:
     """One backward into a model's gradients."""
+
+    __slots__ = ("blame", "forward_site", "reason", "sequence", "site", "synced", "touched")
 
     def __init__(self, site: int, synced: bool, touched: frozenset[int], sequence: int) -> None:
         self.site = site
@@ -62,7 +64,13 @@ class Sync:
         self.count = 0
 
 
-_syncs: dict[Model, Sync] = {}
+class _Syncs(dict[Model, Sync]):
+    def __missing__(self, model: Model) -> Sync:
+        sync = self[model] = Sync(model)
+        return sync
+
+
+_syncs = _Syncs()
 _off_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -78,6 +86,7 @@ def install() -> None:
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
 
 
@@ -96,13 +105,6 @@ def backwards(model: Model) -> int:
     return len(sync.contributions) if sync else 0
 
 
-def _of(model: Model) -> Sync:
-    sync = _syncs.get(model)
-    if sync is None:
-        sync = _syncs[model] = Sync(model)
-    return sync
-
-
 def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _off_sites[args[0]] = active.site()
 
@@ -112,13 +114,13 @@ def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
-            _of(model).functional = active.site()
+            _syncs[model].functional = active.site()
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
     if not forward.grad_enabled or forward.error is not None:
         return
-    sync = _of(forward.model)
+    sync = _syncs[forward.model]
     sync.forwards += 1
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
@@ -155,19 +157,18 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         return
     for look in backward.looks:
         model = look.model
-        if not model.forwards or model.ddp() is None:
+        if not model.forwards or look.wrapper is None:
             continue
-        sync = _of(model)
+        sync = _syncs[model]
         sync.after = look.after
-        changed = zip(model.sample, look.before, look.after, strict=True)
-        touched = frozenset(p for p, old, new in changed if old != new)
+        touched = look.touched_positions()
         if touched or model in backward.models:
             _contributed(sync, backward, look, touched)
 
 
 def _contributed(sync: Sync, backward: Backward, look: Look, touched: frozenset[int]) -> None:
     now = look.sequence_after
-    communicated = look.communicated() or now < 0
+    communicated = look.communicated or now < 0
     own_forward = sync.forwards > 0
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched, now)
     new.forward_site = sync.forward_site
@@ -195,21 +196,24 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
 def _step_begins(active: Recorder, step: Step) -> None:
     if step.closure:
         return
-    for holding in holdings.of(step):
+    for holding in step.holdings:
+        _judge(active, step, holding)
+
+
+def _closure_ends(active: Recorder, step: Step) -> None:
+    for holding in step.holdings:
         _judge(active, step, holding)
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    for holding in holdings.of(step):
-        if step.closure:
-            _judge(active, step, holding)
-        sync = _of(holding.model)
+    for holding in step.holdings:
+        sync = _syncs[holding.model]
         sync.contributions.clear()
         sync.functional = -1
 
 
 def _judge(active: Recorder, step: Step, holding: Holding) -> None:
-    sync = _of(holding.model)
+    sync = _syncs[holding.model]
     made = sync.contributions
     last = made[-1] if made else None
     reason = last.reason if last else ""
@@ -219,7 +223,8 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
             return
         reason, blame = "autograd.grad", sync.functional
     line, once = _most_synced(made)
-    pattern = (sum(c.synced for c in made), sum(not c.synced for c in made), reason, blame, line)
+    averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
+    pattern = (int(averaged), len(made) - averaged, reason, blame, line)
     unchanged = sync.told.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
     if unchanged or sync.count >= TOLD_AT_MOST:
         return

@@ -100,9 +100,6 @@ class Tape:
             signature = self._sign(key, op, None, False, None, -1, ())
         return self.ring.begin(group, -1, signature, site, peer)
 
-    def mark(self, number: int, state: State) -> None:
-        self.ring.mark(number, state)
-
     def issued(self, number: int, works: Iterable[Any]) -> None:
         """An asynchronous call: remember whose `wait` will end it, without keeping it alive."""
         self.ring.mark(number, State.RETURNED)

@@ -42,6 +42,17 @@ def fully_shards() -> bool:
     return kind is not None and bool(kind.__subclasses__())
 
 
+def may_share_inputs(parameter: Any) -> bool:
+    """Whether it is sharded in a way that may need equal inputs on several ranks, as in tensor
+    parallelism. `fully_shard` over all ranks does not."""
+    if type(parameter).__name__ != "DTensor":
+        return False
+    import torch.distributed as dist
+
+    mesh = parameter.device_mesh
+    return not (fully_shards() and mesh.ndim == 1 and mesh.size() == dist.get_world_size())
+
+
 def group_name(group: Any) -> str:
     """torch's own name of a group, the same on all its ranks."""
     return str(getattr(group, "group_name", ""))

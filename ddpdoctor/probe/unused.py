@@ -9,7 +9,7 @@ from typing import Any
 from ..events import ModulesSkipped, ParameterUse, UnusedParameters
 from . import moments
 from .models import Model
-from .moments import Backward, Forward
+from .moments import Backward, Forward, Subscriptions
 from .recorder import Recorder, shielded
 from .sources import branch_around
 from .torch_private import compiling, ready_indices, without_gradient
@@ -48,31 +48,50 @@ class Watched:
         self.watches = WATCHES
         self.told = 0
         self.examined = 0
-        self.step = 0
         self.counts: dict[int, int] = {}
+
+    def busy(self) -> bool:
+        """Whether a forward is watched, or was and its backward is still to come, or is to be."""
+        return self.watch is not None or self.called is not None or self.expects()
+
+    def expects(self) -> bool:
+        """Whether the next forward is to be watched."""
+        return self.due > 0 and self.watches > 0
 
 
 _watched: defaultdict[Model, Watched] = defaultdict(Watched)
+_calls = Subscriptions()
+"""Of forwards, while there are some to be watched."""
 
 
 def install() -> None:
     _watched.clear()
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
+    moments.wrapped.subscribe(_wrapped, lost=LOST)
+    _calls[:] = (
+        moments.forward_begins.subscribe(_forward_begins, lost=LOST),
+        moments.forward_ends.subscribe(_forward_ends, lost=LOST),
+    )
+    moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.gradients_ready.subscribe(_gradients_ready, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    moments.backward_examined.subscribe(_backward_examined, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _wrapped(active: Recorder, model: Model) -> None:
+    _watched[model] = Watched()
+    _calls.wake()
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     watched = _watched[forward.model]
     if not forward.grad_enabled:
         return
-    if watched.due > 0 and watched.watches > 0:
+    if watched.expects():
         watched.due, watched.watches = watched.due - 1, watched.watches - 1
         watched.watch = CallWatch.start(forward.model)
     if watched.watch is None:
         watched.called = None
+        _calls.wake(any(w.busy() for w in _watched.values()))
     elif forward.model.pending == 1:
         watched.called = frozenset()
 
@@ -86,8 +105,10 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
             watched.called |= called
         if forward.error is None:
             _tell_skipped(active, forward.model, watched, watch.owners - called)
-    error = forward.error
-    if error is not None and "finished reduction in the prior iteration" in str(error):
+
+
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    if "finished reduction in the prior iteration" in str(forward.error):
         _learn_from_error(active, forward)
 
 
@@ -142,7 +163,7 @@ def _learn_from_error(active: Recorder, forward: Forward) -> None:
         watched.examined += 1
         _count(watched, unused)
         watched.called = None
-        _tell(active, model, unused, model.synced_backwards, by_torch=True, step=watched.step)
+        _tell(active, model, unused, model.synced_backwards, by_torch=True)
 
 
 def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
@@ -152,10 +173,8 @@ def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
         _tell(active, model, (), model.synced_backwards + 1, backward.site)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_examined(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
-        if known := _watched.get(model):
-            known.step = active.step
         untouched = backward.untouched.get(model.number)
         if untouched is None or not backward.expected_sync[model.number]:
             continue
@@ -180,7 +199,6 @@ def _tell(
     backward: int,
     site: int = -1,
     by_torch: bool = False,
-    step: int = -1,
 ) -> None:
     watched = _watched[model]
     watched.unused = unused
@@ -189,13 +207,14 @@ def _tell(
         return
     if unused or watched.told > 1:
         watched.due = max(watched.due, 2)
+        _calls.wake()
     parameters = model.live_parameters() or []
     active.emit(
         UnusedParameters(
             at=time.monotonic(),
             model=model.number,
             backward=backward,
-            step=active.step if step < 0 else step,
+            step=max(0, model.backward_step) if by_torch else active.step,
             indices=unused,
             called=None if watched.called is None else tuple(sorted(watched.called)),
             find_unused=model.find_unused,

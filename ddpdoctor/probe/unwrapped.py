@@ -15,7 +15,7 @@ from .digests import capturing, sums
 from .drift import Waiting
 from .models import tensor_of
 from .modules import birth_site, named_roots
-from .moments import Step
+from .moments import Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
 from .resolving import assignment_in_frames
@@ -57,26 +57,41 @@ class Loose:
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
 
+_following = Subscriptions()
+"""Of every step, once there is anything to follow."""
+
+
 def install() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
     around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
+    _following[:] = (moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
     moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _step_due(active: Recorder, step: Step) -> None:
+    """What a wrapper covers stays covered: look again only now and then."""
+    known = step.known.notes.get(Loose)
+    if known is None or not (known.parameters or step.number % LOOK_AGAIN):
+        _follow(active, step)
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
     known = step.known.notes.get(Loose)
-    # What a wrapper covers stays covered: look again only now and then.
-    if known is not None and not known.parameters and step.number % LOOK_AGAIN:
-        return
+    if known is not None and known.parameters:
+        _follow(active, step)
+
+
+def _follow(active: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None or not _several_ranks():
         return
     known = _known(active, optimizer, step)
     if not known.parameters or capturing():
         return
+    _following.wake()
     alive = [p for ref in known.parameters if (p := ref()) is not None]
     before, known.exchanged = known.exchanged, known.exchanged or _exchanged(alive)
     _write(active, known, wait=False)

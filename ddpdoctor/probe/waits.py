@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from statistics import median_high
 from threading import get_ident
 from typing import Any
@@ -16,7 +17,7 @@ from ..events import Pace
 from ..events.pace import PHASES
 from ..ring import Phase
 from . import moments, torch_private
-from .moments import Backward, Step
+from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .reading import halvings
 from .recorder import Recorder, shielded
@@ -68,28 +69,50 @@ class _Time:
 
 
 _time = _Time()
+_measuring = Subscriptions()
 
 
 def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _time.__init__()  # type: ignore[misc]
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
+    _measuring[:] = (
+        moments.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+        *(
+            moment.subscribe(callback, lost=LOST, awake=False)
+            for moment, callback in (
+                (moments.loading_begins, _enters(Phase.DATA)),
+                (moments.loading_ends, _leaves),
+                (moments.forward_begins, _enters(Phase.FORWARD)),
+                (moments.forward_ends, _leaves),
+                (moments.backward_begins, _enters(Phase.BACKWARD)),
+                (moments.backward_ends, _leaves),
+                (moments.step_begins, _enters(Phase.OPTIMIZER)),
+            )
+        ),
+    )
     moments.step_ends.subscribe(_step_ends, lost=LOST)
     around(DistributedDataParallel, "_sync_buffers", before=_meeting, after=_met, lost=LOST)
 
 
-def enters(phase: Phase, site: int, now: float) -> None:
+def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
     """The rank goes over to another phase."""
-    if not _time.looking or get_ident() != _time.thread:
-        return
-    _time.settle(now)
-    if phase is Phase.USER:
+    segment = phase - Phase.DATA
+
+    def enters(active: Recorder, moment: Any) -> None:
+        if get_ident() == _time.thread:
+            _time.settle(time.monotonic())
+            _time.segment = segment
+            _time.sites[segment] = moment.site
+
+    return enters
+
+
+def _leaves(active: Recorder, moment: Any) -> None:
+    if get_ident() == _time.thread:
+        _time.settle(time.monotonic())
         _time.segment = _time.segment % len(PHASES) + len(PHASES)
-    elif 0 <= phase - Phase.DATA < len(PHASES):
-        _time.segment = phase - Phase.DATA
-        _time.sites[_time.segment] = site
 
 
 def _waited(seconds: float) -> None:
@@ -119,8 +142,6 @@ class _Tail:
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     _Tail.began = 0.0
-    if not _time.looking:
-        return
     nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
     if (node := next((n for n in nodes if n is not None), None)) is not None:
         _Tail.handle = node.register_prehook(shielded("waits", _running, LOST))
@@ -149,6 +170,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         if _time.leader >= 0 and _time.followers <= WINDOW:
             return  # several optimizers take turns: one of them counts the steps
         _time.leader, _time.rows, _time.looking = optimizer, [], False
+        _measuring.rest()
     _time.followers = 0
     window, place = divmod(step.number + 1, WINDOW)
     if not _time.looking and place:
@@ -166,6 +188,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         _time.rows = []
         due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
         _time.looking = due and usual >= SHORTEST_S
+        _measuring.wake(_time.looking)
         if _time.looking:
             _time.thread = get_ident()
             _time.look(now)

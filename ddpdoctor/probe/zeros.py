@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..events import ZeroGradients
-from . import holdings, moments
+from . import moments
 from .holdings import Holding
 from .moments import Step
 from .recorder import Recorder
@@ -25,15 +25,15 @@ class Zeros:
 
 
 def install() -> None:
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_due(active: Recorder, step: Step) -> None:
     number = step.number
     if number & (number - 1):
         return
     known: dict[Holding, Zeros] = step.known.notes.setdefault(Zeros, {})
-    for holding in holdings.of(step):
+    for holding in step.holdings:
         zeros = known.setdefault(holding, Zeros())
         if zeros.always == set():
             continue

@@ -83,7 +83,8 @@ def _steps(rank: Rank, steps: list[StepDone], origin: float) -> Iterator[Text]:
     if not steps:
         return
     first, last = steps[0], steps[-1]
-    span = f"step {first.step}" if first is last else f"steps {first.step}-{last.step}"
+    begin = first.step - first.count + 1
+    span = f"step {begin}" if begin == last.step else f"steps {begin}-{last.step}"
     place = rank.location(last.site)
     where = f" at {clean(place)}" if place else ""
     usual = statistics.median(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,8 +23,8 @@ class Loop:
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
-        moment: Any = SimpleNamespace(grad_enabled=grad, wrapper=SimpleNamespace(training=training))
-        data._forward(None, moment)  # type: ignore[arg-type]
+        if not (grad and training):
+            data._trial(None, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:

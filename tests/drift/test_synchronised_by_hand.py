@@ -240,8 +240,8 @@ def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    unwrapped._step_begins(None, step)
+    unwrapped._step_due(None, step)
     assert not known.waiting
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    unwrapped._step_begins(None, step)
+    unwrapped._step_due(None, step)
     assert known.waiting
