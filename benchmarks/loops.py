@@ -1,4 +1,8 @@
-"""Training loops to measure, as users write them. Run by overhead.py under torchrun."""
+"""Training loops to measure, as users write them. Run by overhead.py under torchrun.
+
+With `switch`, an examined run goes without the doctor's hooks for every other `WINDOW` steps: two
+runs on a busy machine differ by more than the doctor costs, two windows of one run do not.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WARM_UP = 150
 """Steps that are not counted: in the first 128 the doctor looks closely, whatever it costs."""
+WINDOW = 20
+SETTLING = 2
+"""Steps after a switch that are not counted."""
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -80,7 +88,29 @@ def conv() -> tuple[nn.Module, Callable[[], Batch]]:
 LOOPS = {"mlp": mlp, "tensors": tensors, "transformer": transformer, "conv": conv}
 
 
-def main(name: str, steps: int, path: str) -> None:
+class Switch:
+    """Takes the doctor out of every other window of steps, and counts them apart."""
+
+    def __init__(self) -> None:
+        from ddpdoctor.probe import recorder
+
+        self._probe = recorder
+        self._active = recorder.recorder()
+        self.told: dict[str, list[float]] = {"with": [], "without": []}
+
+    def before(self, step: int) -> None:
+        if step % WINDOW == 0:
+            self._probe.set_recorder(self._active if step // WINDOW % 2 else None)
+
+    def after(self, step: int, seconds: float) -> None:
+        if step % WINDOW >= SETTLING:
+            self.told["with" if step // WINDOW % 2 else "without"].append(seconds)
+
+    def over(self) -> None:
+        self._probe.set_recorder(self._active)
+
+
+def main(name: str, steps: int, path: str, how: str = "") -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -88,7 +118,10 @@ def main(name: str, steps: int, path: str) -> None:
     model = DDP(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wall, cpu = [], []
-    for _ in range(WARM_UP + steps):
+    switch = Switch() if how == "switch" else None
+    for step in range(-WARM_UP, steps):
+        if switch and step >= 0:
+            switch.before(step)
         began, busy = time.perf_counter(), time.thread_time()
         inputs, targets = batch()
         optimizer.zero_grad()
@@ -97,16 +130,19 @@ def main(name: str, steps: int, path: str) -> None:
         optimizer.step()
         wall.append(time.perf_counter() - began)
         cpu.append(time.thread_time() - busy)
+        if switch and step >= 0:
+            switch.after(step, cpu[-1])
+    if switch:
+        switch.over()
     weights = hashlib.sha256()
     for value in model.state_dict().values():
         weights.update(value.numpy().tobytes())
     if rank == 0:
         with open(path, "w") as file:
-            json.dump(
-                {"wall": wall[WARM_UP:], "cpu": cpu[WARM_UP:], "weights": weights.hexdigest()}, file
-            )
+            told = {"wall": wall[WARM_UP:], "cpu": cpu[WARM_UP:], "weights": weights.hexdigest()}
+            json.dump(told | (switch.told if switch else {}), file)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
