@@ -16,7 +16,7 @@ from .recorder import Recorder
 
 LOST = "memory of this rank, step by step"
 
-SHORTEST_S = 0.05
+SHORTEST_S = 0.04
 SAMPLES_PER_PACE = 50
 """After so many samples they are taken half as often."""
 

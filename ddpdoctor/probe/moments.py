@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 Callback = Callable[[Recorder, M], None]
 
-PULSE_S = 0.05
+PULSE_S = 0.04
 PULSES_FIRST = 16
 
 
