@@ -36,7 +36,7 @@ def test_anatomy_of_a_finding() -> None:
     expected = """\
 error[DDP997] toy-step: rank-local gradients reach `optimizer.step()` on all 2
   ranks
-  --> train.py:88 in main   ranks 0-1   first at step 4, 25 of 100 steps
+  --> train.py:88 in main   ranks 0-1   first seen at step 4, in 25 of 100 steps
  88 |     with ddp.no_sync():
     |     ^^^^^^^^^^^^^^^^^^^ still open here
 101 |     opt.step()
@@ -274,5 +274,5 @@ def test_long_whereabouts_are_wrapped() -> None:
         report, findings=(msgspec.structs.replace(finding, location=place),)
     )
     text = render.text(long)
-    assert "\n      first at step 4, 25 of 100 steps\n" in text
+    assert "\n      first seen at step 4, in 25 of 100 steps\n" in text
     assert max(cell_len(line) for line in text.split("\n")) <= 80

@@ -54,10 +54,10 @@ class SamplerEpochFrozen(Check):
         reader = loader.readers[min(frozen)]
         count = frozen[min(frozen)] + 1
         trained = sum(e.trained > 0 for e in reader.epochs)
-        epoch = reader.epochs[0].began
         called = max(e.began.epochs_set for e in reader.epochs)
         why = (
-            f"`set_epoch` was called {called} times, always with {epoch.sampler_epoch}"
+            f"`set_epoch` was called {called} times, and {count} epochs had the number of the one "
+            "before"
             if called
             else "`set_epoch` is never called on the sampler"
         )

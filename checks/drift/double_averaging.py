@@ -10,6 +10,9 @@ from ddpdoctor.run import Run
 
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
+LOOKED_AT = 20
+"""Steps from the first reduction on, among which are some whose gradients were looked at."""
+
 
 class DoubleAveraging(Check):
     """Gradients are averaged twice
@@ -106,7 +109,7 @@ class DoubleAveraging(Check):
             return
         number, event = next(iter(seen.items()))
         member = group.members[number]
-        ratio = _ratio(member, event.step)
+        ratio = _ratio(member, event)
         if ratio is None:
             return
         same = abs(ratio - 1) < 1e-3
@@ -170,13 +173,16 @@ def _reduces(member: Member) -> GradientReduced | None:
     return mine[0] if len(mine) > 1 else None
 
 
-def _ratio(member: Member, step: int) -> float | None:
+def _ratio(member: Member, reduced: GradientReduced) -> float | None:
     """What the gradients became by the time of the step, times what they were; 1 for unchanged.
-    None where it is no single number (they were clipped too, say)."""
-    told = [e for e in _edits(member) if e.step <= step]
-    if not told or not told[-1].changed:
-        return 1.0
-    return told[-1].ratio or None
+    None where it is no single number (they were clipped too, say).
+
+    Gradients are not looked at in every step of a long run, but are from the first reduction on.
+    """
+    before = [e for e in _edits(member) if e.step < reduced.step][-1:]
+    since = [e for e in _edits(member) if 0 <= e.step - reduced.step < LOOKED_AT]
+    changed = [e for e in since or before if e.changed]
+    return (changed[0].ratio or None) if changed else 1.0
 
 
 def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:

@@ -149,7 +149,8 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     if found.point == "step" and (cause := _causes.edited_once(group, found)):
         return cause
-    agree = "agree" if divergence(group, "gradients") is None else "differ too"
+    differ = divergence(group, "gradients") is not None
+    agree = "differ too" if differ else "agree at the steps compared"
     place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
     cause = _causes.unknown(group, f"gradients {agree}, {place} on {ranks_text(found.minority)}")
     return replace(cause, evidence={"gradients": agree})

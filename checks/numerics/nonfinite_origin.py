@@ -146,7 +146,10 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         )
     if event.step == 0:
         return "they were so before the first step: from their initialisation, or a checkpoint"
-    return "the optimizer's own step made them so, or numbers grew beyond what the type can hold"
+    return (
+        "the step before made them so: a gradient that was not finite (in long runs not every "
+        "step's are looked at), the optimizer itself, or numbers beyond what the type can hold"
+    )
 
 
 def _fix(event: NonFinite) -> str:

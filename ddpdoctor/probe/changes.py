@@ -55,7 +55,7 @@ class Watch:
 
 _watches: defaultdict[Model, Watch] = defaultdict(Watch)
 _judging = Subscriptions()
-"""Of the next backward, which shows what a change does."""
+"""Of what follows a change: it may be taken back, or a backward shows what it does."""
 
 
 class _Calls:
@@ -74,7 +74,10 @@ def install() -> None:
     around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
     moments.forward_due.subscribe(_forward_due, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
-    _judging[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+    _judging[:] = (
+        moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
+        moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+    )
 
 
 def _setting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,6 +126,11 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
     elif model.forwards <= first or model.forwards % turns == 0:
         _look_at_flags(active, model, watch)
     _judging.wake(any(w.found for w in _watches.values()))
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    if forward.grad_enabled and forward.sync:
+        _look_at_flags(active, forward.model, _watches[forward.model])
 
 
 def _look_at_flags(active: Recorder, model: Model, watch: Watch) -> None:

@@ -127,6 +127,14 @@ def _followed(model: Model) -> Followed:
     return found
 
 
+def look_now(model: Model) -> None:
+    """Something was seen to happen to the gradients: look from the next backward on, whatever it
+    costs, for as long as at the start."""
+    followed = _followed(model)
+    followed.moments, followed.next_at = 0, 0.0
+    _looking.wake()
+
+
 def _wrapped(active: Recorder, model: Model) -> None:
     _looking.wake()
 

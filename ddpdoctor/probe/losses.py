@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..events import BatchSeen, GradientReduced, LossScaled
-from . import models, moments, sync
+from . import edits, models, moments, sync
 from .divisors import divided_by_world_size
 from .models import Model
 from .moments import Backward, Call, Forward, Subscriptions
@@ -21,7 +21,11 @@ NODES = 12
 """How far from the root of the loss to look."""
 
 LOOKED_AT = 6
-"""Backwards of a line whose loss is looked at."""
+"""Backwards of a line whose loss is looked at, and later one in `LOOKED_AT_AGAIN` of all."""
+
+LOOKED_AT_AGAIN = 17  # a prime: lines that take turns all get theirs
+FOLLOWED_AT_MOST = 100
+"""Forwards of whose graphs torch keeps the lines, to find one that divides the loss."""
 
 ENOUGH = 32
 """After so many backwards of known lines in a row, sizes of batches are noted no more, until there
@@ -45,6 +49,7 @@ class _Losses:
         self.reductions: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
         self.idle = 0
+        self.followed = 0
 
 
 _losses = _Losses()
@@ -62,8 +67,10 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
     if not forward.grad_enabled:
         return
-    if not _losses.following and _losses.suspected - _losses.told:
+    wanted = _losses.suspected - _losses.told and _losses.followed < FOLLOWED_AT_MOST
+    if wanted and not _losses.following:
         _losses.following = anomaly_mode(True)
+        _losses.followed += 1
     if forward.error is None:
         forward.model.batch_size = _leading_size((*forward.args, *forward.kwargs.values()))
 
@@ -81,15 +88,17 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         _losses.following = False
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.told
+    due = backward.number % LOOKED_AT_AGAIN == 0
     _losses.idle += 1
-    if looked >= LOOKED_AT and not suspected:
+    if looked >= LOOKED_AT and not suspected and not due:
         if _losses.idle == ENOUGH:
             _sizing.rest()
             for model in models.live():
                 model.batch_size = -1
         return
-    _losses.idle = 0
-    _sizing.wake()
+    if looked < LOOKED_AT or suspected:
+        _losses.idle = 0
+        _sizing.wake()
     pending = [m for m in models.live() if m.pending]
     if not pending:
         return
@@ -153,6 +162,7 @@ def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, mo
     text = made_at(node)
     if text is None:
         _losses.suspected.add(backward.site)
+        _sizing.wake()
         return
     _losses.told.add(backward.site)
     frames = [m.groups() for line in text if (m := _FRAME.search(line))]
@@ -231,6 +241,8 @@ def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
         return
     _losses.last_step[site] = active.step
     number = _losses.reductions.get(site, 0)
+    if number < LOOKED_AT:
+        edits.look_now(model)  # by what this multiplies them
     _losses.reductions[site] = number + 1
     if number < 20 or number & (number - 1) == 0:
         active.emit(

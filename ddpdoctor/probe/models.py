@@ -28,6 +28,7 @@ class Model:
         names, trainable: of its parameters as they were given.
         parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
             positions of those that DDP synchronises, `ignored` of those it was told to ignore.
+        superseded: a later wrapper has taken the module, and this one is not called any more.
         sample: a few of the expected ones, which tell whether a backward reached the model;
             `sampled` are references to them.
         group: number of the process group, -1 where it is not known.
@@ -42,6 +43,7 @@ class Model:
     def __init__(self, number: int, module: Any, parameters: list[Any], expected: list[int]):
         self.number = number
         self.wrapper: weakref.ref[Any] | None = None
+        self.superseded = False
         self.inner = weakref.ref(module)
         self.group = -1
         self.names: list[str] = []
@@ -124,9 +126,17 @@ def live() -> list[Model]:
 
 def _sort() -> None:
     """Tell the models whose wrapper exists from those whose wrapper is gone."""
-    known = [m for m in _models.all if m.wrapper is not None]
+    known = [m for m in _models.all if m.wrapper is not None and not m.superseded]
     _models.live = [m for m in known if m.ddp() is not None]
     _models.gone = [m for m in known if m.ddp() is None]
+
+
+def _supersede(model: Model) -> None:
+    """A wrapper is made, or called: others around the same module may live on, forgotten."""
+    for other in _models.all:
+        other.superseded |= other.inner() is model.inner()
+    model.superseded = False
+    _sort()
 
 
 def count() -> int:
@@ -319,7 +329,7 @@ def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | N
 
 def _join(active: Recorder, model: Model, wrapper: Any) -> None:
     model.wrapper = weakref.ref(wrapper)
-    _sort()
+    _supersede(model)
     model.find_unused = bool(wrapper.find_unused_parameters)
     model.static_graph = bool(wrapper.static_graph)
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
@@ -359,6 +369,8 @@ def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
         kwargs=kwargs,
         frame=frame,
     )
+    if model.superseded:
+        _supersede(model)
     number = model.forwards
     if forward.grad_enabled:
         model.began(forward, active.step)

@@ -167,7 +167,7 @@ def _watch_gradients(active: Recorder, backward: Backward) -> None:
         if not model.pending:
             continue
         parameter = _sample(model)
-        if parameter is None:
+        if parameter is None or not parameter.requires_grad:  # frozen for this backward
             continue
         node = get_gradient_edge(parameter).node
 

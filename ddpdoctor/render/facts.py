@@ -95,12 +95,9 @@ def whereabouts(finding: Finding, total_steps: int) -> list[str]:
         word = "rank" if len(finding.ranks) == 1 else "ranks"
         parts.append(f"{word} {clean(fold_ranks(finding.ranks), 60)}")
     if steps := finding.steps:
-        if total_steps >= steps.count:
-            parts.append(
-                f"first at step {steps.first}, {steps.count} of {count(total_steps, 'step')}"
-            )
-        else:
-            parts.append(f"first at step {steps.first}, {count(steps.count, 'step')}")
+        of = f"{steps.count} of " if total_steps >= steps.count else ""
+        steps_in_all = count(total_steps if of else steps.count, "step")
+        parts.append(f"first seen at step {steps.first}, in {of}{steps_in_all}")
     return parts
 
 
