@@ -13,9 +13,9 @@ SCALED = LossScaled(
 )
 
 
-def edit(ratio, divisor="", changed=True, functions=()):
+def edit(ratio, divisor="", changed=True, functions=(), step=0):
     return Edited(
-        at=0, model=0, optimizer=0, kind="gradients", step=0, changed=changed, ratio=ratio,
+        at=0, model=0, optimizer=0, kind="gradients", step=step, changed=changed, ratio=ratio,
         site=LINE, divisor=divisor, functions=functions,
     )  # fmt: skip
 
@@ -57,6 +57,16 @@ def test_summed_by_hand_again():
 def test_averaged_by_hand_again_changes_nothing(events):
     (finding,) = judge(*events, reduced(0, "AVG"), reduced(1, "AVG"))
     assert finding.severity is Severity.WARNING
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_begun_late_the_first_look_is_a_step_after_it(apart):
+    steps = [300, 300 + apart]
+    events = [edit(0.0, changed=False), *(reduced(s) for s in steps)]
+    looks = [edit(0.0, changed=False, step=301)] if apart == 2 else []
+    (finding,) = judge(*events, *looks, edit(2.0, step=steps[1]))
+    assert finding.severity is Severity.ERROR
+    assert "2 times what they were" in finding.summary
 
 
 def test_reduced_once_may_be_a_start():
