@@ -74,7 +74,11 @@ class HyperparameterSkew(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
             return False
-        return other.steps is None or mine.steps is None or other.steps.first > mine.steps.first
+        if other.steps is None or mine.steps is None:
+            return True
+        # Not every step is looked at: they may have differed since just after the look before.
+        equal = next((s for s in range(mine.steps.first - 1, -1, -1) if told_at(s)), 0)
+        return other.steps.first > (equal + 1 if equal else mine.steps.first)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _table(m) for n, m in group.members.items()}

@@ -2,11 +2,14 @@
 
 import sys
 
+import pytest
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, STEP, run_of
 
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
 from ddpdoctor.events.amp import told_at
+from ddpdoctor.findings import Steps
 from ddpdoctor.probe.resolving import item_set_in_frames
 
 
@@ -138,3 +141,17 @@ def test_schedulers_are_spoken_of_where_one_stepped():
         run = run_of({0: [rate(0, 0.1), *told], 1: [rate(0, 0.1)]})
         (finding,) = HyperparameterSkew().examine(run)
         assert ("scheduler" in finding.fix) is others
+
+
+@pytest.mark.parametrize(
+    ("skew", "drift", "explained"),
+    [(5, 6, True), (5, 5, False), (0, 1, True), (352, 352, True), (352, 349, False)],
+)
+def test_copies_that_drift_after_it_are_its_consequence(skew, drift, explained):
+    mine = HyperparameterSkew().finding(
+        summary="options differ", cause="", fix="", steps=Steps.of([skew])
+    )
+    other = ParameterDrift().finding(
+        summary="copies differ", cause="", fix="", steps=Steps.of([drift])
+    )
+    assert HyperparameterSkew().explains(mine, other) is explained

@@ -73,6 +73,26 @@ def test_with_the_option_it_is_a_note():
     assert codes(run, RankDependentGraph()) == ["DDP302 note"]
 
 
+def late(by_torch=False):
+    """Rank 1 leaves a part out from backward 28 on."""
+    return rank(
+        unused([]), *steps(40), use(40, {4: 3, 5: 3}),
+        unused([4, 5], backward=28, step=27, find_unused=True, by_torch=by_torch),
+    )  # fmt: skip
+
+
+def test_from_a_later_step_on_where_the_other_rank_never_left_anything_out():
+    used = rank(unused([]), *steps(40), use(40))
+    assert codes(make_run({0: used, 1: late()}), RankDependentGraph()) == ["DDP302 note"]
+
+
+def test_a_later_step_that_the_other_rank_may_not_have_looked_at():
+    short = rank(unused([]), *steps(40), use(16))
+    used = rank(unused([]), *steps(40), use(40))
+    assert codes(make_run({0: short, 1: late()}), RankDependentGraph()) == []
+    assert codes(make_run({0: used, 1: late(by_torch=True)}), RankDependentGraph()) == []
+
+
 def test_ranks_that_agree():
     run = make_run({r: rank(unused([]), use(9), *steps(9)) for r in (0, 1)})
     assert codes(run, RankDependentGraph()) == []
