@@ -52,12 +52,13 @@ class SamplerEpochFrozen(Check):
         if not frozen:
             return
         reader = loader.readers[min(frozen)]
-        count = frozen[min(frozen)] + 1
+        repeats = frozen[min(frozen)]
+        count = repeats + 1
         trained = sum(e.trained > 0 for e in reader.epochs)
         called = max(e.began.epochs_set for e in reader.epochs)
         why = (
-            f"`set_epoch` was called {called} times, and {count} epochs had the number of the one "
-            "before"
+            f"`set_epoch` was called {called} times, but {repeats} of the epochs had the number "
+            "of the one before"
             if called
             else "`set_epoch` is never called on the sampler"
         )
