@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WARM_UP = 150
-"""Steps that are not counted: in the first 128 the doctor looks closely, whatever it costs."""
 WINDOW = 20
 SETTLING = 2
 """Steps after a switch that are not counted."""
@@ -110,7 +108,8 @@ class Switch:
         self._probe.set_recorder(self._active)
 
 
-def main(name: str, steps: int, path: str, how: str = "") -> None:
+def main(name: str, steps: int, path: str, how: str, after: int) -> None:
+    """Count `steps` of a loop, once `after` have been taken."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -119,7 +118,7 @@ def main(name: str, steps: int, path: str, how: str = "") -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wall, cpu = [], []
     switch = Switch() if how == "switch" else None
-    for step in range(-WARM_UP, steps):
+    for step in range(-after, steps):
         if switch and step >= 0:
             switch.before(step)
         began, busy = time.perf_counter(), time.thread_time()
@@ -139,10 +138,10 @@ def main(name: str, steps: int, path: str, how: str = "") -> None:
         weights.update(value.numpy().tobytes())
     if rank == 0:
         with open(path, "w") as file:
-            told = {"wall": wall[WARM_UP:], "cpu": cpu[WARM_UP:], "weights": weights.hexdigest()}
+            told = {"wall": wall[after:], "cpu": cpu[after:], "weights": weights.hexdigest()}
             json.dump(told | (switch.told if switch else {}), file)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -1,12 +1,15 @@
 """What the doctor costs: the same loops with and without it, in alternating pairs of runs.
 
-    python benchmarks/overhead.py [--pairs 3] [--steps 400] [--loops mlp,conv]
+    python benchmarks/overhead.py [--pairs 3] [--steps 400] [--after 150] [--loops mlp,conv]
 
 Prints a Markdown table. Wall time is what users wait for, run against run. What is added is CPU
 time of the training thread: run against run, where two plain runs may differ by more than the
 doctor costs; and between windows of one run with the doctor's hooks and without, which leaves out
 what the debug level that the doctor sets costs in torch itself. "own account" is what the doctor
 measured in the examined runs and prints in its report.
+
+The steps before `--after` are not counted: in the first 128 the doctor looks closely, whatever it
+costs, and in some hundred more it looks more often than later.
 """
 
 from __future__ import annotations
@@ -52,10 +55,12 @@ def trimmed_mean(values: list[float]) -> float:
     return statistics.mean(sorted(values)[: len(values) - len(values) // 20])
 
 
-def run(loop: str, steps: int, folder: Path, doctor: Path | None, how: str = "") -> Path:
+def run(
+    loop: str, steps: int, after: int, folder: Path, doctor: Path | None, how: str = ""
+) -> Path:
     """One run of a loop; where its figures are."""
     out = folder / "figures.json"
-    script = [str(HERE / "loops.py"), loop, str(steps), str(out), how]
+    script = [str(HERE / "loops.py"), loop, str(steps), str(out), how, str(after)]
     ranks = ["--standalone", "--nproc-per-node", "2"]
     if doctor is None:
         words = [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
@@ -85,7 +90,7 @@ def own_ms(folder: Path, counted: int) -> float:
     return 1000 * (end - begin) / (last - at)
 
 
-def measure(loop: str, pairs: int, steps: int) -> str:
+def measure(loop: str, pairs: int, steps: int, after: int) -> str:
     """One row of the table."""
     plain, examined, switched, own = Series(), Series(), Series(), []
     with tempfile.TemporaryDirectory() as name:
@@ -94,11 +99,12 @@ def measure(loop: str, pairs: int, steps: int) -> str:
             order = (False, True) if pair % 2 == 0 else (True, False)
             for with_doctor in order:
                 records = folder / f"run-{pair}" if with_doctor else None
-                figures = run(loop, steps, folder, records)
+                figures = run(loop, steps, after, folder, records)
                 (examined if with_doctor else plain).add(figures)
                 if records is not None:
                     own.append(own_ms(records, steps))
-            switched.add(run(loop, steps, folder, folder / f"switched-{pair}", "switch"))
+            records = folder / f"switched-{pair}"
+            switched.add(run(loop, steps, after, folder, records, "switch"))
     same = len(plain.weights | examined.weights | switched.weights) == 1
     extra = [b - a for a, b in zip(plain.cpu, examined.cpu, strict=True)]
     step, added = statistics.median(plain.median), statistics.median(switched.switched)
@@ -114,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--after", type=int, default=150)
     parser.add_argument("--loops", default=",".join(LOOPS))
     options = parser.parse_args()
     print(
@@ -124,7 +131,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for loop in options.loops.split(","):
         steps = options.steps * (5 if loop == "mlp" else 1)  # its steps take a millisecond
-        print(measure(loop, options.pairs, steps), flush=True)
+        print(measure(loop, options.pairs, steps, options.after), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def events(made: tape.Tape) -> list[Event]:
 
 def test_equal_steps_become_one_run(made: tape.Tape) -> None:
     for step in range(1, 501):
-        made.mark(made.collective(0, "all_reduce", 1), State.DONE)
-        made.mark(made.collective(0, "barrier", 2), State.DONE)
+        made.ring.mark(made.collective(0, "all_reduce", 1), State.DONE)
+        made.ring.mark(made.collective(0, "barrier", 2), State.DONE)
         made.step_ended(step)
     made.flush()
     runs = [e for e in events(made) if isinstance(e, CallRun)]
