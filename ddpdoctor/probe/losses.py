@@ -89,8 +89,8 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.told
     due = backward.number % LOOKED_AT_AGAIN == 0
-    _losses.idle += 1
     if looked >= LOOKED_AT and not suspected and not due:
+        _losses.idle += 1
         if _losses.idle == ENOUGH:
             _sizing.rest()
             for model in models.live():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ddpdoctor.events.drift import full
 from ddpdoctor.probe import pace
 from ddpdoctor.probe.pace import LEAST, SHARE, Pace
 
@@ -61,3 +62,27 @@ def test_every_tensor_comes_round_however_little_is_left(monkeypatch):
         active.own_ns += 1_000_000
         clock[0] += STEP_NS
     assert seen == set(range(64))
+
+
+@pytest.mark.parametrize("others_ns", [20_000, 5_000_000])
+def test_a_step_that_is_passed_over_is_none_that_would_be_looked_at(monkeypatch, others_ns):
+    """Asked in every step, or in those only that are not passed over: the same looks."""
+
+    def looks(ask):
+        active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
+        clock = [1]
+        monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+        watched = Pace(active, tensors=64)
+        found = []
+        for step in range(3000):
+            if ask(watched, step) and watched.stride_at(step, 2, 1):
+                found.append(step)
+            active.own_ns += others_ns
+            clock[0] += STEP_NS
+        return found
+
+    every = looks(lambda watched, step: True)
+    assert looks(lambda watched, step: not watched.passes(step)) == every
+    assert any(full(step) for step in every if step > pace.FIRST_STEPS)
+    _, watched = paced(monkeypatch, others_ns=others_ns)
+    assert not any(watched.passes(step) for step in range(200_000) if full(step))
