@@ -197,8 +197,11 @@ class RingWriter:
         )
         return now
 
-    def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
-        """Write a call down before it is made; returns its number."""
+    def begin(
+        self, group: int, index: int, signature: int, site: int, peer: int, moved: bool = True
+    ) -> int:
+        """Write a call down before it is made; returns its number. Not `moved`: a phase follows at
+        once, and tells of it."""
         number, self._count = self._count, self._count + 1
         now = time.monotonic()
         _SLOT.pack_into(
@@ -215,20 +218,23 @@ class RingWriter:
             1,
             0.0,
         )
-        self._progress += 1
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        if moved:
+            self._progress += 1
+            _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
         return number
 
-    def mark(self, number: int, state: int) -> None:
-        """The call moved on; nothing where its slot belongs to a later one by now."""
+    def mark(self, number: int, state: int, moved: bool = True) -> None:
+        """The call moved on; nothing where its slot belongs to a later one by now. Not `moved`: as
+        for `begin`."""
         if number <= self._count - SLOTS:
             return
         now = time.monotonic()
         ended = now if state >= 4 else 0.0
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
         _END.pack_into(self._map, where, state, ended)
-        self._progress += 1
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        if moved:
+            self._progress += 1
+            _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
 
     def close(self) -> None:
         self._map.close()

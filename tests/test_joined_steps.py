@@ -23,7 +23,7 @@ class Loop:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "rank-0.jsonl"
         self.active = Recorder(EventWriter(self.path), folder, "rank-0", {})
-        self.known = Optimizer(0)
+        self.known = Optimizer(0, self)
         self.now = 100.0
 
     def steps(self, count: int, apart: float, line: int = 0) -> None:

@@ -86,10 +86,10 @@ def become_rank(rank: int, world_size: int) -> None:
     if recorder() is not None:
         return
     ensure_rank(rank, world_size, None)
-    from . import groups, models
+    from . import forwards, groups
 
     guarded("groups", groups.adopt, lost=groups.LOST)
-    guarded("models", models.adopt, lost=models.LOST)
+    guarded("forwards", forwards.adopt, lost=forwards.LOST)
 
 
 def leave(error: BaseException | None, trace: TracebackType | None) -> None:

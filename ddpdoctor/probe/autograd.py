@@ -12,6 +12,8 @@ from .models import Model
 from .moments import Backward
 from .patching import around
 from .recorder import Recorder, recorder
+from .routine import Expected, Stage, routine
+from .torch_private import sequence_number
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
 
@@ -19,6 +21,7 @@ LOST = "backwards, and with them unused parameters and unsynchronised steps"
 class _Backwards:
     depth = 0
     nested = 0
+    begun = 0
     count = 0
     synced = 0
     seconds = 0.0
@@ -36,6 +39,11 @@ def running() -> bool:
 def count() -> int:
     """Outermost backwards so far in this process."""
     return _state.count
+
+
+def begun() -> int:
+    """Those that began."""
+    return _state.begun
 
 
 def since(step: int) -> bool:
@@ -56,7 +64,7 @@ def take_seconds() -> float:
 def install() -> None:
     import torch.autograd
 
-    _state.depth = _state.count = _state.synced = 0
+    _state.depth = _state.begun = _state.count = _state.synced = 0
     _state.step = -1
     around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST)
 
@@ -67,9 +75,14 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _state.nested += 1
         return None
     _state.nested = 0
+    _state.begun += 1
     tensors = args[0] if args else kwargs.get("tensors", ())
     roots = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
     frame, site = active.sites.caller("backward")
+    if routine.expected is not None:
+        if _as_usual(routine.expected, site):
+            return _begins_as_usual(active, routine.expected, roots, frame)
+        routine.stop(active)
     backward = Backward(_state.count, site, roots, time.monotonic(), frame)
     for model in (*models.live(), *models.discarded()):
         look = Look(model)
@@ -79,6 +92,58 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     moments.backward_begins.happens(active, backward)
     backward.frame = None
     return backward
+
+
+def _as_usual(step: Expected, site: int) -> bool:
+    """Whether this is the backward that a routine step has next."""
+    wrapper = step.model.ddp()
+    return (
+        routine.stage == Stage.FORWARD_DONE
+        and site == step.backward.site
+        and step.model.pending == 1
+        and wrapper is not None
+        and bool(wrapper.require_backward_grad_sync)
+    )
+
+
+def _begins_as_usual(
+    active: Recorder, step: Expected, roots: tuple[Any, ...], frame: Any
+) -> Backward:
+    backward = step.backward
+    backward.number, backward.roots, backward.frame = _state.count, roots, frame
+    backward.began, backward.error = time.monotonic(), None
+    backward.synced.clear()
+    step.sequence = _collectives(step.model)
+    routine.stage = Stage.BACKWARD
+    moments.backward_begins.passes(active, backward)
+    backward.frame = None
+    return backward
+
+
+def _ends_as_usual(active: Recorder, step: Expected) -> None:
+    """The model's group communicated: its gradients are there, and were averaged. If not, the
+    backward was of something else, and the model's own is still to come."""
+    backward, model = step.backward, step.model
+    averaged = _collectives(model) != step.sequence
+    backward.nested = _state.nested
+    _state.count += 1
+    _state.step = active.step
+    if averaged:
+        routine.stage = Stage.BACKWARD_DONE
+        backward.synced.add(model.number)
+        _state.synced += 1
+        model.reached(active.step)
+        model.answered()
+    else:
+        routine.stage = Stage.FORWARD_DONE
+        backward.models = []
+    moments.backward_ends.passes(active, backward)
+    backward.roots = ()
+    routine.settle(active, broken=not averaged)
+
+
+def _collectives(model: Model) -> int:
+    return sequence_number(getattr(model.ddp(), "process_group", None))
 
 
 def _complete(active: Recorder, backward: Backward, model: Model) -> None:
@@ -92,6 +157,13 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
         return
     backward: Backward = token
     _state.seconds += time.monotonic() - backward.began
+    step = routine.expected
+    if step is not None and backward is step.backward:
+        if error is None:
+            _ends_as_usual(active, step)
+            return
+        routine.stage = Stage.FORWARD_DONE  # as far as it got
+        routine.stop(active)
     backward.error, backward.nested = error, _state.nested
     waiting = 0
     for look in backward.looks:
@@ -107,6 +179,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
             _attribute(backward, look, active.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
         _state.step = active.step
+    routine.note(_routine_part(backward))
     moments.backward_ends.happens(active, backward)
     if backward.untouched:
         moments.backward_examined.happens(active, backward)
@@ -114,6 +187,14 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
         moments.backward_astray.happens(active, backward)
     if error is not None:
         moments.backward_failed.happens(active, backward)
+
+
+def _routine_part(backward: Backward) -> tuple[Model, int] | None:
+    """Model and line of a backward that may be part of a routine step."""
+    alone = len(backward.looks) == len(backward.models) == len(backward.synced) == 1
+    if not alone or backward.error is not None or backward.looks[0].sequence < 0:
+        return None
+    return backward.models[0], backward.site
 
 
 def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> None:
@@ -124,16 +205,14 @@ def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> Non
         backward.synced.add(model.number)
     if not touched and not (alone and look.expected and communicated):
         return  # this backward was of another model: its own is still to come
-    model.backwards += 1
-    model.backwards_now += 1
-    model.backward_step = step
     if not look.expected:
+        model.reached(step)
         backward.unannounced.append((model, communicated))
         return
     backward.models.append(model)
     backward.expected_sync[model.number] = model.pending_sync
-    model.synced_backwards += model.pending_sync
-    model.pending, model.pending_sync = 0, False
+    model.reached(step)
+    model.answered()
     untouched = look.untouched()
     if untouched is not None:
         backward.untouched[model.number] = untouched

@@ -11,7 +11,7 @@ from types import CodeType, FrameType, MethodType
 from typing import Any
 
 from ..events import Bypassed
-from . import exchanges, models, moments
+from . import exchanges, forwards, moments
 from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import on_restore
@@ -244,7 +244,7 @@ def _sprung(module: Any, args: Any) -> None:
         import torch
 
         active, model = recorder(), _Trap.model
-        if active is None or model is None or models.inside_forward():
+        if active is None or model is None or forwards.running():
             return
         if not torch.is_grad_enabled() or module not in _Trap.modules or not module.training:
             return

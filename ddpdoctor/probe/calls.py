@@ -105,7 +105,7 @@ def install() -> None:
         moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
         moments.forward_ends.subscribe(_forward_ends, lost=LOST, awake=False),
     )
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=_backward_expected, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
@@ -285,10 +285,10 @@ _broadcasts = Subscriptions()
 
 
 class _Open:
-    """Calls of wrapped models that have begun: number of the group or look, call number."""
+    """Calls of wrapped models that have begun: group or look (None in a routine step), and call."""
 
     forwards: list[tuple[int, int]] = []
-    backwards: list[tuple[Look, int]] = []
+    backwards: list[tuple[Look | None, int]] = []
 
 
 def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +313,7 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
     ddp, group, written = forward.wrapper, forward.model.group, tape(active)
     if written is None or group < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
         return
-    call = written.collective(group, "DDP forward", written.at(forward.frame))
+    call = written.collective(group, "DDP forward", written.at(forward.frame), moved=False)
     _Open.forwards.append((group, call))
 
 
@@ -321,7 +321,8 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     if _Open.forwards and _Open.forwards[-1][0] == forward.model.group:
         _, call = _Open.forwards.pop()
         if written := tape(active):
-            written.ring.mark(call, State.DONE if forward.error is None else State.FAILED)
+            state = State.DONE if forward.error is None else State.FAILED
+            written.ring.mark(call, state, moved=False)
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -336,8 +337,20 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         if model.group < 0 or model.group in seen:
             continue
         seen.add(model.group)
-        call = written.collective(model.group, "DDP backward", written.at(backward.frame))
+        site = written.at(backward.frame)
+        call = written.collective(model.group, "DDP backward", site, moved=False)
         _Open.backwards.append((look, call))
+
+
+def _backward_expected(active: Recorder, backward: Backward) -> None:
+    """As above, where it is known which model the backward is of."""
+    model = backward.models[0]
+    written = tape(active)
+    if written is None or model.group < 0 or joins(model.ddp()):
+        return
+    site = written.at(backward.frame)
+    call = written.collective(model.group, "DDP backward", site, moved=False)
+    _Open.backwards.append((None, call))
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
@@ -346,12 +359,13 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     if written is None:
         return
     for look, call in ended:
+        silent = not backward.synced if look is None else not look.communicated
         if backward.error is not None:
-            written.ring.mark(call, State.FAILED)
-        elif look.sequence >= 0 and not look.communicated:
+            written.ring.mark(call, State.FAILED, moved=False)
+        elif silent and (look is None or look.sequence >= 0):
             written.void(call)
         else:
-            written.ring.mark(call, State.DONE)
+            written.ring.mark(call, State.DONE, moved=False)
 
 
 def _step_ends(active: Recorder, step: Any) -> None:

@@ -8,10 +8,10 @@ import weakref
 from typing import Any
 
 from ..events import EpochBegan, LoaderSeen, SamplerRefused
-from . import identity, moments, randomness
+from . import autograd, identity, moments, randomness
 from .contents import Fingerprints
 from .frames import passed_over, unframe
-from .moments import Backward, Forward, Loading, Step
+from .moments import Forward, Loading, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, recorder, run_hook
@@ -43,6 +43,7 @@ class _Data:
         self.gone: list[Reading] = []
         self.pending: dict[Reading, None] = {}
         self.tried: dict[Reading, None] = {}
+        self.moved = 0
         self.delivered = 0
         self.waited_ns = 0
         self.joins = 0
@@ -79,8 +80,6 @@ def install() -> None:
     _watch_batches(base)
     around(Join, "__enter__", before=_joining, lost="`Join`")
     around(Join, "__exit__", before=_joined, lost="`Join`")
-    moments.backward_begins.subscribe(_backward, lost=LOST)
-    moments.step_begins.subscribe(_step, lost=LOST)
     moments.step_due.subscribe(_step_due, lost=LOST)
     moments.trial_begins.subscribe(_trial, lost=LOST)
     moments.leaving.subscribe(_close_all, lost=LOST)
@@ -316,11 +315,13 @@ def _watch_batches(base: Any) -> None:
         if reading is not None:
             state.delivered += 1
             reading.batches = batches = reading.batches + 1
+            if state.pending:
+                _settle(active)
             if state.tried:
                 _evaluated()
             if grad_enabled():
                 reading.grad_enabled = True
-                state.pending[reading] = None
+                state.pending[reading], state.moved = None, _moved(active)
             if batches >= reading.look_at or now >= reading.write_at or before is not None:
                 _look(active, reading, batch, now, before)
         active.own_ns += clock() - now
@@ -377,18 +378,6 @@ def _failed(active: Recorder, reading: Reading, error: BaseException) -> None:
 # --- what the loop does with them ---------------------------------------------------------------
 
 
-def _backward(active: Recorder, backward: Backward) -> None:
-    if _data.pending:
-        _trained()
-
-
-def _step(active: Recorder, step: Step) -> None:
-    if _data.pending:
-        _trained()
-    if _data.gone:
-        _close_gone(active)
-
-
 def _step_due(active: Recorder, step: Step) -> None:
     if step.known.number not in _data.optimizers_seen:
         _data.optimizers_seen.add(step.known.number)
@@ -396,10 +385,19 @@ def _step_due(active: Recorder, step: Step) -> None:
         groups = optimizer.param_groups if optimizer is not None else ()
         if any(may_share_inputs(p) for g in groups for p in g["params"]):
             _data.sharded = True
+    if _data.gone:
+        _close_gone(active)
 
 
-def _trained() -> None:
-    """Whatever was delivered since the last time was trained on."""
+def _moved(active: Recorder) -> int:
+    """Grows with every backward and step."""
+    return autograd.begun() + active.step
+
+
+def _settle(active: Recorder) -> None:
+    """What was delivered before a backward or step was trained on."""
+    if not _data.pending or _data.moved == _moved(active):
+        return
     for reading in _data.pending:
         reading.trained += 1
     _data.pending.clear()
@@ -409,6 +407,7 @@ def _trained() -> None:
 def _trial(active: Recorder, forward: Forward) -> None:
     """What goes through the model without gradients may yet be trained on: a generator's samples
     for the other network, examples that are mined. Only the next batch tells."""
+    _settle(active)
     _data.tried.update(_data.pending)
 
 
@@ -428,6 +427,7 @@ def _close(active: Recorder, reading: Reading) -> None:
     if not reading.open:
         return
     reading.open = False
+    _settle(active)
     _evaluated()
     now = _sequence()
     issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1

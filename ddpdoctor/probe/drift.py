@@ -119,6 +119,7 @@ class _Drift:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
         self.evaluated: dict[int, int] = {}
+        self.due = 0
 
 
 _drift = _Drift()
@@ -130,7 +131,7 @@ def install() -> None:
 
     _drift.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=_when_due, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
@@ -141,6 +142,7 @@ def look_whole(model: Model) -> None:
     for watch in _drift.watches.values():
         if watch.holding.model is model:
             watch.whole_next = True
+            _drift.due = 0
 
 
 def _watch(active: Recorder, holding: Holding) -> Watch:
@@ -175,17 +177,25 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
     )
 
 
+def _when_due(active: Recorder, step: Step) -> None:
+    if step.number >= _drift.due or exchanges.before_backward():
+        _step_begins(active, step)
+
+
 def _step_begins(active: Recorder, step: Step) -> None:
+    due = []
     for holding in step.holdings:
         watch = _watch(active, holding)
         if step.number and exchanges.before_backward():
             _look_for_local_steps(active, watch)
+        due.append(watch.pace)
         if watch.pace.passes(step.number) and not watch.whole_next:
             continue
         kinds = 1 + (not step.closure) + (not watch.broadcast)
         stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
         if stride or watch.whole_next:
             _look(active, watch, step, 1 if watch.whole_next else stride)
+    _drift.due = min((pace.next_after(step.number) for pace in due), default=0)
 
 
 def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import drift, models, moments
+from . import drift, forwards, models, moments
 from .models import Model
 from .moments import Forward, Subscriptions
 from .patching import around, on_restore
@@ -55,7 +55,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _called(module: Any, args: Any) -> None:
-    if module.training or models.inside_forward():
+    if module.training or forwards.running():
         return
     model = next((m for m in _Awaited.models if m.inner() is module), None)
     if model is not None:

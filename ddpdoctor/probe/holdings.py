@@ -43,7 +43,13 @@ class _Known:
 
 def install() -> None:
     """To be called before the watchers subscribe that read `Step.holdings`."""
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=_when_due, lost=LOST)
+
+
+def _when_due(active: Recorder, step: Step) -> None:
+    """Between, what an optimizer trains stays the same."""
+    if step.due:
+        _step_begins(active, step)
 
 
 def _step_begins(active: Recorder, step: Step) -> None:

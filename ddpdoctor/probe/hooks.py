@@ -28,6 +28,7 @@ def install(activate: Activate) -> list[Missing]:
         evaluation,
         exchanges,
         files,
+        forwards,
         groups,
         holdings,
         hyperparameters,
@@ -45,6 +46,7 @@ def install(activate: Activate) -> list[Missing]:
         phases,
         process,
         reduction,
+        routine,
         search_cost,
         surroundings,
         sync,
@@ -56,12 +58,14 @@ def install(activate: Activate) -> list[Missing]:
     )
 
     moments.forget()
+    routine.forget()
     missing: list[Missing] = []
     for part in (
         groups,
         holdings,
         modules,
         models,
+        forwards,
         autograd,
         optimizers,
         data,

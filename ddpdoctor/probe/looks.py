@@ -7,13 +7,6 @@ from .gradients import versions
 from .models import Model
 from .torch_private import sequence_number
 
-ALWAYS_EXAMINED = 8
-"""The first backwards of a model are examined whole; later ones one in a stride by model size, the
-same on every rank."""
-
-PARAMETERS_PER_BACKWARD = 2
-SHORTEST_STRIDE = 8
-
 
 class Look:
     """A model around one backward, for all watchers: it is taken once before, once after.
@@ -43,7 +36,7 @@ class Look:
         self._group = None if wrapper is None else wrapper.process_group
         self.sequence = self.sequence_after = sequence_number(self._group)
         self.firing: FiringWatch | None = None
-        parameters = model.live_parameters() if self.expected and _due(model) else None
+        parameters = model.live_parameters() if self.expected and model.examined() else None
         if parameters is not None:
             chosen = [parameters[i] for i in model.expected]
             self.firing = FiringWatch(chosen, model.expected)
@@ -67,13 +60,3 @@ class Look:
         if self.firing is None:
             return None
         return tuple(p for p in self.model.expected if p not in self.firing.counts)
-
-
-def _due(model: Model) -> bool:
-    made = model.synced_backwards
-    if made < ALWAYS_EXAMINED:
-        return True
-    stride = max(SHORTEST_STRIDE, len(model.expected) // PARAMETERS_PER_BACKWARD)
-    window, place = divmod(made, stride)
-    # The place moves from window to window: a branch taken every k-th step must not hide.
-    return place == window % stride

@@ -10,7 +10,7 @@ from ..events import BatchSeen, GradientReduced, LossScaled
 from . import edits, models, moments, sync
 from .divisors import divided_by_world_size
 from .models import Model
-from .moments import Backward, Call, Forward, Subscriptions
+from .moments import Backward, Call, Forward, Subscriptions, nothing
 from .recorder import Recorder
 from .sites import classify
 from .torch_private import anomaly_mode, made_at
@@ -49,6 +49,7 @@ class _Losses:
         self.reductions: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
         self.idle = 0
+        self.last = 0
         self.followed = 0
 
 
@@ -59,7 +60,7 @@ _sizing = Subscriptions()
 def install() -> None:
     _losses.__init__()  # type: ignore[misc]
     _sizing[:] = (moments.forward_ends.subscribe(_forward_ends, lost=LOST),)
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
     moments.called.subscribe(_called, lost="collectives on gradients")
 
 
@@ -88,7 +89,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         _losses.following = False
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.told
-    due = backward.number % LOOKED_AT_AGAIN == 0
+    due = backward.number >= _losses.last + LOOKED_AT_AGAIN
     if looked >= LOOKED_AT and not suspected and not due:
         _losses.idle += 1
         if _losses.idle == ENOUGH:
@@ -102,6 +103,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     pending = [m for m in models.live() if m.pending]
     if not pending:
         return
+    _losses.last = backward.number
     _losses.looked[backward.site] = looked + 1
     for root in backward.roots:
         node = getattr(root, "grad_fn", None)

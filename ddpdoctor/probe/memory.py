@@ -10,8 +10,8 @@ import weakref
 from typing import Any
 
 from ..events import MemoryHeld, MemorySample
-from . import holders, moments
-from .moments import Backward, Forward, Step
+from . import forwards, holders, moments
+from .moments import Backward, Forward, Step, Subscriptions, nothing
 from .recorder import Recorder
 
 LOST = "memory of this rank, step by step"
@@ -35,7 +35,9 @@ FORWARDS_WITHOUT_STEP = 3
 
 STEPS_BETWEEN = 12
 CHAIN_EVERY = 8
-MOST_CENSUSES = 6
+CENSUSES, MOST_CENSUSES = 2, 6
+"""Searches for what grows where only the memory of the process does, and where losses are kept or
+the doctor is within its budget."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -46,7 +48,6 @@ class _Memory:
         self.pace = SHORTEST_S
         self.samples: list[int] = []
         self.taken = 0
-        self.forwards = 0
         self.idle = 0
         self.last_step = 0
         self.chain = 0
@@ -59,19 +60,36 @@ class _Memory:
 
 
 _memory = _Memory()
+_made = Subscriptions()
+"""Of the next output and loss, whatever step they are of."""
 
 
 def install() -> None:
     _memory.__init__()  # type: ignore[misc]
     moments.pulse.subscribe(_pulse, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
+    _made[:] = (
+        moments.forward_ends.subscribe(_forward_made, lost=LOST, awake=False),
+        moments.backward_begins.subscribe(_backward_made, lost=LOST, awake=False),
+    )
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     if backward.number % COUNTED == 0 and backward.roots:
         _watch(backward.roots[0])
+
+
+def _forward_made(active: Recorder, forward: Forward) -> None:
+    if getattr(forward.output, "requires_grad", False):
+        _watch(forward.output)
+
+
+def _backward_made(active: Recorder, backward: Backward) -> None:
+    if backward.roots:
+        _watch(backward.roots[0])
+    _made.rest()
 
 
 def _watch(tensor: Any) -> None:
@@ -88,9 +106,8 @@ def _alive() -> int:
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
-    _memory.forwards += 1
-    if _memory.forwards % COUNTED == 0 and getattr(forward.output, "requires_grad", False):
-        _watch(forward.output)
+    if forwards.count() % COUNTED == 0:
+        _forward_made(active, forward)
     # Where steps are taken they are the better place: gradients and activations are gone then.
     if active.step != _memory.last_step:
         _memory.idle, _memory.last_step = 0, active.step
@@ -103,6 +120,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
 
 
 def _pulse(active: Recorder, step: Step) -> None:
+    _made.wake()
     now = time.monotonic()
     if now >= _memory.due:
         _sample(active, now)
@@ -121,7 +139,7 @@ def _sample(active: Recorder, now: float) -> None:
             step=active.step,
             rss_bytes=resident,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            forwards=_memory.forwards,
+            forwards=forwards.count(),
             device_bytes=device,
             device_peak_bytes=peak,
             device_reserved_bytes=reserved,
@@ -134,7 +152,9 @@ def _sample(active: Recorder, now: float) -> None:
         return
     if _memory.taken % CHAIN_EVERY == 0:
         _look_for_chain(active)
-    if not _memory.told and _memory.censuses < MOST_CENSUSES and _suspicious():
+    kept = _alive() >= SUSPICIOUS_LOSSES
+    allowed = MOST_CENSUSES if kept or active.affordable() else CENSUSES
+    if not _memory.told and _memory.censuses < allowed and (kept or _grows()):
         _look_for_holder(active)
 
 
@@ -156,10 +176,8 @@ def _device() -> tuple[int, int, int]:
     )
 
 
-def _suspicious() -> bool:
+def _grows() -> bool:
     """Whether it looks like growth: enough to look for what grows, not enough to say so."""
-    if _alive() >= SUSPICIOUS_LOSSES:
-        return True
     seen = _memory.samples
     if len(seen) < 12:
         return False
@@ -172,7 +190,7 @@ def _suspicious() -> bool:
 
 
 def _look_for_holder(active: Recorder) -> None:
-    progress = max(active.step, _memory.forwards)
+    progress = max(active.step, forwards.count())
     if _memory.census_at < 0:
         _memory.census, _memory.census_at = holders.census(), progress
         _memory.censuses += 1

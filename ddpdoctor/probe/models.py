@@ -13,11 +13,19 @@ from ..events import Submodule, Tensor, Wrapped
 from . import gradients, groups, moments
 from .modules import birth_site, parameter_site
 from .moments import Forward
-from .patching import around, hide_hooks
+from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
 
 LOST = "models wrapped in DistributedDataParallel"
+
+ALWAYS_EXAMINED = 8
+"""The first backwards of a model are examined whole; later ones one in a stride by model size, the
+same on every rank."""
+
+PARAMETERS_PER_BACKWARD = 2
+SHORTEST_STRIDE, SHORTEST_LATER = 8, 16
+FIRST = 128
 
 
 class Model:
@@ -94,6 +102,28 @@ class Model:
         if not forward.sync:
             self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
+    def reached(self, step: int) -> None:
+        """A backward reached it, after so many optimizer steps."""
+        self.backwards += 1
+        self.backwards_now += 1
+        self.backward_step = step
+
+    def answered(self) -> None:
+        """That was the backward of the forwards that were pending."""
+        self.synced_backwards += self.pending_sync
+        self.pending, self.pending_sync = 0, False
+
+    def examined(self) -> bool:
+        """Whether its next backward that synchronises is examined whole."""
+        made = self.synced_backwards
+        if made < ALWAYS_EXAMINED:
+            return True
+        shortest = SHORTEST_STRIDE if made < FIRST else SHORTEST_LATER
+        stride = max(shortest, len(self.expected) // PARAMETERS_PER_BACKWARD)
+        window, place = divmod(made, stride)
+        # The place moves from window to window: a branch taken every k-th step must not hide.
+        return place == window % stride
+
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""
         alive = [ref() for ref in self.parameters]
@@ -106,10 +136,6 @@ class _Models:
         self.live: list[Model] = []
         self.gone: list[Model] = []
         self.by_wrapper: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
-        self.forward_s = 0.0
-        self.inside = 0
-        self.forward_hooked = False
-        self.adopting = False
 
 
 _models = _Models()
@@ -131,7 +157,7 @@ def _sort() -> None:
     _models.gone = [m for m in known if m.ddp() is None]
 
 
-def _supersede(model: Model) -> None:
+def supersede(model: Model) -> None:
     """A wrapper is made, or called: others around the same module may live on, forgotten."""
     for other in _models.all:
         other.superseded |= other.inner() is model.inner()
@@ -160,19 +186,8 @@ def covered() -> set[int]:
     return given | now
 
 
-def inside_forward() -> bool:
-    """Whether a wrapper's forward is running."""
-    return _models.inside > 0
-
-
 def of_wrapper(wrapper: Any) -> Model | None:
     return _models.by_wrapper.get(wrapper)
-
-
-def take_forward_seconds() -> float:
-    """Seconds spent in wrapped forwards since the last call."""
-    spent, _models.forward_s = _models.forward_s, 0.0
-    return spent
 
 
 def install() -> None:
@@ -180,32 +195,6 @@ def install() -> None:
 
     _models.__init__()  # type: ignore[misc]
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_wrapped, lost=LOST)
-
-
-def adopt(active: Recorder) -> None:
-    """Models that were wrapped before this process was watched are met at their next forward."""
-    _models.adopting = True
-    if "torch._dynamo" in sys.modules:
-        _hook_forward()
-
-
-def _hook_forward() -> None:
-    # Wrapping forward needs torch._dynamo, which DDP's constructor has imported by now; importing
-    # it earlier would cost every script a second.
-    if _models.forward_hooked:
-        return
-    _models.forward_hooked = True
-    hide_hooks()
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    around(
-        DistributedDataParallel,
-        "forward",
-        before=_forward_begins,
-        after=_forward_ends,
-        lost="forwards of wrapped models",
-        traced=True,
-    )
 
 
 def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -324,12 +313,11 @@ def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | N
     model, reference = token
     if (wrapper := reference()) is not None:
         _join(active, model, wrapper)
-        _hook_forward()
 
 
 def _join(active: Recorder, model: Model, wrapper: Any) -> None:
     model.wrapper = weakref.ref(wrapper)
-    _supersede(model)
+    supersede(model)
     model.find_unused = bool(wrapper.find_unused_parameters)
     model.static_graph = bool(wrapper.static_graph)
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
@@ -337,7 +325,7 @@ def _join(active: Recorder, model: Model, wrapper: Any) -> None:
     moments.wrapped.happens(active, model)
 
 
-def _adopted(active: Recorder, wrapper: Any) -> Model:
+def adopted(active: Recorder, wrapper: Any) -> Model:
     """A model that was wrapped before anybody watched; its first call stands for the wrap."""
     known = (
         "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
@@ -347,52 +335,3 @@ def _adopted(active: Recorder, wrapper: Any) -> Model:
     model = _tell(active, wrapper.module, given)
     _join(active, model, wrapper)
     return model
-
-
-def _forward_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import torch
-
-    wrapper = args[0]
-    model = _models.by_wrapper.get(wrapper)
-    if model is None and _models.adopting:
-        model = _adopted(active, wrapper)
-    if model is None:
-        return None
-    frame, site = active.sites.caller("forward")
-    forward = Forward(
-        model=model,
-        wrapper=wrapper,
-        site=site,
-        grad_enabled=torch.is_grad_enabled(),
-        sync=bool(wrapper.require_backward_grad_sync),
-        args=args[1:],
-        kwargs=kwargs,
-        frame=frame,
-    )
-    if model.superseded:
-        _supersede(model)
-    number = model.forwards
-    if forward.grad_enabled:
-        model.began(forward, active.step)
-    _models.inside += 1
-    moments.forward_begins.happens(active, forward)
-    if not (forward.grad_enabled and wrapper.training):
-        moments.trial_begins.happens(active, forward)
-    if forward.grad_enabled and moments.looked_at(number):
-        moments.forward_due.happens(active, forward)
-    forward.frame = None
-    return forward, time.monotonic()
-
-
-def _forward_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None:
-        return
-    forward, began = token
-    _models.inside -= 1
-    _models.forward_s += time.monotonic() - began
-    forward.output, forward.error = result, error
-    moments.forward_ends.happens(active, forward)
-    if not (forward.grad_enabled and forward.wrapper.training):
-        moments.trial_ends.happens(active, forward)
-    if error is not None:
-        moments.forward_failed.happens(active, forward)

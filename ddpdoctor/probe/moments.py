@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from .looks import Look
     from .models import Model
     from .optimizers import Optimizer
+    from .routine import Routine
 
 M = TypeVar("M")
 Callback = Callable[[Recorder, M], None]
 
-PULSE_S = 0.04
 PULSES_FIRST = 16
+PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 64, 0.64
+"""Seconds between pulses after the first ones; twice as many after so many pulses."""
+
+
+def nothing(active: Recorder, moment: Any) -> None:
+    """What a watcher does in a routine step that it need not be told of."""
 
 
 class Subscription(Generic[M]):
@@ -32,15 +38,19 @@ class Subscription(Generic[M]):
 
     Attributes:
         part: how its failures are told; `lost` is what they lose.
+        routine: what is called in its place in a routine step (see `routine`).
         given_up: it failed too often, and rests for ever.
     """
 
-    __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part")
+    __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part", "routine")
 
-    def __init__(self, moment: Moment[M], callback: Callback[M], lost: str, awake: bool) -> None:
+    def __init__(
+        self, moment: Moment[M], callback: Callback[M], routine: Callback[M], lost: str, awake: bool
+    ) -> None:
         self._moment = moment
         self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
         self.callback = callback
+        self.routine = routine
         self.lost = lost
         self.awake = awake
         self.given_up = False
@@ -74,12 +84,19 @@ class Moment(Generic[M]):
         self.name = name
         self._every: list[Subscription[M]] = []
         self._awake: list[Subscription[M]] = []
+        self._routine: list[Subscription[M]] = []
 
     def subscribe(
-        self, callback: Callback[M], *, lost: str = "", awake: bool = True
+        self,
+        callback: Callback[M],
+        *,
+        routine: Callback[M] | None = None,
+        lost: str = "",
+        awake: bool = True,
     ) -> Subscription[M]:
-        """Have `callback(recorder, moment)` called; `lost` says what its failure loses."""
-        new = Subscription(self, callback, lost, awake)
+        """Have `callback(recorder, moment)` called, in a routine step `routine` if given; `lost`
+        says what its failure loses."""
+        new = Subscription(self, callback, routine or callback, lost, awake)
         self._every.append(new)
         self.choose()
         return new
@@ -87,19 +104,31 @@ class Moment(Generic[M]):
     def choose(self) -> None:
         """Some of the subscriptions went to rest or woke up."""
         self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
+        self._routine = [one for one in self._awake if one.routine is not nothing]
 
     def happens(self, active: Recorder, moment: M) -> None:
         for one in self._awake:
             try:
                 one.callback(active, moment)
             except Exception as error:
-                active.trouble(one.part, error, one.lost)
-                if one.part in active.off:
-                    one.rest()
-                    one.given_up = True
+                self._failed(active, one, error)
+
+    def passes(self, active: Recorder, moment: M) -> None:
+        """It happens in a routine step."""
+        for one in self._routine:
+            try:
+                one.routine(active, moment)
+            except Exception as error:
+                self._failed(active, one, error)
+
+    def _failed(self, active: Recorder, one: Subscription[M], error: Exception) -> None:
+        active.trouble(one.part, error, one.lost)
+        if one.part in active.off:
+            one.rest()
+            one.given_up = True
 
     def clear(self) -> None:
-        self._every, self._awake = [], []
+        self._every, self._awake, self._routine = [], [], []
 
 
 @dataclass(slots=True)
@@ -236,7 +265,9 @@ step_ends: Moment[Step] = Moment("step ends")
 closure_ends: Moment[Step] = Moment("closure ends")
 """Just before that, where the step had a closure: only now are the gradients its own."""
 pulse: Moment[Step] = Moment("pulse")
-"""After a step: the first `PULSES_FIRST`, then no more than one in `PULSE_S` seconds."""
+"""After a step: the first `PULSES_FIRST`, then no more than one in some time."""
+interrupted: Moment[Routine] = Moment("interrupted")
+"""A step that began as a routine one is none: what has passed of it is still to be told."""
 leaving: Moment[None] = Moment("leaving")
 """The interpreter is about to leave; the last chance to record."""
 
@@ -244,7 +275,7 @@ EVERY = (
     wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
     trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
     backward_astray, backward_failed, called, step_begins, step_due, step_ends, closure_ends, pulse,
-    leaving,
+    interrupted, leaving,
 )  # fmt: skip
 
 
@@ -252,6 +283,11 @@ def looked_at(forward: int) -> bool:
     """Whether a model's forward of that number is looked at closely, or the next one is the first
     to be so; the same on every rank."""
     return forward < 128 or (forward + 1) % 16 < 2
+
+
+def until_pulse(pulses: int) -> float:
+    """Seconds until the next pulse, after so many."""
+    return min(PULSE_S * 2 ** (pulses // PULSES_PER_PACE), SLOWEST_S)
 
 
 def forget() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from ..events import OptimizerSeen, StepDone
 from ..events.amp import told_at
-from . import autograd, data, models, moments
+from . import autograd, data, forwards, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, recorder, run_hook
+from .routine import Expected, Stage, routine
 
 LOST = "optimizer steps"
 
@@ -49,8 +50,9 @@ class Optimizer:
         notes: what watchers know of it, by their own class; dies with the optimizer.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, optimizer: Any) -> None:
         self.number = number
+        self.reference = weakref.ref(optimizer)
         self.steps = 0
         self.began = 0.0
         self.step: Step | None = None
@@ -69,6 +71,7 @@ class _Optimizers:
         self.last_step_at = 0.0
         self.waiting: list[Optimizer] = []
         self.pulse_at = 0.0
+        self.pulses = 0
 
 
 _optimizers = _Optimizers()
@@ -126,19 +129,32 @@ def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         run_hook(active, "optimizer-step", LOST, _ends, optimizer)
 
 
+def _find(optimizer: Any) -> Optimizer | None:
+    expected = routine.expected  # a weak dictionary takes longer
+    if expected is not None and expected.optimizer.reference() is optimizer:
+        return expected.optimizer
+    return _optimizers.known.get(optimizer)
+
+
 def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
     closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-    known = _optimizers.known.get(optimizer)
+    known = _find(optimizer)
     if known is None:
-        known = _optimizers.known[optimizer] = Optimizer(_optimizers.count)
+        _tell_steps(active)
+        known = _optimizers.known[optimizer] = Optimizer(_optimizers.count, optimizer)
         _optimizers.count += 1
         _tell_seen(active, optimizer, known)
         if not _optimizers.last_step_at:
             _optimizers.last_step_at = active.started
     known.began = time.monotonic()
     _, site = active.sites.caller("step")
+    if routine.expected is not None:
+        if _as_usual(routine.expected, known, site) and not closure:
+            _begins_as_usual(active, known)
+            return
+        routine.stop(active)
     step = known.step = Step(
-        weakref.ref(optimizer), known, known.steps, site, known.began, closure, told_at(known.steps)
+        known.reference, known, known.steps, site, known.began, closure, told_at(known.steps)
     )
     # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a time:
     # watchers that ask DDP anything would wait for ever.
@@ -146,6 +162,27 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
         moments.step_begins.happens(active, step)
         if step.due:
             moments.step_due.happens(active, step)
+
+
+def _as_usual(expected: Expected, known: Optimizer, site: int) -> bool:
+    """Whether this is the step that a routine step has next."""
+    return (
+        routine.stage == Stage.BACKWARD_DONE
+        and known is expected.optimizer
+        and known.step is not None
+        and site == known.step.site
+        and not autograd.running()
+    )
+
+
+def _begins_as_usual(active: Recorder, known: Optimizer) -> None:
+    step = known.step
+    assert step is not None
+    step.number, step.began, step.due = known.steps, known.began, told_at(known.steps)
+    routine.stage = Stage.STEP
+    moments.step_begins.passes(active, step)
+    if step.due:
+        moments.step_due.happens(active, step)
 
 
 def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
@@ -162,9 +199,8 @@ def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
     joined.step, joined.at = step, now
     joined.backwards, joined.synced = autograd.count(), autograd.synced()
     joined.wall_s += now - _optimizers.last_step_at
-    joined.data_s += data.take_seconds()
-    joined.forward_s += models.take_forward_seconds()
-    joined.backward_s += autograd.take_seconds()
+    if _optimizers.count > 1:
+        _take_seconds(joined)
     joined.optimizer_s += now - known.began
     _optimizers.last_step_at = now
     within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
@@ -172,6 +208,13 @@ def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
         _tell_steps(active)
     else:
         active.before_events = _tell_steps
+
+
+def _take_seconds(joined: Joined) -> None:
+    """What was spent in each phase since the last time that somebody asked."""
+    joined.data_s += data.take_seconds()
+    joined.forward_s += forwards.take_seconds()
+    joined.backward_s += autograd.take_seconds()
 
 
 def _tell_steps(active: Recorder) -> None:
@@ -182,6 +225,7 @@ def _tell_steps(active: Recorder) -> None:
         joined, known.joined = known.joined, None
         if joined is None:
             continue
+        _take_seconds(joined)
         active.emit(
             StepDone(
                 at=joined.at,
@@ -229,7 +273,7 @@ def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer) -> None:
 
 
 def _ends(active: Recorder, optimizer: Any) -> None:
-    known = _optimizers.known.get(optimizer)
+    known = _find(optimizer)
     if known is None or known.step is None:
         return
     now = time.monotonic()
@@ -238,11 +282,17 @@ def _ends(active: Recorder, optimizer: Any) -> None:
     with active.lock:
         _join(active, known, step, now)
     if not autograd.running():
-        if known.step.closure:
-            moments.closure_ends.happens(active, known.step)
-        moments.step_ends.happens(active, known.step)
+        if routine.stage == Stage.STEP:
+            routine.stage = Stage.NONE
+            moments.step_ends.passes(active, known.step)
+        else:
+            if known.step.closure:
+                moments.closure_ends.happens(active, known.step)
+            moments.step_ends.happens(active, known.step)
+            routine.learn(known, known.step.site)
         if now >= _optimizers.pulse_at or active.step <= moments.PULSES_FIRST:
-            _optimizers.pulse_at = now + moments.PULSE_S
+            _optimizers.pulses += 1
+            _optimizers.pulse_at = now + moments.until_pulse(_optimizers.pulses)
             moments.pulse.happens(active, known.step)
             active.tell_cost()
     if step == FIRST_STEPS:  # what it cost to look at each of them is told apart

@@ -62,6 +62,10 @@ class Pace:
         # Beyond the first steps, those that `full` names end in 99.
         return step & self._between != 0 and step > FIRST_STEPS and (step + 1) % 100 != 0
 
+    def next_after(self, step: int) -> int:
+        """The next step in which something may be looked at."""
+        return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.passes(n))
+
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
         """One tensor in how many is looked at in this step; 0 for none."""
         self._measure_steps(step)

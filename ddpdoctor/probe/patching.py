@@ -34,6 +34,7 @@ def around(
     after: After | None = None,
     lost: str = "",
     traced: bool = False,
+    only: Callable[[], bool] | None = None,
 ) -> None:
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
@@ -46,6 +47,7 @@ def around(
         lost: what is not observed when the hook fails, for the report.
         traced: torch.compile traces callers of this function: it must see the original, and
             compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
+        only: whether to look at the call at all.
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
@@ -54,7 +56,7 @@ def around(
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = recorder()
+        active = recorder() if only is None or only() else None
         token: Any = None
         failure: Exception | None = None
         run = run_hook

@@ -38,12 +38,16 @@ def classify(file: str) -> str:
 
 
 class Sites:
-    """Numbers for lines of code; a line is recorded when it is met first."""
+    """Numbers for lines of code; a line is recorded when it is met first.
+
+    Attributes:
+        kinds: what sort of code a file has, as far as it was asked.
+    """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
         # By strings: their hashes are kept, those of code objects are computed each time.
-        self._kinds: dict[str, str] = {}
+        self.kinds: dict[str, str] = {}
         self._numbers: dict[tuple[str, int, str], int] = {}
         # By identity and instruction: to find out the line takes longer than all else. The code
         # objects are kept, so that an identity means one of them.
@@ -97,7 +101,7 @@ class Sites:
     def user_frame(self, frame: FrameType | None) -> FrameType | None:
         """The innermost frame of the user's at or above `frame`, or else of a library."""
         library = None
-        kinds = self._kinds
+        kinds = self.kinds
         while frame is not None:
             kind = kinds.get(frame.f_code.co_filename) or self.kind(frame.f_code)
             if kind is USER:
@@ -114,9 +118,9 @@ class Sites:
     def kind_of(self, file: str) -> str:
         """What sort of code a file has."""
         try:
-            return self._kinds[file]
+            return self.kinds[file]
         except KeyError:
-            kind = self._kinds[file] = classify(file)
+            kind = self.kinds[file] = classify(file)
             return kind
 
     def number(self, code: CodeType, line: int) -> int:

@@ -13,10 +13,11 @@ from . import exchanges, models, moments
 from .holdings import Holding
 from .looks import Look
 from .models import Model
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Step, nothing
 from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
+from .routine import Routine, Stage, routine
 from .torch_private import exposed_seconds
 
 LOST = "which backwards synchronised"
@@ -29,13 +30,12 @@ AGAIN_AT = (9, 99, 999)
 class Contribution:
     """One backward into a model's gradients."""
 
-    __slots__ = ("blame", "forward_site", "reason", "sequence", "site", "synced", "touched")
+    __slots__ = ("blame", "forward_site", "reason", "site", "synced", "touched")
 
-    def __init__(self, site: int, synced: bool, touched: frozenset[int], sequence: int) -> None:
+    def __init__(self, site: int, synced: bool, touched: frozenset[int]) -> None:
         self.site = site
         self.synced = synced
         self.touched = touched
-        self.sequence = sequence
         self.reason = ""
         self.blame = -1
         self.forward_site = -1
@@ -82,27 +82,24 @@ def install() -> None:
     _off_sites.clear()
     around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
     around(torch.autograd, "grad", before=_functional, lost="gradients taken by autograd.grad")
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, routine=nothing, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, routine=nothing, lost=LOST)
+    moments.interrupted.subscribe(_interrupted, lost=LOST)
 
 
 def averaged(model: Model) -> bool | None:
     """Whether the last backward into a model's gradients averaged them; None where there was
     none since the last step."""
+    if routine.averaged(model):
+        return True
     sync = _syncs.get(model)
     if sync is None or not sync.contributions:
         return None
     return sync.contributions[-1].synced
-
-
-def backwards(model: Model) -> int:
-    """Backwards into the gradients that are there now."""
-    sync = _syncs.get(model)
-    return len(sync.contributions) if sync else 0
 
 
 def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,6 +111,7 @@ def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
+            routine.stop(active)
             _syncs[model].functional = active.site()
 
 
@@ -125,6 +123,19 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
     sync.off_site = -1 if sync.flag else _off_site(active, forward.wrapper)
+
+
+def _interrupted(active: Recorder, passed: Routine) -> None:
+    """A step that had been a routine one so far."""
+    assert passed.expected is not None
+    model, backward = passed.expected.model, passed.expected.backward
+    sync = _syncs[model]
+    sync.forwards, sync.flag = 1, True
+    sync.forward_site, sync.off_site = passed.expected.forward.site, -1
+    if passed.stage >= Stage.BACKWARD_DONE:
+        sync.after = model.gradients()
+        new = Contribution(backward.site, True, frozenset(model.sample))
+        _contribute(sync, backward, new, own_forward=True)
 
 
 def _off_site(active: Recorder, wrapper: Any) -> int:
@@ -170,7 +181,11 @@ def _contributed(sync: Sync, backward: Backward, look: Look, touched: frozenset[
     now = look.sequence_after
     communicated = look.communicated or now < 0
     own_forward = sync.forwards > 0
-    new = Contribution(backward.site, communicated and own_forward and sync.flag, touched, now)
+    new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
+    _contribute(sync, backward, new, own_forward)
+
+
+def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: bool) -> None:
     new.forward_site = sync.forward_site
     if new.synced:
         took = time.monotonic() - backward.began

@@ -71,8 +71,9 @@ class Tape:
         reduce_op: Any = None,
         root: int = -1,
         ranks: tuple[int, ...] = (),
+        moved: bool = True,
     ) -> int:
-        """Write a collective down; returns its number."""
+        """Write a collective down; returns its number. `moved`: see `RingWriter.begin`."""
         key: Key
         if tensor is None:
             key = (op, reduce_op, root, ranks)
@@ -88,7 +89,7 @@ class Tape:
         if not log.codes:
             log.first, log.step = index, self.ring.step
         log.codes += (signature, site)
-        number = self.ring.begin(group, index, signature, site, -1)
+        number = self.ring.begin(group, index, signature, site, -1, moved)
         if len(log.codes) >= 2 * BLOCK:
             self._fold(group, log)
         return number
@@ -213,19 +214,27 @@ class Tape:
         sites = self.active.sites
         if frame is None:
             return -1
-        frames = [frame]
-        outer = frame.f_back
+        stack = [id(frame.f_code), frame.f_lasti]
+        kinds, outer = sites.kinds, frame.f_back
+        while outer is not None and len(stack) < 2 * CALLERS:
+            code = outer.f_code
+            if (kinds.get(code.co_filename) or sites.kind(code)) is USER:
+                stack += (id(code), outer.f_lasti)
+            outer = outer.f_back
+        key = tuple(stack)
+        known = self._stacks.get(key)
+        if known is None:
+            known = self._stacks[key] = self._tell_stack(frame)
+        return known[0]
+
+    def _tell_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
+        frames, outer = [frame], frame.f_back
         while outer is not None and len(frames) < CALLERS:
-            if sites.kind(outer.f_code) is USER:
+            if self.active.sites.kind(outer.f_code) is USER:
                 frames.append(outer)
             outer = outer.f_back
-        stack = tuple([n for f in frames for n in (id(f.f_code), f.f_lasti)])
-        known = self._stacks.get(stack)
-        if known is None:
-            codes = [f.f_code for f in frames]
-            lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
-            known = self._stacks[stack] = (self._number(tuple(lines)), codes)
-        return known[0]
+        lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+        return self._number(tuple(lines)), [f.f_code for f in frames]
 
     def _number(self, lines: tuple[tuple[str, int, str], ...]) -> int:
         number = self._sites.get(lines)

@@ -93,7 +93,14 @@ def install() -> None:
         ),
     )
     moments.step_ends.subscribe(_step_ends, lost=LOST)
-    around(DistributedDataParallel, "_sync_buffers", before=_meeting, after=_met, lost=LOST)
+    around(
+        DistributedDataParallel,
+        "_sync_buffers",
+        before=_meeting,
+        after=_met,
+        lost=LOST,
+        only=_looking,
+    )
 
 
 def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
@@ -122,6 +129,10 @@ def _waited(seconds: float) -> None:
 
 waited = shielded("waits", _waited, LOST)
 """(seconds) The rank comes out of a collective that took so long."""
+
+
+def _looking() -> bool:
+    return _time.looking
 
 
 def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,25 +15,30 @@ from ddpdoctor.probe.reading import Place, Reading
 class Loop:
     """The moments of a loop over one loader, as the probe meets them."""
 
+    active: Any = SimpleNamespace(step=0)
+
     def __init__(self) -> None:
         self.reading = Reading(0, 0, Place(), None)
 
     def batch(self) -> Loop:
+        data._settle(self.active)
         if data._data.tried:
             data._evaluated()
         data._data.pending[self.reading] = None
+        data._data.moved = data._moved(self.active)
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
         if not (grad and training):
-            data._trial(None, None)  # type: ignore[arg-type]
+            data._trial(self.active, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:
-        data._trained()
+        self.active.step += 1
         return self
 
     def over(self) -> tuple[int, int]:
+        data._settle(self.active)
         data._evaluated()
         return self.reading.trained, self.reading.evaluated
 

@@ -1,0 +1,297 @@
+"""Steps that are like the ones before pass with less ado; nothing is recorded otherwise for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from sampling import inherited
+
+from ddpdoctor.events import Bypassed, CallBlock, CallRun, NonFinite, Site, StepDone, SyncPattern
+from ddpdoctor.findings import Report
+from ddpdoctor.probe import moments, routine
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.probe.routine import ALIKE, Routine, Stage
+from ddpdoctor.runfolder import EventWriter, Lines
+
+PROGRAM = """
+import contextlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+routine = sys.modules["ddpdoctor.probe.routine"]
+routine.FIRST = int(sys.argv[1])
+passed = 0
+
+
+def back(loss, **more):
+    loss.backward(**more)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x, fail=False):
+        if fail:
+            raise ValueError("a bad batch")
+        return self.b(self.norm(self.a(x)))
+
+
+def train(at, steps=12, late=8):
+    global passed
+    routine.forget()
+    torch.manual_seed(0)
+    model = DDP(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    other = nn.Linear(4, 1)
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        x = torch.randn(8, 4)
+        now = step == late
+        passed += routine.routine.expected is not None
+        if at == "collective" and step % 2:
+            dist.all_reduce(torch.ones(1))
+        if at == "evaluation" and step % 5 == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+        if at == "not finite" and now and rank:
+            x[1, 1] = float("nan")
+        optimizer.zero_grad()
+        if at == "forward fails" and now:
+            with contextlib.suppress(ValueError):
+                model(x, fail=True)
+            continue
+        with model.no_sync() if at == "no_sync" and now else contextlib.nullcontext():
+            loss = model(x).square().mean()
+            if at == "both in no_sync" and now:
+                back(loss)
+        if at == "two forwards" and now:
+            loss = loss + model(x).square().mean()
+        if at == "another backward" and now:
+            back(other(x).sum())
+        if at == "flag" and now:
+            model.require_backward_grad_sync = False
+        if at == "backward fails" and now:
+            hooked = loss.register_hook(lambda g: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                back(loss)
+            hooked.remove()
+            loss = model(x).square().mean()
+        if at == "functional" and now:
+            names = [p for p in model.parameters()]
+            for p, g in zip(names, torch.autograd.grad(loss, names)):
+                p.grad = g
+        elif at == "twice" and now:
+            back(loss, retain_graph=True)
+            back(loss)
+        elif at == "around the wrapper" and now:
+            back(loss)
+            back(model.module(x).square().mean())
+        else:
+            back(loss)
+        model.require_backward_grad_sync = True
+        if at == "no step" and now:
+            continue
+        if at == "step fails" and now:
+            hooked = optimizer.register_step_pre_hook(lambda *a: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step()
+            hooked.remove()
+            continue
+        optimizer.step()
+        if at == "another optimizer" and now:
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
+for at in sys.argv[2:]:
+    train(at)
+    dist.barrier()
+if rank == 0:
+    print("passed as routine:", passed, flush=True)
+dist.destroy_process_group()
+"""
+
+USUAL = ("", "collective", "evaluation")
+UNUSUAL = (
+    "no_sync", "two forwards", "another backward", "flag", "functional", "twice", "no step",
+    "around the wrapper", "step fails", "another optimizer", "forward fails", "not finite",
+)  # fmt: skip
+
+
+def recorded(folder: Path, rank: int) -> dict[str, Any]:
+    """What the run's record says that must not depend on how the steps passed."""
+    events = list(Lines(folder / f"rank-{rank}.jsonl").events())
+    lines = {e.id: e.line for e in events if isinstance(e, Site)}
+    blocks = {e.id: e.codes for e in events if isinstance(e, CallBlock)}
+    found: dict[str, Any] = {"calls": Counter(), "steps": Counter()}
+    for kind in (SyncPattern, Bypassed, NonFinite):
+        found[kind.__name__] = []
+    for event in events:
+        if isinstance(event, CallRun):
+            found["calls"][event.group] += event.repeat * len(blocks[event.block]) // 2
+        elif isinstance(event, StepDone):
+            found["steps"]["taken", event.optimizer] += event.count
+            found["steps"]["backwards", event.optimizer] += event.backwards
+            found["steps"]["synced", event.optimizer] += event.synced
+        elif isinstance(event, (SyncPattern, Bypassed, NonFinite)):
+            told = msgspec.structs.asdict(event)
+            for name in ("at", "backward_s", "exposed_s"):
+                told.pop(name, None)
+            told = {k: lines.get(v, v) if k.endswith("site") else v for k, v in told.items()}
+            found[type(event).__name__].append(told)
+    assert not any("ProbeTrouble" in type(e).__name__ for e in events)
+    return found
+
+
+def run(folder: Path, first: int, *variants: str) -> tuple[int, list[dict[str, Any]], list[Any]]:
+    script = folder / "train.py"
+    script.write_text(PROGRAM)
+    out = folder / f"run-{first}"
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpdoctor", "run", "--out", str(out), "--no-live",
+         "--nproc-per-node", "2", str(script), str(first), *variants],
+        cwd=folder, env=inherited(), capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert "passed as routine:" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    passed = int(done.stdout.partition("passed as routine:")[2].split()[0])
+    report = msgspec.json.decode((out / "findings.json").read_bytes(), type=Report)
+    findings = [
+        (f.code, f.severity, f.ranks, f.location and f.location.line, f.steps)
+        for f in report.findings
+    ]
+    return passed, [recorded(out, n) for n in range(2)], findings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.flaky(reruns=2)
+@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:6], UNUSUAL[6:]])
+def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> None:
+    passed, routine_record, routine_findings = run(tmp_path, 3, *variants)
+    never, record, findings = run(tmp_path, 10**9, *variants)
+    assert passed > 3 * len(variants)
+    assert never == 0
+    assert routine_record == record
+    assert routine_findings == findings
+
+
+# --- what is expected ---------------------------------------------------------------------------
+
+
+MODEL: Any = SimpleNamespace(number=0)
+OPTIMIZER: Any = SimpleNamespace(steps=10**6)
+
+
+@pytest.fixture
+def active(tmp_path: Path) -> Recorder:
+    return Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+
+
+def steps(watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER) -> bool:
+    for _ in range(count):
+        for part in trail or ((MODEL, 1), (MODEL, 2)):
+            watched.note(part)
+        watched.learn(optimizer, 3)
+    return watched.expected is not None
+
+
+def test_steps_alike_make_a_routine() -> None:
+    watched = Routine()
+    assert not steps(watched, ALIKE)
+    assert steps(watched, 1)
+
+
+@pytest.mark.parametrize(
+    "trail",
+    [
+        [(MODEL, 1)],
+        [(MODEL, 1), (MODEL, 2), (MODEL, 2)],
+        [(MODEL, 1), None],
+        [(MODEL, 1), (SimpleNamespace(number=1), 2)],
+        [None] * 1000,
+    ],
+)
+def test_nothing_else_does(trail: list[Any]) -> None:
+    assert not steps(Routine(), 100, *trail)
+
+
+def test_lines_that_take_turns_do_not() -> None:
+    watched = Routine()
+    for number in range(100):
+        assert not steps(watched, 1, (MODEL, 1), (MODEL, 2 + number % 2))
+
+
+def test_the_first_steps_are_all_looked_at() -> None:
+    optimizer = SimpleNamespace(steps=routine.FIRST - 1)
+    assert not steps(Routine(), 100, optimizer=optimizer)
+
+
+def test_a_program_that_deviates_often_is_looked_at(active: Recorder) -> None:
+    watched = Routine()
+    looked = 0
+    for _ in range(50):
+        while not steps(watched, 1):
+            looked += 1
+        for _ in range(10):  # then a step deviates
+            watched.stage = Stage.NONE
+        watched.stage = Stage.FORWARD
+        watched.stop(active)
+    assert looked > 50 * 40
+
+
+def test_a_pause_costs_no_trust() -> None:
+    watched = Routine()
+    steps(watched, ALIKE + 1)
+    watched.pause()
+    assert watched.expected is None
+    assert steps(watched, 1)
+
+
+def test_who_was_left_out_is_told_once_it_is_over(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    interrupted: moments.Moment[Routine] = moments.Moment("interrupted")
+    interrupted.subscribe(lambda active, passed: told.append(passed.stage))
+    monkeypatch.setattr(moments, "interrupted", interrupted)
+    for stage, expected in (
+        (Stage.NONE, []),
+        (Stage.FORWARD, []),
+        (Stage.FORWARD_DONE, [Stage.FORWARD_DONE]),
+        (Stage.BACKWARD_DONE, [Stage.BACKWARD_DONE]),
+        (Stage.STEP, [Stage.STEP]),
+    ):
+        watched = Routine()
+        steps(watched, ALIKE + 1)
+        watched.stage = stage
+        watched.stop(active)
+        assert told == expected
+        assert watched.expected is None
+        told.clear()
+
+
+def test_a_running_backward_goes_on_as_it_began(active: Recorder) -> None:
+    watched = Routine()
+    steps(watched, ALIKE + 1)
+    watched.stage = Stage.BACKWARD
+    watched.stop(active)
+    assert watched.expected is not None
+    watched.stage = Stage.BACKWARD_DONE
+    watched.settle(active)
+    assert watched.expected is None
