@@ -53,9 +53,9 @@ class SamplerRankMismatch(Check):
             yield self._tell(run, fault)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        refused = str(mine.evidence.get("refused", ""))
         if other.check == "first-failure":
-            return bool(refused) and refused in str(other.evidence)
+            refused = str(mine.evidence.get("refused", ""))
+            return bool(refused) and any(t in str(other.evidence) for t in refused.split(" / "))
         return other.check in ("uneven-batches", "sampler-padding-duplicates")
 
     def _refused(self, run: Run) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ class SamplerRankMismatch(Check):
             fix=FIX,
             fix_kind=FixKind.SAFE,
             evidence={
-                "refused": event.error,
+                "refused": " / ".join(dict.fromkeys(e.error for _, e in fatal)),
                 "num_replicas": event.replicas,
                 "rank": event.rank,
                 "world size": event.world_size,

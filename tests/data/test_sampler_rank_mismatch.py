@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import SITES, found, loader, prologue, run_of
 from recordings import make_run
@@ -76,20 +77,23 @@ def test_every_rank_evaluates_everything_on_purpose() -> None:
 
 
 def test_swapped_arguments_that_torch_refused() -> None:
-    text = "Invalid rank 2, rank should be in the interval [0, -1]"
+    texts = [f"Invalid rank 2, rank should be in the interval [0, {n}]" for n in (-1, 0)]
     events = {
         r: [
             *SITES,
             SamplerRefused(
-                at=0, site=1, error=text, replicas=r, rank=2, world_size=2, group_rank=r
+                at=0, site=1, error=texts[r], replicas=r, rank=2, world_size=2, group_rank=r
             ),
-            ExceptionRaised(at=0, kind="ValueError", message=text, frames=()),
+            ExceptionRaised(at=0, kind="ValueError", message=texts[r], frames=()),
         ]
         for r in range(2)
     }  # fmt: skip
     (finding,) = found(SamplerRankMismatch(), make_run(events, ended={0: 1, 1: 1}))
     assert "swapped" in finding.summary
     assert finding.location is not None and finding.location.line == 10
+    for text in texts:  # of whichever rank was the first to end
+        effect = msgspec.structs.replace(finding, check="first-failure", evidence={"said": text})
+        assert SamplerRankMismatch().explains(finding, effect)
 
 
 def test_a_refusal_that_the_program_caught() -> None:
