@@ -35,9 +35,8 @@ FORWARDS_WITHOUT_STEP = 3
 
 STEPS_BETWEEN = 12
 CHAIN_EVERY = 8
-CENSUSES, MOST_CENSUSES = 2, 6
-"""Searches for what grows where only the memory of the process does, and where losses are kept or
-the doctor is within its budget."""
+MOST_CENSUSES = 6
+"""Of all that there is; more only of what is at hand."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -152,10 +151,10 @@ def _sample(active: Recorder, now: float) -> None:
         return
     if _memory.taken % CHAIN_EVERY == 0:
         _look_for_chain(active)
-    kept = _alive() >= SUSPICIOUS_LOSSES
-    allowed = MOST_CENSUSES if kept or active.affordable() else CENSUSES
-    if not _memory.told and _memory.censuses < allowed and (kept or _grows()):
-        _look_for_holder(active)
+    if not _memory.told:
+        kept = _alive() >= SUSPICIOUS_LOSSES
+        if kept or _grows():
+            _look_for_holder(active, everywhere=kept or active.affordable())
 
 
 def _resident() -> int:
@@ -189,28 +188,28 @@ def _grows() -> bool:
     return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH and lasting
 
 
-def _look_for_holder(active: Recorder) -> None:
+def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
     progress = max(active.step, forwards.count())
-    if _memory.census_at < 0:
-        _memory.census, _memory.census_at = holders.census(), progress
-        _memory.censuses += 1
-        return
+    first = _memory.census_at < 0
     steps = progress - _memory.census_at
-    if steps < max(STEPS_BETWEEN, _memory.census_at // 4):
+    if not first and steps < max(STEPS_BETWEEN, _memory.census_at // 4):
         return
-    _memory.censuses += 1
-    now = holders.census()
+    if everywhere and _memory.censuses < MOST_CENSUSES:
+        _memory.censuses += 1
+        now = holders.census()
+    else:
+        now = holders.census(holders.at_hand(sys._getframe(1), active.sites))
+    before, _memory.census, _memory.census_at = _memory.census, now, progress
     grown = {
         key: more
         for key, held in now.items()
-        if key in _memory.census
-        and held.kind == _memory.census[key].kind
-        and (more := held.length - _memory.census[key].length) >= steps // 2
+        if key in before
+        and held.kind == before[key].kind
+        and (more := held.length - before[key].length) >= steps // 2
     }
     if grown:
         key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
         _tell(active, key, now[key], grown[key], steps)
-    _memory.census, _memory.census_at = now, progress
 
 
 def _look_for_chain(active: Recorder) -> None:

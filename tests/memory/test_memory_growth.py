@@ -132,22 +132,28 @@ class Keeper:
         self.kept.append(thing)
 
 
-def test_what_grows_is_named_with_its_line() -> None:
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe import holders
     from ddpdoctor.probe.sites import Sites
+
+    sites = Sites(lambda event: None)
+
+    def census() -> dict[int, holders.Held]:
+        return holders.census(None if everywhere else holders.at_hand(sys._getframe(1), sites))
 
     keeper = Keeper()
     weight = torch.ones(3, requires_grad=True)
     for _ in range(20):
         keeper.keep((weight * 2).sum())
-    before = holders.census()
+    before = census()
     for _ in range(20):
         keeper.keep((weight * 2).sum())
-    after = holders.census()
+    after = census()
     (key,) = [k for k in after if k in before and after[k].length - before[k].length == 20]
     assert after[key].graphs
-    name, frame = holders.name_of(key, sys._getframe(), Sites(lambda event: None))
+    name, frame = holders.name_of(key, sys._getframe(), sites)
     assert name == "keeper.kept"
     assert frame is not None
     with open(__file__) as source:
