@@ -13,7 +13,16 @@ import msgspec
 import pytest
 from sampling import inherited
 
-from ddpdoctor.events import Bypassed, CallBlock, CallRun, NonFinite, Site, StepDone, SyncPattern
+from ddpdoctor.events import (
+    Bypassed,
+    CallBlock,
+    CallRun,
+    NonFinite,
+    Site,
+    StepDone,
+    SyncPattern,
+    UnusedParameters,
+)
 from ddpdoctor.findings import Report
 from ddpdoctor.probe import moments, routine
 from ddpdoctor.probe.recorder import Recorder
@@ -45,10 +54,10 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
 
-    def forward(self, x, fail=False):
+    def forward(self, x, fail=False, whole=True):
         if fail:
             raise ValueError("a bad batch")
-        return self.b(self.norm(self.a(x)))
+        return self.b(self.norm(self.a(x))) if whole else self.norm(self.a(x))
 
 
 def train(at, steps=12, late=8):
@@ -77,10 +86,15 @@ def train(at, steps=12, late=8):
             with contextlib.suppress(ValueError):
                 model(x, fail=True)
             continue
-        with model.no_sync() if at == "no_sync" and now else contextlib.nullcontext():
-            loss = model(x).square().mean()
+        with model.no_sync() if at.endswith("no_sync") and now else contextlib.nullcontext():
+            try:
+                loss = model(x, whole=not (at == "a part unused" and now)).square().mean()
+            except RuntimeError:  # torch notices in the next step
+                break
             if at == "both in no_sync" and now:
                 back(loss)
+                optimizer.step()
+                continue
         if at == "two forwards" and now:
             loss = loss + model(x).square().mean()
         if at == "another backward" and now:
@@ -129,9 +143,13 @@ dist.destroy_process_group()
 
 USUAL = ("", "collective", "evaluation")
 UNUSUAL = (
-    "no_sync", "two forwards", "another backward", "flag", "functional", "twice", "no step",
-    "around the wrapper", "step fails", "another optimizer", "forward fails", "not finite",
+    "no_sync", "both in no_sync", "a part unused", "two forwards", "another backward", "flag",
+    "functional", "twice", "no step", "around the wrapper", "step fails", "another optimizer",
+    "forward fails", "not finite",
 )  # fmt: skip
+
+
+TOLD = (SyncPattern, Bypassed, NonFinite, UnusedParameters)
 
 
 def recorded(folder: Path, rank: int) -> dict[str, Any]:
@@ -140,7 +158,7 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
     lines = {e.id: e.line for e in events if isinstance(e, Site)}
     blocks = {e.id: e.codes for e in events if isinstance(e, CallBlock)}
     found: dict[str, Any] = {"calls": Counter(), "steps": Counter()}
-    for kind in (SyncPattern, Bypassed, NonFinite):
+    for kind in TOLD:
         found[kind.__name__] = []
     for event in events:
         if isinstance(event, CallRun):
@@ -149,7 +167,7 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
             found["steps"]["taken", event.optimizer] += event.count
             found["steps"]["backwards", event.optimizer] += event.backwards
             found["steps"]["synced", event.optimizer] += event.synced
-        elif isinstance(event, (SyncPattern, Bypassed, NonFinite)):
+        elif isinstance(event, TOLD):
             told = msgspec.structs.asdict(event)
             for name in ("at", "backward_s", "exposed_s"):
                 told.pop(name, None)
@@ -181,11 +199,11 @@ def run(folder: Path, first: int, *variants: str) -> tuple[int, list[dict[str, A
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:6], UNUSUAL[6:]])
+@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:7], UNUSUAL[7:]])
 def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> None:
     passed, routine_record, routine_findings = run(tmp_path, 3, *variants)
     never, record, findings = run(tmp_path, 10**9, *variants)
-    assert passed > 3 * len(variants)
+    assert passed > 2 * len(variants)
     assert never == 0
     assert routine_record == record
     assert routine_findings == findings

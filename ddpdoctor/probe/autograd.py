@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from . import models, moments
+from .gradients import versions
 from .looks import Look
 from .models import Model
 from .moments import Backward
@@ -113,7 +114,7 @@ def _begins_as_usual(
     backward.number, backward.roots, backward.frame = _state.count, roots, frame
     backward.began, backward.error = time.monotonic(), None
     backward.synced.clear()
-    step.sequence = _collectives(step.model)
+    step.sequence, step.before = _collectives(step.model), _first_gradient(step.model)
     routine.stage = Stage.BACKWARD
     moments.backward_begins.passes(active, backward)
     backward.frame = None
@@ -121,17 +122,18 @@ def _begins_as_usual(
 
 
 def _ends_as_usual(active: Recorder, step: Expected) -> None:
-    """The model's group communicated: its gradients are there, and were averaged. If not, the
-    backward was of something else, and the model's own is still to come."""
+    """The model's gradients are there, and were averaged if its group communicated. If neither is
+    so, the backward was of something else, and the model's own is still to come."""
     backward, model = step.backward, step.model
     averaged = _collectives(model) != step.sequence
     backward.nested = _state.nested
     _state.count += 1
     _state.step = active.step
     if averaged:
-        routine.stage = Stage.BACKWARD_DONE
         backward.synced.add(model.number)
         _state.synced += 1
+    if averaged or _first_gradient(model) != step.before:
+        routine.stage = Stage.BACKWARD_DONE
         model.reached(active.step)
         model.answered()
     else:
@@ -140,6 +142,10 @@ def _ends_as_usual(active: Recorder, step: Expected) -> None:
     moments.backward_ends.passes(active, backward)
     backward.roots = ()
     routine.settle(active, broken=not averaged)
+
+
+def _first_gradient(model: Model) -> list[tuple[int, int]]:
+    return versions(model.sampled[:1])
 
 
 def _collectives(model: Model) -> int:

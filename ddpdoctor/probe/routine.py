@@ -8,7 +8,7 @@ has happened in this step so far, and the rest of it is looked at as any other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import moments
@@ -44,7 +44,8 @@ class Expected:
 
     Attributes:
         forward, backward: the same objects for every such step. `backward.looks` is empty.
-        sequence: torch's count of the group's collectives before the backward.
+        sequence: torch's count of the group's collectives before the backward; before: identity
+            and version of the first gradient then.
     """
 
     model: Model
@@ -52,6 +53,7 @@ class Expected:
     forward: Forward
     backward: Backward
     sequence: int = -1
+    before: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Routine:
@@ -125,7 +127,9 @@ class Routine:
     def averaged(self, model: Model) -> bool:
         """Whether the gradients of a model were averaged in this step, if it is a routine one."""
         step = self.expected
-        return self.stage >= Stage.BACKWARD_DONE and step is not None and step.model is model
+        if step is None or step.model is not model or self.stage < Stage.BACKWARD_DONE:
+            return False
+        return model.number in step.backward.synced
 
 
 routine = Routine()

@@ -134,7 +134,8 @@ def _interrupted(active: Recorder, passed: Routine) -> None:
     sync.forward_site, sync.off_site = passed.expected.forward.site, -1
     if passed.stage >= Stage.BACKWARD_DONE:
         sync.after = model.gradients()
-        new = Contribution(backward.site, True, frozenset(model.sample))
+        averaged = model.number in backward.synced
+        new = Contribution(backward.site, averaged, frozenset(model.sample))
         _contribute(sync, backward, new, own_forward=True)
 
 
