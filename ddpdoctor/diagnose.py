@@ -160,7 +160,7 @@ def row(rank: Rank) -> RankState:
         state=rank.state,
         exit_code=rank.exit_code,
         signal=rank.signal,
-        steps=rank.steps,
+        steps=rank.steps_in_turn,
         step_time_s=rank.step_time(),
         last=_last_thing(rank),
     )

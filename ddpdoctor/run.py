@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal as signals
 import statistics
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -149,13 +150,32 @@ class Rank(Facts):
         """The default process group, once this rank has it."""
         return next((g for g in self.of(GroupReady) if g.group == 0), None)
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps, of the optimizer that took the most."""
-        told = max((e.step + 1 for e in self.of(StepDone)), default=0)
+    def steps_of(self, optimizer: int) -> int:
+        """Steps of one optimizer."""
+        told = max((e.step + 1 for e in self.of(StepDone) if e.optimizer == optimizer), default=0)
         # The last ones may not be on record; the ring counts those of all optimizers.
         only = len(self.of(OptimizerSeen)) == 1 and self.ring is not None
         return max(told, self.ring.step) if only and self.ring else told
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, of the optimizer that took the most."""
+        known = {e.optimizer for e in self.of(OptimizerSeen)}
+        known |= {e.optimizer for e in self.of(StepDone)}
+        return max(map(self.steps_of, known), default=0)
+
+    @property
+    def steps_in_turn(self) -> int:
+        """The same, where optimizers follow each other of each of them: the length of the run."""
+        spans: dict[int, list[float]] = {}
+        for event in self.of(StepDone):
+            spans.setdefault(event.optimizer, [event.at, event.at])[1] = event.at
+        total, most, end = 0, 0, -math.inf
+        for optimizer, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+            if first > end:
+                total, most = total + most, 0
+            most, end = max(most, self.steps_of(optimizer)), max(end, last)
+        return total + most if spans else self.steps
 
     @property
     def exception(self) -> ExceptionRaised | None:

@@ -15,6 +15,23 @@ def test_steps_that_were_joined_count_each() -> None:
     assert run.ranks[0].step_time() == pytest.approx(0.02)
 
 
+def took(optimizer: int, count: int, since: float) -> list[StepDone]:
+    """So many steps of a second each."""
+    return [
+        StepDone(at=1000 + since + n, optimizer=optimizer, step=n, site=-1, wall_s=1.0)
+        for n in range(count)
+    ]
+
+
+def test_a_run_is_as_long_as_its_optimizers_in_turn() -> None:
+    together = [*took(0, 30, since=0.0), *took(1, 10, since=5.5)]
+    later = [*took(2, 20, since=100.0), *took(3, 5, since=200.0)]
+    rank = make_run({0: sorted(together + later, key=lambda e: e.at)}).ranks[0]
+    assert [rank.steps_of(n) for n in range(4)] == [30, 10, 20, 5]
+    assert rank.steps == 30
+    assert rank.steps_in_turn == 30 + 20 + 5
+
+
 def test_the_ranks_that_are_not_as_most_others() -> None:
     groups = equal_ranks({0: "a", 1: "b", 2: "a", 3: "a"})
     assert groups == [(0, 2, 3), (1,)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import StepDone, UnusedParameters
 from ddpdoctor.run import Rank, Run
@@ -68,10 +68,12 @@ def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, s
     return None
 
 
-def steps_with(rank: Rank, model: int) -> Iterator[int]:
-    """Steps in which parameters of the model were unused (the set is recorded when it changes)."""
+def steps_with(rank: Rank, model: int, unused: Iterable[int] = ()) -> Iterator[int]:
+    """Steps in which parameters of the model were unused, `unused` among them if given (the set is
+    recorded when it changes)."""
+    wanted = set(unused)
     changes = sets_of(rank, model)
     last = max([e.step for e in rank.of(StepDone)] + [c.step for c in changes], default=0)
     for change, after in zip(changes, [*changes[1:], None], strict=False):
-        if change.indices:
+        if change.indices and wanted.issubset(change.indices):
             yield from range(change.step, after.step if after else last + 1)

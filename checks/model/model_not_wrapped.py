@@ -80,7 +80,7 @@ class ModelNotWrapped(Check):
         kind = event.kind or _loose(len(event.parameters))
         bad = severity is Severity.ERROR
         spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
-        steps = max(r.steps for r in alike)
+        steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
         return self.finding(
             severity=severity,

@@ -76,7 +76,9 @@ class UnusedParameter(Check):
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
-            steps=Steps.of(s for r in seen for s in graphs.steps_with(r, model)),
+            steps=Steps.of(
+                s for r, e in seen.items() for s in graphs.steps_with(r, model, e.indices)
+            ),
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),
             label=why,

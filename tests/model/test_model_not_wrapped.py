@@ -31,6 +31,12 @@ def test_ranks_that_apply_their_own_gradients():
     assert found.evidence["parameters differ at"] == [1]
 
 
+def test_only_its_own_steps_count():
+    events = {r: [*loose(state(0, 10 + r, 7)), *steps(50, optimizer=1)] for r in (0, 1)}
+    (found,) = CHECK.examine(make_run(events))
+    assert (found.steps.first, found.steps.count) == (0, 9)
+
+
 def test_one_step_is_enough():
     assert codes(make_run({r: loose(state(0, 10 + r, 7)) for r in (0, 1)}), CHECK) == [
         "DDP305 error"

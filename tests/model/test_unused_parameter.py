@@ -67,6 +67,12 @@ def test_the_steps_end_where_the_set_is_empty_again():
     assert (found.steps.first, found.steps.last, found.steps.count) == (0, 2, 3)
 
 
+def test_steps_in_which_others_are_unused_in_their_stead_do_not_count():
+    events = [unused([4, 5]), *steps(3), unused([0], backward=4, step=3), *steps(5, first=3)]
+    (found,) = find(*events)
+    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 2, 3)
+
+
 def test_a_model_all_of_whose_parameters_are_used():
     assert find(unused([]), use(9), *steps(9)) == []
 
