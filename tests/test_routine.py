@@ -24,7 +24,7 @@ from ddpdoctor.events import (
     UnusedParameters,
 )
 from ddpdoctor.findings import Report
-from ddpdoctor.probe import moments, routine
+from ddpdoctor.probe import forwards, modules, moments, routine
 from ddpdoctor.probe.recorder import Recorder
 from ddpdoctor.probe.routine import ALIKE, Routine, Stage
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -207,6 +207,17 @@ def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> No
     assert never == 0
     assert routine_record == record
     assert routine_findings == findings
+
+
+def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [7]
+    monkeypatch.setattr(modules, "registrations", lambda: made[0])
+    assert forwards._due(1000), "made before the first look"
+    assert not forwards._due(1000)
+    made[0] += 1
+    assert forwards._due(1001)
+    assert not forwards._due(1002)
+    assert forwards._due(1024), "looked at in any case"
 
 
 # --- what is expected ---------------------------------------------------------------------------

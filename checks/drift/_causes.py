@@ -167,17 +167,22 @@ def reloads(group: Replicas, what: str, after: float) -> bool:
     )
 
 
-def unknown(group: Replicas, moment: str) -> Cause:
+def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     """Nothing that was seen explains it."""
     nodes = {m.rank.node for m in group.members.values()}
     suspects = "memory or a processor that computes wrong, or kernels that are not deterministic"
     if len(nodes) > 1:
         suspects += f" (the ranks are on {len(nodes)} nodes)"
+    text = f"nothing that was seen explains it: {moment}"
+    fix = "look for code under `if rank == ...` that touches the model; if there is none, run the "
+    fix += "same step twice on the ranks that differ and compare"
+    if unseen := found.unseen:
+        text += f", but of the steps {unseen[0]} to {found.first} only the last was looked at"
+        fix = "run it again with `--every 1`: then every step is looked at, and what sets the "
+        fix += "ranks apart is told with its line; look for code under `if rank == ...`"
     return Cause(
-        text=f"nothing that was seen explains it: {moment}; suspects are code that runs on some "
-        f"ranks only, {suspects}",
-        fix="look for code under `if rank == ...` that touches the model; if there is none, run "
-        "the same step twice on the ranks that differ and compare",
+        text=f"{text}; suspects are code that runs on some ranks only, {suspects}",
+        fix=fix,
         label="applied here",
         known=False,
     )

@@ -94,6 +94,13 @@ class Divergence:
     def first(self) -> int:
         return self.keys[0]
 
+    @property
+    def unseen(self) -> range:
+        """The steps between the last one at which they were equal and the first at which they
+        were not: it may have begun in any of them."""
+        known = self.point == "step" and self.before >= 0
+        return range(self.before + 1, self.first if known else self.before + 1)
+
 
 def replicas(run: Run) -> list[Replicas]:
     """Every model and optimizer that two ranks or more hold in equal copies."""

@@ -49,7 +49,11 @@ class GradScalerSkew(Check):
                     yield finding
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        later = ("parameter-drift", "gradient-drift", "optimizer-state-drift", "buffer-drift")
+        # A rank that skips is a step behind from then on, with its schedule too.
+        later = (
+            "parameter-drift", "gradient-drift", "optimizer-state-drift", "buffer-drift",
+            "hyperparameter-skew",
+        )  # fmt: skip
         if other.check not in later:
             return False
         return not other.steps or not mine.steps or other.steps.first >= mine.steps.first
@@ -97,7 +101,8 @@ class GradScalerSkew(Check):
         else:
             skipping = [n for n, v in values.items() if v]
             summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
-            cause = "the ranks' gradients are infinite on some ranks only: they were not averaged"
+            cause = "gradients are infinite on some ranks only: they were not averaged, or were "
+            cause += "changed on some ranks after that"
         if set_by_hand is not None:
             related = (Related("steps with it", location),) if location else ()
             location, how = set_by_hand

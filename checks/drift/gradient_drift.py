@@ -67,7 +67,7 @@ class GradientDrift(Check):
             **_causes.told(group, found, cause),
             summary=f"gradients of {_causes.some(found.names)} differ "
             f"{_causes.between(found.split, run)}{_causes.largest(group, found)} "
-            f"when the optimizer steps, first at step {found.first}",
+            f"when the optimizer steps, first {'seen ' * bool(found.unseen)}at step {found.first}",
             evidence=_causes.evidence(group, found) | cause.evidence,
         )
 
@@ -90,4 +90,4 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     hook = group.any.seen.hook
     seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
-    return _causes.unknown(group, f"{seen}, and no edit by hand was seen on any rank")
+    return _causes.unknown(group, found, f"{seen}, and no edit by hand was seen on any rank")

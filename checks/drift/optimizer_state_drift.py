@@ -75,7 +75,7 @@ class OptimizerStateDrift(Check):
         if cause is None:
             if _gradients_differ(group, first):
                 return
-            cause = _causes.unknown(group, "gradients agree, no state was loaded")
+            cause = _causes.unknown(group, first, "gradients agree, no state was loaded")
             if own := _of_its_own(group, parted):
                 cause = replace(
                     cause,

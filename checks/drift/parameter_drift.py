@@ -128,7 +128,10 @@ class ParameterDrift(Check):
         cause: Cause,
         severity: Severity = Severity.ERROR,
     ) -> Finding:
-        when = {"step": f"from step {found.first} on", "eval": "at evaluation", "end": "at the end"}
+        begun = f"step {found.first}"
+        if unseen := found.unseen:
+            begun = f"some step between {unseen[0]} and {found.first}"
+        when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
         told = _causes.told(group, found, cause)
         if found.point != "step":
             told["steps"] = None
@@ -152,5 +155,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
     differ = divergence(group, "gradients") is not None
     agree = "differ too" if differ else "agree at the steps compared"
     place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
-    cause = _causes.unknown(group, f"gradients {agree}, {place} on {ranks_text(found.minority)}")
+    cause = _causes.unknown(
+        group, found, f"gradients {agree}, {place} on {ranks_text(found.minority)}"
+    )
     return replace(cause, evidence={"gradients": agree})

@@ -195,9 +195,8 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
 def _forward_failed(active: Recorder, forward: Forward) -> None:
     if "finished reduction in the prior iteration" in str(forward.error):
         watch = _watches[forward.model]
-        _look_at_flags(active, forward.model, watch)
-        frozen = [c for c in watch.found if c.kind == "frozen"]
-        for change in frozen:
+        _look_whole(active, forward.model, watch)
+        for change in list(watch.found):
             _tell(active, forward.model, watch, change, communicated=False)
 
 

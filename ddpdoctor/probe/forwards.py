@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from . import models, moments
+from . import models, modules, moments
 from .models import Model
 from .moments import Forward
 from .patching import around, hide_hooks
@@ -24,6 +24,7 @@ class _Forwards:
         self.inside = 0
         self.count = 0
         self.seconds = 0.0
+        self.registrations = 0
 
 
 _state = _Forwards()
@@ -124,10 +125,18 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     moments.forward_begins.happens(active, forward)
     if not (grad_enabled and wrapper.training):
         moments.trial_begins.happens(active, forward)
-    if grad_enabled and moments.looked_at(number):
+    if grad_enabled and _due(number):
         moments.forward_due.happens(active, forward)
     forward.frame = None
     return forward, time.monotonic()
+
+
+def _due(number: int) -> bool:
+    """Whether a model's forward of that number is looked at closely: also where parameters were
+    made since the last one, which may be the model's."""
+    made = modules.registrations()
+    new, _state.registrations = made != _state.registrations, made
+    return new or moments.looked_at(number)
 
 
 def _as_usual(step: Expected, model: Model, site: int) -> bool:
@@ -149,7 +158,7 @@ def _begins_as_usual(
     forward.model.began(forward, active.step)
     _state.inside += 1
     moments.forward_begins.passes(active, forward)
-    if moments.looked_at(number):
+    if _due(number):
         moments.forward_due.happens(active, forward)
     forward.frame = None
     return forward, time.monotonic()

@@ -128,7 +128,8 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             _state.suspect = _diagnose(active, backward, root)
             _judging.wake()
         return
-    if (_state.backwards < ALWAYS or active.affordable()) and not compiling():
+    asked = active.every > 0 and active.step % active.every == 0
+    if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
         _state.backwards += 1
         _watch_gradients(active, backward)
 

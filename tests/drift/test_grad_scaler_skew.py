@@ -1,9 +1,11 @@
 """DDP406 on literal events."""
 
+import msgspec
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from replicas import LINE, OTHER, run_of
 
 from ddpdoctor.events import ScalerStep
+from ddpdoctor.findings import Steps
 
 
 def scale(call, value, skipped=False, set_site=-1):
@@ -29,6 +31,11 @@ def test_a_step_that_one_rank_skips():
     run = run_of({0: [scale(0, 8.0), scale(2, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, count=8)
     (finding,) = GradScalerSkew().examine(run)
     assert "rank 0 skips scaler step 2" in finding.summary
+    for check, first in (("hyperparameter-skew", 2), ("parameter-drift", 5)):
+        behind = msgspec.structs.replace(finding, check=check, steps=Steps(first, 7, 1))
+        assert GradScalerSkew().explains(finding, behind), "it is a step behind from then on"
+    before = msgspec.structs.replace(finding, check="hyperparameter-skew", steps=Steps(1, 7, 7))
+    assert not GradScalerSkew().explains(finding, before)
 
 
 def test_a_rank_that_has_not_got_there_yet_is_not_compared():

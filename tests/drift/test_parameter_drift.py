@@ -39,6 +39,20 @@ def test_the_tensor_the_step_and_the_rank_are_named():
     assert "nothing that was seen explains it" in finding.cause
 
 
+@pytest.mark.parametrize(
+    ("second", "text"), [(1, "from step 1 on"), (16, "from some step between 1 and 16 on")]
+)
+def test_where_steps_were_not_looked_at_it_may_have_begun_in_any_of_them(second, text):
+    ranks = {
+        n: [digests("parameters", {0: SAME[0], second: (APART if n == 2 else SAME)[1]})]
+        for n in range(4)
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert text in finding.summary
+    assert ("--every 1" in finding.fix) is (second > 1)
+    assert ("only the last was looked at" in finding.cause) is (second > 1)
+
+
 def test_a_load_on_one_rank_is_the_cause():
     ranks = {0: [load(), digests("parameters", APART)], 1: [digests("parameters", SAME)]}
     (finding,) = ParameterDrift().examine(run_of(ranks))
