@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from . import __version__
@@ -160,10 +161,24 @@ def row(rank: Rank) -> RankState:
         state=rank.state,
         exit_code=rank.exit_code,
         signal=rank.signal,
-        steps=rank.steps_in_turn,
+        steps=steps_in_turn(rank),
         step_time_s=rank.step_time(),
         last=_last_thing(rank),
     )
+
+
+def steps_in_turn(rank: Rank) -> int:
+    """Optimizer steps, of the optimizer that took the most; where optimizers follow each other, of
+    each of them."""
+    spans: dict[int, list[float]] = {}
+    for event in rank.of(StepDone):
+        spans.setdefault(event.optimizer, [event.at, event.at])[1] = event.at
+    total, most, end = 0, 0, -math.inf
+    for optimizer, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if first > end:
+            total, most = total + most, 0
+        most, end = max(most, rank.steps_of(optimizer)), max(end, last)
+    return total + most if spans else rank.steps
 
 
 def _last_thing(rank: Rank) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal as signals
 import statistics
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -163,19 +162,6 @@ class Rank(Facts):
         known = {e.optimizer for e in self.of(OptimizerSeen)}
         known |= {e.optimizer for e in self.of(StepDone)}
         return max(map(self.steps_of, known), default=0)
-
-    @property
-    def steps_in_turn(self) -> int:
-        """The same, where optimizers follow each other of each of them: the length of the run."""
-        spans: dict[int, list[float]] = {}
-        for event in self.of(StepDone):
-            spans.setdefault(event.optimizer, [event.at, event.at])[1] = event.at
-        total, most, end = 0, 0, -math.inf
-        for optimizer, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-            if first > end:
-                total, most = total + most, 0
-            most, end = max(most, self.steps_of(optimizer)), max(end, last)
-        return total + most if spans else self.steps
 
     @property
     def exception(self) -> ExceptionRaised | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from recordings import make_run
 
+from ddpdoctor.diagnose import steps_in_turn
 from ddpdoctor.events import StepDone
 from ddpdoctor.run import equal_ranks, odd_ones
 
@@ -29,7 +30,7 @@ def test_a_run_is_as_long_as_its_optimizers_in_turn() -> None:
     rank = make_run({0: sorted(together + later, key=lambda e: e.at)}).ranks[0]
     assert [rank.steps_of(n) for n in range(4)] == [30, 10, 20, 5]
     assert rank.steps == 30
-    assert rank.steps_in_turn == 30 + 20 + 5
+    assert steps_in_turn(rank) == 30 + 20 + 5
 
 
 def test_the_ranks_that_are_not_as_most_others() -> None:
