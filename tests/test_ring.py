@@ -59,6 +59,20 @@ def test_every_movement_is_progress(tmp_path: Path) -> None:
     assert seen == sorted(set(seen))
 
 
+def test_what_a_phase_tells_at_once_is_not_told_twice(tmp_path: Path) -> None:
+    writer = RingWriter(tmp_path / "r")
+    call = writer.begin(0, 0, 3, 4, -1, moved=False)
+    before = read_ring(tmp_path / "r")
+    writer.phase(Phase.BACKWARD, 7)
+    after = read_ring(tmp_path / "r")
+    assert before is not None and after is not None
+    assert (before.calls[0].inside, after.last_calls[0].inside) == (True, True)
+    assert (after.count, after.progress - before.progress) == (1, 1)
+    writer.mark(call, State.DONE, moved=False)
+    ended = read_ring(tmp_path / "r")
+    assert ended is not None and ended.last_calls[0].state is State.DONE
+
+
 def test_it_survives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "r.ring"
     pid = os.fork()
