@@ -256,13 +256,16 @@ def _split(
 
 
 def distances(group: Replicas, found: Divergence) -> dict[int, float]:
-    """By step: the largest distance of two copies over the norm, where it was measured."""
+    """By step in which they differ: the largest distance of two copies over the norm, where it was
+    measured."""
     kind = found.kind
+    steps = set(found.keys) if found.point == "step" else None
     sketches: dict[int, dict[int, Sketch]] = {}
     for number, member in group.members.items():
         for event in member.rank.of(Sketch):
             same = (event.model, event.optimizer) == (member.model, member.optimizer)
-            if same and event.kind == kind and event.step >= found.first:
+            apart = event.step >= found.first if steps is None else event.step in steps
+            if same and event.kind == kind and apart:
                 sketches.setdefault(event.step, {})[number] = event
     # Ranks that agree have no distance: it takes one of each side.
     sides = [set(side) for side in found.split]

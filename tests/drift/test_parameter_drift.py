@@ -72,8 +72,8 @@ def test_an_edit_on_one_rank_is_the_cause():
 
 def test_size_and_growth_are_told():
     ranks = {
-        0: [digests("parameters", SAME), sketch(1, 1.0), sketch(2, 1.0)],
-        1: [digests("parameters", APART), sketch(1, 1.1), sketch(2, 2.0)],
+        0: [digests("parameters", SAME), sketch(1, 1.0), sketch(2, 1.0), sketch(7, 1.0)],
+        1: [digests("parameters", APART), sketch(1, 1.1), sketch(2, 2.0), sketch(7, 1.0)],
     }
     (finding,) = ParameterDrift().examine(run_of(ranks))
     assert finding.evidence["relative_distance_by_step"] == {1: "0.01", 2: "0.1"}
