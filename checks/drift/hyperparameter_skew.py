@@ -221,6 +221,15 @@ def _why(
         spot = members[stepping[0]].rank.location(call.site)
         label = f"only {ranks_do(stepping, 'come')} here"
         return spot, label, text, related, SCHEDULE_ALIKE
+    alike = len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls.values()}) == 1
+    plateau = any("Plateau" in c.kind for mine in calls.values() for c in mine)
+    if by_hand is not None and alike and not plateau:
+        call = calls[stepping[0]][-1]
+        scheduled = members[stepping[0]].rank.location(call.site)
+        beside = (Related(f"{call.kind} stepped here", scheduled),) if scheduled else ()
+        text = f"{option} is set by hand besides, and all ranks step {call.kind} alike"
+        label = "set here, not alike on all ranks"
+        return by_hand, label, text, (*related, *beside), SET_ALIKE
     if stepping:
         call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
         spot = members[stepping[0]].rank.location(call.site)

@@ -95,6 +95,16 @@ def test_an_option_set_by_hand_points_at_the_line_that_sets_it():
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 9, 6)
 
 
+def test_a_rate_set_by_hand_beside_a_scheduler_that_all_ranks_step():
+    by_hand = Hyperparameters(
+        at=0, optimizer=0, step=4, groups=({"lr": 0.05},), site=STEP, set_sites={"lr": STEP}
+    )
+    for others, line in (([scheduled()], 40), ([scheduled(), scheduled()], 33)):
+        run = run_of({0: [rate(0, 0.1), *others], 1: [rate(0, 0.1), scheduled(), by_hand]})
+        (finding,) = HyperparameterSkew().examine(run)
+        assert finding.location.line == line
+
+
 def test_steps_end_where_the_values_agree_again():
     other = rate(4, 0.2), rate(6, 0.3)
     run = run_of({0: [rate(0, 0.1), *other], 1: [rate(0, 0.1), rate(6, 0.3)]})
