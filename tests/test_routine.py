@@ -277,8 +277,6 @@ def test_a_program_that_deviates_often_is_looked_at(active: Recorder) -> None:
     for _ in range(50):
         while not steps(watched, 1):
             looked += 1
-        for _ in range(10):  # then a step deviates
-            watched.stage = Stage.NONE
         watched.stage = Stage.FORWARD
         watched.stop(active)
     assert looked > 50 * 40

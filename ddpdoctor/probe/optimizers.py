@@ -140,7 +140,8 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
     closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
     known = _find(optimizer)
     if known is None:
-        _tell_steps(active)
+        with active.lock:
+            _tell_steps(active)
         known = _optimizers.known[optimizer] = Optimizer(_optimizers.count, optimizer)
         _optimizers.count += 1
         _tell_seen(active, optimizer, known)
