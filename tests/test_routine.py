@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from sampling import inherited
 
 from ddpdoctor.events import (
@@ -25,6 +26,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.findings import Report
 from ddpdoctor.probe import forwards, modules, moments, routine
+from ddpdoctor.probe.models import Model
 from ddpdoctor.probe.recorder import Recorder
 from ddpdoctor.probe.routine import ALIKE, Routine, Stage
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -223,7 +225,7 @@ def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.Mon
 # --- what is expected ---------------------------------------------------------------------------
 
 
-MODEL: Any = SimpleNamespace(number=0)
+MODEL: Any = SimpleNamespace(number=0, wrapper=lambda: None)
 OPTIMIZER: Any = SimpleNamespace(steps=10**6)
 
 
@@ -322,3 +324,23 @@ def test_a_running_backward_goes_on_as_it_began(active: Recorder) -> None:
     watched.stage = Stage.BACKWARD_DONE
     watched.settle(active)
     assert watched.expected is None
+
+
+# --- which backwards are examined whole ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensors", [2, 16, 40, 1000])
+@pytest.mark.parametrize("asked_every", [1, 7])
+def test_the_same_backwards_are_examined_whenever_somebody_asks(
+    tensors: int, asked_every: int
+) -> None:
+    def due(made: int) -> bool:
+        shortest = 8 if made < 128 else 16
+        window, place = divmod(made, max(shortest, tensors // 2))
+        return made < 8 or place == window % max(shortest, tensors // 2)
+
+    parameters = [torch.nn.Parameter(torch.zeros(()))] * tensors
+    model = Model(0, torch.nn.Module(), parameters, list(range(tensors)))
+    for made in range(0, 3000, asked_every):
+        model.synced_backwards = made
+        assert model.examined() == model.examined() == due(made), made

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from . import models, moments
-from .gradients import versions
+from .gradients import version
 from .looks import Look
 from .models import Model
 from .moments import Backward
@@ -22,7 +22,6 @@ LOST = "backwards, and with them unused parameters and unsynchronised steps"
 class _Backwards:
     depth = 0
     nested = 0
-    begun = 0
     count = 0
     synced = 0
     seconds = 0.0
@@ -40,11 +39,6 @@ def running() -> bool:
 def count() -> int:
     """Outermost backwards so far in this process."""
     return _state.count
-
-
-def begun() -> int:
-    """Those that began."""
-    return _state.begun
 
 
 def since(step: int) -> bool:
@@ -65,7 +59,7 @@ def take_seconds() -> float:
 def install() -> None:
     import torch.autograd
 
-    _state.depth = _state.begun = _state.count = _state.synced = 0
+    _state.depth = _state.count = _state.synced = 0
     _state.step = -1
     around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST)
 
@@ -76,7 +70,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _state.nested += 1
         return None
     _state.nested = 0
-    _state.begun += 1
+    active.moves += 1
     tensors = args[0] if args else kwargs.get("tensors", ())
     roots = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
     frame, site = active.sites.caller("backward")
@@ -97,7 +91,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _as_usual(step: Expected, site: int) -> bool:
     """Whether this is the backward that a routine step has next."""
-    wrapper = step.model.ddp()
+    wrapper = step.wrapper()
     return (
         routine.stage == Stage.FORWARD_DONE
         and site == step.backward.site
@@ -114,7 +108,7 @@ def _begins_as_usual(
     backward.number, backward.roots, backward.frame = _state.count, roots, frame
     backward.began, backward.error = time.monotonic(), None
     backward.synced.clear()
-    step.sequence, step.before = _collectives(step.model), _first_gradient(step.model)
+    step.sequence, step.before = _collectives(step), version(step.model.sampled[0]())
     routine.stage = Stage.BACKWARD
     moments.backward_begins.passes(active, backward)
     backward.frame = None
@@ -125,14 +119,14 @@ def _ends_as_usual(active: Recorder, step: Expected) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
     backward, model = step.backward, step.model
-    averaged = _collectives(model) != step.sequence
+    averaged = _collectives(step) != step.sequence
     backward.nested = _state.nested
     _state.count += 1
     _state.step = active.step
     if averaged:
         backward.synced.add(model.number)
         _state.synced += 1
-    if averaged or _first_gradient(model) != step.before:
+    if averaged or version(model.sampled[0]()) != step.before:
         routine.stage = Stage.BACKWARD_DONE
         model.reached(active.step)
         model.answered()
@@ -144,12 +138,8 @@ def _ends_as_usual(active: Recorder, step: Expected) -> None:
     routine.settle(active, broken=not averaged)
 
 
-def _first_gradient(model: Model) -> list[tuple[int, int]]:
-    return versions(model.sampled[:1])
-
-
-def _collectives(model: Model) -> int:
-    return sequence_number(getattr(model.ddp(), "process_group", None))
+def _collectives(step: Expected) -> int:
+    return sequence_number(getattr(step.wrapper(), "process_group", None))
 
 
 def _complete(active: Recorder, backward: Backward, model: Model) -> None:

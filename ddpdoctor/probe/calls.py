@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..ring import State
+from ..ring import Phase, State
 from . import groups, moments, waits
 from .frames import passed_over, unframe
 from .looks import Look
 from .models import Model
-from .moments import Backward, Forward, Subscriptions
+from .moments import Backward, Forward, Step
 from .patching import around, refused, replace
 from .recorder import Recorder, recorder
 from .tape import tape
@@ -90,6 +90,7 @@ def install() -> None:
     import torch.distributed.distributed_c10d as c10d
     from torch.nn.parallel.distributed import DistributedDataParallel
 
+    _Open.buffers = False
     for name, kind in KINDS.items():
         original = getattr(c10d, name, None)
         if original is None:
@@ -101,10 +102,8 @@ def install() -> None:
     _watch_waits(c10d)
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
-    _broadcasts[:] = (
-        moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
-        moments.forward_ends.subscribe(_forward_ends, lost=LOST, awake=False),
-    )
+    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, routine=_backward_expected, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, lost=LOST)
     moments.step_ends.subscribe(_step_ends, lost=LOST)
@@ -280,13 +279,13 @@ def _watch_waits(c10d: Any) -> None:
     replace(c10d.Work, "wait", passed_over(wait))
 
 
-_broadcasts = Subscriptions()
-"""Of forwards, where there are models with buffers."""
-
-
 class _Open:
-    """Calls of wrapped models that have begun: group or look (None in a routine step), and call."""
+    """Calls of wrapped models that have begun: group or look (None in a routine step), and call.
 
+    `buffers`: there are models whose forwards broadcast them.
+    """
+
+    buffers = False
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[Look | None, int]] = []
 
@@ -304,29 +303,33 @@ def _settled(active: Recorder, number: Any, result: Any, error: BaseException | 
 
 
 def _wrapped(active: Recorder, model: Model) -> None:
-    if getattr(model.ddp(), "modules_buffers", True):
-        _broadcasts.wake()
+    _Open.buffers |= bool(getattr(model.ddp(), "modules_buffers", True))
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     """A forward that will broadcast the buffers is a collective of its group."""
-    ddp, group, written = forward.wrapper, forward.model.group, tape(active)
-    if written is None or group < 0 or joins(ddp) or not ddp.will_sync_module_buffers():
+    written = active.tape or tape(active)
+    if written is None:
         return
-    call = written.collective(group, "DDP forward", written.at(forward.frame), moved=False)
-    _Open.forwards.append((group, call))
+    ddp, group = forward.wrapper, forward.model.group
+    if _Open.buffers and group >= 0 and not joins(ddp) and ddp.will_sync_module_buffers():
+        _Open.forwards.append((group, written.of_model(group, "DDP forward", forward.frame)))
+    written.ring.phase(Phase.FORWARD, forward.site)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
+    written = active.tape or tape(active)
+    if written is None:
+        return
     if _Open.forwards and _Open.forwards[-1][0] == forward.model.group:
         _, call = _Open.forwards.pop()
-        if written := tape(active):
-            state = State.DONE if forward.error is None else State.FAILED
-            written.ring.mark(call, state, moved=False)
+        state = State.DONE if forward.error is None else State.FAILED
+        written.ring.mark(call, state, moved=False)
+    written.ring.phase(Phase.USER, forward.site)
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    written = tape(active)
+    written = active.tape or tape(active)
     if written is None:
         return
     seen: set[int] = set()
@@ -337,25 +340,26 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         if model.group < 0 or model.group in seen:
             continue
         seen.add(model.group)
-        site = written.at(backward.frame)
-        call = written.collective(model.group, "DDP backward", site, moved=False)
+        call = written.of_model(model.group, "DDP backward", backward.frame)
         _Open.backwards.append((look, call))
+    written.ring.phase(Phase.BACKWARD, backward.site)
 
 
 def _backward_expected(active: Recorder, backward: Backward) -> None:
     """As above, where it is known which model the backward is of."""
-    model = backward.models[0]
-    written = tape(active)
-    if written is None or model.group < 0 or joins(model.ddp()):
+    written = active.tape or tape(active)
+    if written is None:
         return
-    site = written.at(backward.frame)
-    call = written.collective(model.group, "DDP backward", site, moved=False)
-    _Open.backwards.append((None, call))
+    model = backward.models[0]
+    if model.group >= 0 and not joins(model.ddp()):
+        call = written.of_model(model.group, "DDP backward", backward.frame)
+        _Open.backwards.append((None, call))
+    written.ring.phase(Phase.BACKWARD, backward.site)
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     ended, _Open.backwards = _Open.backwards, []
-    written = tape(active)
+    written = active.tape or tape(active)
     if written is None:
         return
     for look, call in ended:
@@ -366,13 +370,15 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             written.void(call)
         else:
             written.ring.mark(call, State.DONE, moved=False)
+    written.ring.phase(Phase.USER, backward.site)
 
 
-def _step_ends(active: Recorder, step: Any) -> None:
-    if written := tape(active):
+def _step_ends(active: Recorder, step: Step) -> None:
+    if written := active.tape or tape(active):
         written.step_ended(active.step)
+        written.ring.phase(Phase.USER, step.site)
 
 
 def _leaving(active: Recorder, _: None) -> None:
-    if written := tape(active):
+    if written := active.tape or tape(active):
         written.flush()

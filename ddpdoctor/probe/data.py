@@ -8,13 +8,13 @@ import weakref
 from typing import Any
 
 from ..events import EpochBegan, LoaderSeen, SamplerRefused
-from . import autograd, identity, moments, randomness
+from . import identity, moments, randomness
 from .contents import Fingerprints
 from .frames import passed_over, unframe
 from .moments import Forward, Loading, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
-from .recorder import Recorder, recorder, run_hook
+from .recorder import Recorder, current, run_hook
 from .samplers import innermost, integer, integer_of, length, weak
 from .torch_private import may_share_inputs, sequence_number
 
@@ -289,7 +289,7 @@ def _watch_batches(base: Any) -> None:
 
     @functools.wraps(next_batch)
     def __next__(self: Any) -> Any:
-        active = recorder()
+        active = current.recorder
         if active is None:
             try:
                 return next_batch(self)
@@ -315,13 +315,13 @@ def _watch_batches(base: Any) -> None:
         if reading is not None:
             state.delivered += 1
             reading.batches = batches = reading.batches + 1
-            if state.pending:
+            if state.pending and state.moved != active.moves:
                 _settle(active)
             if state.tried:
                 _evaluated()
             if grad_enabled():
                 reading.grad_enabled = True
-                state.pending[reading], state.moved = None, _moved(active)
+                state.pending[reading], state.moved = None, active.moves
             if batches >= reading.look_at or now >= reading.write_at or before is not None:
                 _look(active, reading, batch, now, before)
         active.own_ns += clock() - now
@@ -389,14 +389,9 @@ def _step_due(active: Recorder, step: Step) -> None:
         _close_gone(active)
 
 
-def _moved(active: Recorder) -> int:
-    """Grows with every backward and step."""
-    return autograd.begun() + active.step
-
-
 def _settle(active: Recorder) -> None:
     """What was delivered before a backward or step was trained on."""
-    if not _data.pending or _data.moved == _moved(active):
+    if not _data.pending or _data.moved == active.moves:
         return
     for reading in _data.pending:
         reading.trained += 1

@@ -86,7 +86,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     wrapper = args[0]
     step = routine.expected
-    if step is not None and step.model.ddp() is wrapper:
+    if step is not None and step.wrapper() is wrapper:
         model: Model | None = step.model
     else:
         model = models.of_wrapper(wrapper)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOKED_AT = 4
+NO_GRADIENT = (0, -1)
 
 
 def some(every: Sequence[T]) -> list[T]:
@@ -17,14 +18,15 @@ def some(every: Sequence[T]) -> list[T]:
 
 
 def versions(parameters: Iterable[Any]) -> list[tuple[int, int]]:
-    """Identity and version of each parameter's gradient; (0, -1) where there is none.
+    """Identity and version of each parameter's gradient; `NO_GRADIENT` where there is none.
 
     Args:
         parameters: weak references.
     """
-    found = []
-    for reference in parameters:  # a plain loop: this runs twice in every backward
-        parameter = reference()
-        grad = None if parameter is None else parameter.grad
-        found.append((0, -1) if grad is None else (id(grad), grad._version))
-    return found
+    return [version(reference()) for reference in parameters]
+
+
+def version(parameter: Any) -> tuple[int, int]:
+    """The same of one parameter, or of None."""
+    grad = None if parameter is None else parameter.grad
+    return NO_GRADIENT if grad is None else (id(grad), grad._version)

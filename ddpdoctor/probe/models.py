@@ -78,6 +78,7 @@ class Model:
         self.unsynced = 0
         self.unsynced_site = -1
         self.batch_size = -1
+        self._next_examined = 0
 
     def ddp(self) -> Any:
         """The wrapper, None where there is none yet or any more."""
@@ -116,13 +117,19 @@ class Model:
     def examined(self) -> bool:
         """Whether its next backward that synchronises is examined whole."""
         made = self.synced_backwards
+        if made < self._next_examined:
+            return False
         if made < ALWAYS_EXAMINED:
             return True
         shortest = SHORTEST_STRIDE if made < FIRST else SHORTEST_LATER
         stride = max(shortest, len(self.expected) // PARAMETERS_PER_BACKWARD)
-        window, place = divmod(made, stride)
         # The place moves from window to window: a branch taken every k-th step must not hide.
-        return place == window % stride
+        window = made // stride
+        later = (n * stride + n % stride for n in (window, window + 1))
+        self._next_examined = next(n for n in later if n >= made)
+        if made < FIRST:
+            self._next_examined = min(self._next_examined, FIRST)
+        return made == self._next_examined
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""

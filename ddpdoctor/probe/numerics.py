@@ -115,7 +115,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     if _state.told >= MOST_TOLD:
         return
     for root in backward.roots:
-        if _is_plain(root):
+        if type(root) is _state.plain and root.is_floating_point():
             break
     else:
         return
@@ -137,10 +137,6 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
 def _finite_loss(root: Any) -> bool:
     """As `finite`, which asks much of a tensor; most losses are one number."""
     return math.isfinite(root.item()) if root.is_cpu and root.numel() == 1 else finite(root)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is _state.plain and value.is_floating_point()
 
 
 def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:

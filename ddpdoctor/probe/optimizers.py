@@ -12,7 +12,7 @@ from . import autograd, data, forwards, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
-from .recorder import Recorder, recorder, run_hook
+from .recorder import Recorder, current, run_hook
 from .routine import Expected, Stage, routine
 
 LOST = "optimizer steps"
@@ -120,12 +120,12 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (active := recorder()) is not None:
+    if (active := current.recorder) is not None:
         run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (active := recorder()) is not None:
+    if (active := current.recorder) is not None:
         run_hook(active, "optimizer-step", LOST, _ends, optimizer)
 
 
@@ -172,7 +172,6 @@ def _as_usual(expected: Expected, known: Optimizer, site: int) -> bool:
         and known is expected.optimizer
         and known.step is not None
         and site == known.step.site
-        and not autograd.running()
     )
 
 
@@ -280,10 +279,12 @@ def _ends(active: Recorder, optimizer: Any) -> None:
     now = time.monotonic()
     step, known.steps = known.steps, known.steps + 1
     active.step += 1
+    active.moves += 1
     with active.lock:
         _join(active, known, step, now)
-    if not autograd.running():
-        if routine.stage == Stage.STEP:
+    usual = routine.stage == Stage.STEP
+    if usual or not autograd.running():
+        if usual:
             routine.stage = Stage.NONE
             moments.step_ends.passes(active, known.step)
         else:

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .frames import passed_over, unframe
-from .recorder import Failure, Recorder, recorder, run_hook
+from .recorder import Failure, Recorder, current, run_hook
 from .torch_private import compiler_in_use, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
@@ -56,7 +56,7 @@ def around(
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = recorder() if only is None or only() else None
+        active = current.recorder if only is None or only() else None
         token: Any = None
         failure: Exception | None = None
         run = run_hook

@@ -1,4 +1,5 @@
-"""What the rank is doing when it is in no collective, for the ring's header."""
+"""What the rank is doing when it is in no collective, for the ring's header. Of forwards, backwards
+and the end of steps `calls` tells together with their calls."""
 
 from __future__ import annotations
 
@@ -20,12 +21,7 @@ def install() -> None:
     for moment, phase in (
         (moments.loading_begins, Phase.DATA),
         (moments.loading_ends, Phase.USER),
-        (moments.forward_begins, Phase.FORWARD),
-        (moments.forward_ends, Phase.USER),
-        (moments.backward_begins, Phase.BACKWARD),
-        (moments.backward_ends, Phase.USER),
         (moments.step_begins, Phase.OPTIMIZER),
-        (moments.step_ends, Phase.USER),
         (moments.leaving, Phase.LEAVING),
     ):
         moment.subscribe(_enters(phase), lost=LOST)
@@ -37,7 +33,7 @@ def install() -> None:
 
 def _enters(phase: Phase) -> Any:
     def enters(active: Recorder, moment: Any) -> None:
-        if written := tape(active):
+        if written := active.tape or tape(active):
             written.ring.phase(phase, -1 if moment is None else moment.site)
 
     return enters

@@ -9,12 +9,15 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ..runfolder import EventWriter
 from .sites import Sites
-from .torch_private import pause_compiler, resume_compiler
+from .torch_private import compiling_frames, pause_compiler, resume_compiler
+
+if TYPE_CHECKING:
+    from .tape import Tape
 
 T = TypeVar("T")
 
@@ -29,12 +32,13 @@ class Recorder:
 
     Attributes:
         own_ns: nanoseconds spent in the doctor's own code since `started`.
-        step: optimizer steps taken so far, by any optimizer.
+        step: optimizer steps taken so far, by any optimizer; `moves` backwards begun and steps.
         options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
             many, 0 where the doctor chooses.
         off: the parts that failed too often, and are left alone.
         lock: held while records are written, and by those who have some to join.
         before_events: writes what waits to be written, before anything else is.
+        tape: its log of calls, once `tape` has made one; `tape_failed`: none could be made.
     """
 
     def __init__(
@@ -52,8 +56,11 @@ class Recorder:
         self.pid = os.getpid()
         self.own_ns = 0
         self.step = 0
+        self.moves = 0
         self.off: set[str] = set()
         self.before_events: Callable[[Recorder], None] | None = None
+        self.tape: Tape | None = None
+        self.tape_failed = False
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._cost_told = self.started
@@ -125,21 +132,22 @@ class _Current:
     recorder: Recorder | None = None
 
 
-_current = _Current()
+current = _Current()
+"""For what runs in every step; others ask `recorder`."""
 
 
 def recorder() -> Recorder | None:
     """The recorder of this process, or None where it is no rank."""
-    return _current.recorder
+    return current.recorder
 
 
 def set_recorder(new: Recorder | None) -> None:
-    _current.recorder = new
+    current.recorder = new
 
 
 def forget_after_fork() -> None:
     """In a forked child: it is not the rank, and the parent's file is not its own."""
-    _current.recorder = None
+    current.recorder = None
 
 
 os.register_at_fork(after_in_child=forget_after_fork)
@@ -162,7 +170,8 @@ def run_hook(
     began = time.perf_counter_ns()
     paused = None
     try:
-        paused = pause_compiler()
+        if compiling_frames.ask() is not None:
+            paused = pause_compiler()
         return hook(active, *args)
     except Exception as error:
         if lost is None:
@@ -177,7 +186,7 @@ def run_hook(
 
 def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
     """What `work` returns, given the recorder; None where it failed or there is none."""
-    active = _current.recorder
+    active = current.recorder
     return None if active is None else run_hook(active, part, lost, work)
 
 
@@ -188,7 +197,7 @@ def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callab
         try:
             callback(*args)
         except Exception as error:
-            if (active := _current.recorder) is not None:
+            if (active := current.recorder) is not None:
                 active.trouble(part, error, lost)
 
     return call

@@ -8,10 +8,12 @@ has happened in this step so far, and the rest of it is looked at as any other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import moments
+from .gradients import NO_GRADIENT
 from .moments import Backward, Forward
 from .recorder import Recorder
 
@@ -43,17 +45,19 @@ class Expected:
     """A routine step.
 
     Attributes:
+        wrapper: of the model.
         forward, backward: the same objects for every such step. `backward.looks` is empty.
         sequence: torch's count of the group's collectives before the backward; before: identity
             and version of the first gradient then.
     """
 
     model: Model
+    wrapper: weakref.ref[Any]
     optimizer: Optimizer
     forward: Forward
     backward: Backward
     sequence: int = -1
-    before: list[tuple[int, int]] = field(default_factory=list)
+    before: tuple[int, int] = NO_GRADIENT
 
 
 class Routine:
@@ -97,7 +101,8 @@ class Routine:
         forward = Forward(model, None, forward_site, True, True, (), {})
         backward = Backward(0, backward_site, (), 0.0, models=[model])
         backward.expected_sync[model.number] = True
-        self.expected = Expected(model, optimizer, forward, backward)
+        if model.wrapper is not None:
+            self.expected = Expected(model, model.wrapper, optimizer, forward, backward)
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""

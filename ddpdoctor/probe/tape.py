@@ -38,6 +38,7 @@ class _GroupLog:
         self.first = 0
         self.step = -1
         self.block = -1
+        self.run_codes: list[int] = []
         self.run_first = 0
         self.run_step = -1
         self.every = 0
@@ -51,6 +52,7 @@ class Tape:
         self.active = active
         self.ring = RingWriter(active.directory / f"{active.stem}.ring")
         self.signatures: dict[Key, int] = {}
+        self._of_models: dict[str, int] = {}
         self._sites: dict[Key, int] = {}
         # By identities and instructions, as in `Sites`.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
@@ -71,9 +73,8 @@ class Tape:
         reduce_op: Any = None,
         root: int = -1,
         ranks: tuple[int, ...] = (),
-        moved: bool = True,
     ) -> int:
-        """Write a collective down; returns its number. `moved`: see `RingWriter.begin`."""
+        """Write a collective down; returns its number."""
         key: Key
         if tensor is None:
             key = (op, reduce_op, root, ranks)
@@ -82,17 +83,27 @@ class Tape:
         signature = self.signatures.get(key)
         if signature is None:
             signature = self._sign(key, op, tensor, sized, reduce_op, root, ranks)
+        return self._log(group, signature, site)
+
+    def of_model(self, group: int, op: str, frame: FrameType | None) -> int:
+        """The same of what a wrapped model does by itself; a phase is to be written at once."""
+        signature = self._of_models.get(op)
+        if signature is None:
+            signature = self._of_models[op] = self._sign((op,), op, None, False, None, -1, ())
+        return self._log(group, signature, self.at(frame), moved=False)
+
+    def _log(self, group: int, signature: int, site: int, moved: bool = True) -> int:
         log = self._groups.get(group)
         if log is None:
             log = self._groups[group] = _GroupLog()
-        index, log.next = log.next, log.next + 1
+        index = log.next
+        log.next = index + 1
         if not log.codes:
             log.first, log.step = index, self.ring.step
         log.codes += (signature, site)
-        number = self.ring.begin(group, index, signature, site, -1, moved)
         if len(log.codes) >= 2 * BLOCK:
             self._fold(group, log)
-        return number
+        return self.ring.begin(group, index, signature, site, -1, moved)
 
     def point_to_point(self, group: int, op: str, site: int, peer: int) -> int:
         key: Key = (op,)
@@ -140,15 +151,8 @@ class Tape:
             self._tell_run(group, log)
 
     def _fold(self, group: int, log: _GroupLog) -> None:
-        codes, log.codes = tuple(log.codes), []
-        block = self._blocks.get(codes)
-        if block is None:
-            if len(self._blocks) >= BLOCKS_KEPT:
-                self._tell_run(group, log)
-                return
-            block = self._blocks[codes] = len(self._blocks)
-            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=codes))
-        if block == log.block and log.repeat:
+        codes, log.codes = log.codes, []
+        if log.repeat and codes == log.run_codes:
             apart = log.step - log.run_step
             if log.repeat == 1:
                 log.every = apart
@@ -156,8 +160,14 @@ class Tape:
                 log.repeat += 1
                 return
         self._tell_run(group, log)
+        block = self._blocks.get(tuple(codes))
+        if block is None:
+            if len(self._blocks) >= BLOCKS_KEPT:
+                return
+            block = self._blocks[tuple(codes)] = len(self._blocks)
+            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=tuple(codes)))
         log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
-        log.every = 1
+        log.run_codes, log.every = codes, 1
 
     def _tell_run(self, group: int, log: _GroupLog) -> None:
         if not log.repeat:
@@ -298,25 +308,15 @@ def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-class _Current:
-    tape: Tape | None = None
-    failed: Recorder | None = None
-
-
 def tape(active: Recorder) -> Tape | None:
     """The tape of this recorder; None where its file could not be made."""
-    current = _Current.tape
-    if current is not None and current.active is active:
-        return current
-    if _Current.failed is active:
-        return None
-    try:
-        _Current.tape = Tape(active)
-    except Exception as error:
-        _Current.failed = active
-        active.trouble("ring", error, "the last calls before a kill, and hangs")
-        return None
-    return _Current.tape
+    if active.tape is None and not active.tape_failed:
+        try:
+            active.tape = Tape(active)
+        except Exception as error:
+            active.tape_failed = True
+            active.trouble("ring", error, "the last calls before a kill, and hangs")
+    return active.tape
 
 
 __all__ = ["NEW_GROUPS", "State", "Tape", "tape"]

@@ -129,30 +129,31 @@ def uncompiled(function: Any, *, within: bool = True) -> Any:
     return torch._disable_dynamo(function, recursive=within)  # type: ignore[attr-defined]
 
 
-def pause_compiler() -> Any:
-    """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
-    Returns what `resume_compiler` needs, None where nothing is being compiled."""
-    if _Frames.asked is None:
+class _Frames:
+    """Whether torch.compile looks at every frame just now."""
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], Any] = self._look_up
+
+    def _look_up(self) -> Any:
+        """The same as torch's own function, which answers from then on."""
         torch = sys.modules.get("torch")
         if torch is None:
             return None
         try:
-            _Frames.asked = torch._C._dynamo.eval_frame.get_eval_frame_callback
+            self.ask = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:
-            _Frames.asked = _Frames.none
-    if _Frames.asked() is None:
-        return None
+            self.ask = _Compiler.ask
+        return self.ask()
+
+
+compiling_frames = _Frames()
+
+
+def pause_compiler() -> Any:
+    """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
+    Returns what `resume_compiler` needs."""
     return (sys.modules["torch"]._C._dynamo.eval_frame.set_eval_frame(None),)
-
-
-class _Frames:
-    """torch's own function that tells whether frames are being compiled, looked up once."""
-
-    asked: Any = None
-
-    @staticmethod
-    def none() -> None:
-        return None
 
 
 def resume_compiler(paused: Any) -> None:

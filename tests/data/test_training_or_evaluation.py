@@ -15,7 +15,7 @@ from ddpdoctor.probe.reading import Place, Reading
 class Loop:
     """The moments of a loop over one loader, as the probe meets them."""
 
-    active: Any = SimpleNamespace(step=0)
+    active: Any = SimpleNamespace(moves=0)
 
     def __init__(self) -> None:
         self.reading = Reading(0, 0, Place(), None)
@@ -25,7 +25,7 @@ class Loop:
         if data._data.tried:
             data._evaluated()
         data._data.pending[self.reading] = None
-        data._data.moved = data._moved(self.active)
+        data._data.moved = self.active.moves
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
@@ -34,7 +34,7 @@ class Loop:
         return self
 
     def backward(self) -> Loop:
-        self.active.step += 1
+        self.active.moves += 1
         return self
 
     def over(self) -> tuple[int, int]:
