@@ -56,34 +56,38 @@ def around(
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = current.recorder if only is None or only() else None
+        active = current.recorder
+        if active is None or (only is not None and not only()):
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
         token: Any = None
         failure: Exception | None = None
         run = run_hook
-        if active is not None:
-            if compiler is not None:
-                compiler.now = compiler.ask()
-                if compiler.now is not None:
-                    run = hidden
-            if before is not None:
-                token = run(active, part, None, before, args, kwargs)
-                if type(token) is Failure:
-                    token, failure = None, token.error
+        if compiler is not None:
+            compiler.now = compiler.ask()
+            if compiler.now is not None:
+                run = hidden
+        if before is not None:
+            token = run(active, part, None, before, args, kwargs)
+            if type(token) is Failure:
+                token, failure = None, token.error
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            if active is not None and not (failure and refused(error)):
+            if not (failure and refused(error)):
                 if failure is not None:
                     active.trouble(part, failure, lost)
                 if after is not None:
                     run(active, part, lost, after, token, None, error)
             unframe(error)
             raise
-        if active is not None:
-            if failure is not None:
-                active.trouble(part, failure, lost)
-            if after is not None:
-                run(active, part, lost, after, token, result, None)
+        if failure is not None:
+            active.trouble(part, failure, lost)
+        if after is not None:
+            run(active, part, lost, after, token, result, None)
         return result
 
     passed_over(wrapper)
