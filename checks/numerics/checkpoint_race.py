@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
-from ddpdoctor.events import FileWritten
+from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, locked, ordered, writes
+from ._files import Touch, key, locked, ordered, writes
 
 _LOGS = (".log", ".out", ".err")
+_SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 
 
 class CheckpointRace(Check):
@@ -34,7 +35,8 @@ class CheckpointRace(Check):
     ## When it stays quiet
     A file per rank; ranks that take turns around a barrier; appending; files opened exclusively or
     under a file lock; temporary files; the same path on another machine's own disk; distributed
-    checkpoints; caches of libraries. For log files it is a warning.
+    checkpoints; caches of libraries; settings that a library notes down by itself before there is a
+    process group, and that nobody reads. For log files it is a warning.
     """
 
     code = "DDP802"
@@ -48,9 +50,10 @@ class CheckpointRace(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         by_place: dict[object, list[list[Touch]]] = {}
         locks = locked(run)
+        read = {key(rank, event) for rank in run.ranks.values() for event in rank.of(FileRead)}
         for file, touches in writes(run).items():
             racing = _racing(touches) if file not in locks else []
-            if racing:
+            if racing and not (file not in read and all(map(_notes_settings, touches))):
                 where = racing[0].location
                 place = (where.file, where.line) if where else None
                 by_place.setdefault(place, []).append(racing)
@@ -100,6 +103,13 @@ def _racing(touches: list[Touch]) -> list[Touch]:
         if a.rank.rank != b.rank.rank and not ordered(a, b):
             racing[id(a)], racing[id(b)] = a, b
     return sorted(racing.values(), key=lambda t: (t.event.step, t.rank.rank))
+
+
+def _notes_settings(touch: Touch) -> bool:
+    """A library's record of how the program was started: the same text on every rank."""
+    event = touch.event
+    by_library = isinstance(event, FileWritten) and bool(event.library)
+    return by_library and not event.marks and event.path.endswith(_SETTINGS)
 
 
 def _name(touch: Touch) -> str:

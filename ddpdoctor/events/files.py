@@ -17,6 +17,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
             group with different numbers have met in between.
         locked: the rank held a file lock.
         times: how often this rank had written the path, this one included.
+        library: the package whose code opened it, empty where that was the user's own.
     """
 
     path: str
@@ -29,6 +30,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     locked: bool = False
     shared: bool = False
     times: int = 1
+    library: str = ""
 
     def describe(self) -> str:
         return f"writes {self.path} ({self.how}, step {self.step})"

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..events import FileLocked, FileRead, FileWritten
@@ -20,6 +21,7 @@ from . import meetings, moments
 from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
+from .sites import OWN, USER
 
 LOST = "which files the ranks write and read"
 
@@ -234,8 +236,19 @@ def _tell_written(
             locked=_files.locks > 0,
             shared=_is_shared(path),
             times=times,
+            library=_library(active),
         )
     )
+
+
+def _library(active: Recorder) -> str:
+    """The package whose own code writes, empty where it is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and active.sites.kind(frame.f_code) is OWN:
+        frame = frame.f_back
+    if frame is None or active.sites.kind(frame.f_code) is USER:
+        return ""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _tell_read(

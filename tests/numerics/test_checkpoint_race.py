@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started
 
-from ddpdoctor.events import Event, FileLocked, FileWritten
+from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten
 from ddpdoctor.findings import Finding, Severity
 
 PATH = "/home/user/project/last.pt"
@@ -101,3 +101,31 @@ def test_a_file_that_is_there_to_be_locked() -> None:
     opened = wrote(lock, how="open")
     assert found([opened], [opened])
     assert not found([opened, FileLocked(at=0, path=lock, site=1)], [opened])
+
+
+def settings(mark: int = -1, **fields: object) -> Event:
+    named = {"path": "/home/user/project/.settings/start.yaml", "how": "open", "step": 0}
+    return wrote(mark=mark, **{**named, "library": "launchlib", **fields})  # type: ignore[arg-type]
+
+
+def test_settings_that_a_library_notes_before_there_is_a_group() -> None:
+    assert not found([settings()], [settings()])
+
+
+def test_settings_that_the_program_reads() -> None:
+    path = "/home/user/project/.settings/start.yaml"
+    read = FileRead(at=1, path=path, site=1, how="open", step=0)
+    assert found([settings(), read], [settings()])
+
+
+def test_settings_that_the_program_itself_writes() -> None:
+    assert found([settings(library="")], [settings(library="")])
+
+
+def test_what_a_library_writes_while_the_ranks_work_together() -> None:
+    assert found([settings(mark=4)], [settings(mark=4)])
+
+
+def test_data_that_a_library_writes_before_there_is_a_group() -> None:
+    data = settings(path="/home/user/project/tokens.bin")
+    assert found([data], [data])
