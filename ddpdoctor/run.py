@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 import statistics
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -32,6 +32,7 @@ from .events import (
 )
 from .findings import Location
 from .joining import joined_info, principal
+from .numbering import numbered_alike
 from .ring import Call, Phase, Ring, State, read_ring
 from .runfolder import Lines, RunFolder, RunInfo
 
@@ -60,6 +61,9 @@ class Facts:
         except KeyError:
             self._by_kind[kind] = [event]
         self.last = event
+
+    def replace_events(self, by: Callable[[Event], Event]) -> None:
+        self._by_kind = {kind: [by(e) for e in told] for kind, told in self._by_kind.items()}
 
     def of(self, kind: type[E]) -> list[E]:
         """All events of a kind, oldest first."""
@@ -233,7 +237,7 @@ class Run:
         self, info: RunInfo, ranks: dict[int, Rank], nodes: dict[int, Facts], attempt: int = 0
     ) -> None:
         self.info = info
-        self.ranks = dict(sorted(ranks.items()))
+        self.ranks = numbered_alike(dict(sorted(ranks.items())))
         self.nodes = nodes
         self.attempt = attempt
 
@@ -404,7 +408,7 @@ class Recording:
             info = msgspec.structs.replace(info, outcome=None, exit_code=None)
         ranks = {number: principal(several) for number, several in records.items()}
         run = Run(info, ranks, nodes, attempt)
-        for rank in ranks.values():
+        for rank in run.ranks.values():
             rank.stalled = run.stall is not None
         return run
 

@@ -99,7 +99,7 @@ def _others_differ(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
     """Not every loader's samples are looked at: whether those of another one that the same line
     made and that were are other samples on each rank."""
     for other in loaders(run):
-        if other is loader or other.first.seen.site != loader.first.seen.site:
+        if other is loader or other.first.made_at != loader.first.made_at:
             continue
         readers = other.of(ranks)
         if len(readers) > 1 and (verdict(readers) == "differ" or _differing(readers)):

@@ -134,7 +134,10 @@ def each_model(run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]]) ->
 
 def _alike(members: dict[int, Member]) -> Replicas | None:
     """Those that hold the same tensors: others cannot be compared, and are another check's."""
-    looks = {n: (m.seen.parameters, m.wrapped.parameters) for n, m in members.items()}
+    looks = {
+        n: (m.seen.parameters, tuple(p.look for p in m.wrapped.parameters))
+        for n, m in members.items()
+    }
     groups: list[tuple[object, list[int]]] = []
     for number, look in looks.items():
         same = next((ranks for other, ranks in groups if other == look), None)

@@ -64,11 +64,12 @@ class HyperparameterSkew(Check):
         return None if run.any(Hyperparameters) else "no optimizer's options were seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[int] = set()
+        told: set[object] = set()
         for group in replicas(run):
-            if group.any.optimizer not in told and not group.left_out:
+            key = (tuple(group.members), group.any.optimizer)
+            if key not in told and not group.left_out:
                 for finding in self._judge(group):
-                    told.add(group.any.optimizer)
+                    told.add(key)
                     yield finding
 
     def explains(self, mine: Finding, other: Finding) -> bool:

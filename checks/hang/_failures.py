@@ -138,7 +138,7 @@ class Failure:
             raised = self.exception.relayed or self.exception
             frames = tuple((f.file, f.line) for f in raised.frames if f.user)
             return raised.kind, frames
-        return self.kind, self.status, self.site
+        return self.kind, self.status, self.location
 
 
 def cut(text: str, limit: int) -> str:

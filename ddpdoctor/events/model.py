@@ -19,6 +19,11 @@ class Tensor(Part, frozen=True):
     ignored: bool = False
     site: int = -1
 
+    @property
+    def look(self) -> tuple[object, ...]:
+        """What is the same on every rank that has this tensor: numbers of lines are not."""
+        return self.name, self.shape, self.dtype, self.trainable, self.ignored
+
 
 class Submodule(Part, frozen=True):
     """A submodule that holds parameters, itself or below (part of `Wrapped`).

@@ -1,10 +1,12 @@
 """DDP401 on literal events."""
 
+import msgspec
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from replicas import LINE, digests, equal, run_of
+from recordings import make_run
+from replicas import LINE, digests, equal, replica, run_of
 
-from ddpdoctor.events import Clipped, Edited
+from ddpdoctor.events import Clipped, Edited, Wrapped
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [50, 6, 7, 8], 2: [90, 8, 7, 6]}
@@ -78,3 +80,23 @@ def test_drifting_parameters_follow_from_it():
     run = run_of(ranks)
     (cause,), (effect,) = GradientDrift().examine(run), ParameterDrift().examine(run)
     assert GradientDrift().explains(cause, effect)
+
+
+def test_numbers_of_lines_are_a_ranks_own():
+    def made_at(number, events):
+        return [
+            msgspec.structs.replace(
+                e,
+                parameters=tuple(msgspec.structs.replace(p, site=number) for p in e.parameters),
+            )
+            if isinstance(e, Wrapped)
+            else e
+            for e in events
+        ]
+
+    ranks = {
+        n: made_at(n, [*replica(), digests("gradients", rows)])
+        for n, rows in enumerate((SAME, APART))
+    }
+    (finding,) = GradientDrift().examine(make_run(ranks))
+    assert finding.subjects == ("body.weight",)
