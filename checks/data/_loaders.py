@@ -18,7 +18,7 @@ from ddpdoctor.events import (
     StepDone,
     Wrapped,
 )
-from ddpdoctor.events.pack import unpack_ascending
+from ddpdoctor.events.pack import unpack, unpack_ascending
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
@@ -142,6 +142,25 @@ class Loader:
         return [
             self.readers[r] for r in sorted(ranks) if r in self.readers and self.readers[r].read
         ]
+
+
+def read_through(of: LoaderSeen, reader: Reader) -> set[int]:
+    """Which indices of one loader's data set another loader of the rank read: through the same
+    object, or a `Subset` of it."""
+    found: set[int] = set()
+    wanted = of.layers[0].data if of.layers else -1
+    for epoch in reader.epochs:
+        read = epoch.indices
+        for layer in epoch.seen.layers:
+            if layer.data == wanted >= 0:
+                found.update(read)
+                break
+            try:
+                selected = unpack(layer.indices)
+            except ValueError:  # a damaged record
+                break
+            read = [selected[i] for i in read if 0 <= i < len(selected)]
+    return found
 
 
 def in_order(ended: EpochEnded) -> bool:

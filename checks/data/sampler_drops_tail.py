@@ -8,7 +8,7 @@ from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from ._audit import Audit, audits
-from ._loaders import Loader, in_order
+from ._loaders import Loader, Reader, in_order, loaders, read_through
 from ._verdict import faults
 from ._words import dataset, figures, no_loader, related, some, spelled, use
 
@@ -21,7 +21,8 @@ class SamplerDropsTail(Check):
 
     ## What it finds
     Samples that no rank read in an epoch that ran to its end, because the sampler or the loader
-    drops what does not fill a batch or a round of ranks.
+    drops what does not fill a batch or a round of ranks. What a sampler of one's own leaves out
+    beyond that is its choice.
 
     ## Why it hurts
     In evaluation the metric is not that of the whole set. In training without shuffling the same
@@ -32,8 +33,8 @@ class SamplerDropsTail(Check):
     averages; or shuffle, so that each epoch leaves out others.
 
     ## When it stays quiet
-    Shuffled training that leaves out less than a tenth of the data per epoch; epochs that were
-    left early; nothing dropped.
+    Shuffled training that leaves out less than a tenth of the data per epoch, or other samples in
+    each epoch; a tail that another loader reads; epochs that were left early; nothing dropped.
     """
 
     code = "DDP505"
@@ -48,19 +49,19 @@ class SamplerDropsTail(Check):
         faulty = {id(f.loader) for f in faults(run)}
         for loader, ranks, made in audits(run):
             readers = loader.of(ranks)
-            drops = any(r.seen.drop_last or r.seen.sampler_drop_last for r in readers)
-            if drops and id(loader) not in faulty:
-                yield from self._judge(loader, [a for a in made if len(a.epochs) == len(readers)])
+            most = sum(map(_dropped, readers)) + _of_a_round(readers)
+            if most and id(loader) not in faulty:
+                whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
+                if any(0 < a.never <= most for a in whole):
+                    yield from self._judge(run, loader, whole)
 
-    def _judge(self, loader: Loader, made: list[Audit]) -> Iterator[Finding]:
-        whole = [a for a in made if a.complete and a.never]
-        if not whole:
-            return
-        audit, reader = whole[0], loader.readers[min(whole[0].epochs)]
-        ended = reader.epochs[audit.number].ended
-        shuffled = ended is not None and not in_order(ended)
+    def _judge(self, run: Run, loader: Loader, whole: list[Audit]) -> Iterator[Finding]:
+        audit = next(a for a in whole if a.never)
+        reader = loader.readers[min(audit.epochs)]
         share = audit.never * audit.sampled / audit.length
-        if loader.trains and shuffled and share < SMALL_TAIL:
+        if loader.trains and _shuffled(audit) and (share < SMALL_TAIL or _others_each_time(whole)):
+            return
+        if _read_elsewhere(run, loader, audit):
             return
         by = "the sampler" if reader.seen.sampler_drop_last else "the loader"
         missing = audit.unseen()
@@ -77,3 +78,45 @@ class SamplerDropsTail(Check):
             evidence={**figures(audit), "never seen, for example": spelled(missing)},
             at=reader.rank.wall(audit.epochs[min(audit.epochs)].began.at),
         )
+
+
+def _dropped(reader: Reader) -> int:
+    """How many of the samples given to a rank the loader drops, since they fill no batch."""
+    seen = reader.seen
+    given = seen.sampler_length
+    if given < 0 and not seen.own_order:
+        given = seen.total_size // seen.replicas if seen.distributed else seen.length
+    return given % seen.batch_size if seen.drop_last and seen.batch_size and given > 0 else 0
+
+
+def _of_a_round(readers: list[Reader]) -> int:
+    """How many samples at most do not go round all ranks."""
+    seen = readers[0].seen
+    if not seen.sampler_drop_last:
+        return 0
+    known = seen.total_size > 0 and not seen.own_order
+    return max(0, seen.length - seen.total_size if known else seen.replicas - 1)
+
+
+def _shuffled(audit: Audit) -> bool:
+    ended = audit.epochs[min(audit.epochs)].ended
+    return ended is not None and not in_order(ended)
+
+
+def _others_each_time(whole: list[Audit]) -> bool:
+    """Each epoch has an order of its own, and leaves out others."""
+    orders = {e.ended.order for a in whole if (e := a.epochs[min(a.epochs)]).ended is not None}
+    return len(orders) == len(whole) > 1
+
+
+def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
+    """Whether other loaders read what this one leaves out."""
+    if audit.sampled > 1:
+        return False
+    missing = {i for i in range(audit.length) if i not in audit.total}
+    for other in loaders(run):
+        if other is not loader and other.trains == loader.trains:
+            for rank, reader in other.readers.items():
+                if rank in audit.epochs:
+                    missing -= read_through(audit.epochs[rank].seen, reader)
+    return not missing

@@ -33,8 +33,10 @@ class SamplerPaddingDuplicates(Check):
     `drop_last=True` leaves samples out instead.
 
     ## When it stays quiet
-    The data divides evenly, or `drop_last=True`. It is a note in training, and where results are
-    gathered from the ranks after the loop, since the surplus may be dropped there.
+    The data divides evenly, or `drop_last=True`. What a sampler of one's own repeats in training,
+    or within one rank, is its choice; in evaluation the samples that several ranks read are told.
+    It is a note in training, and where results are gathered from the ranks after the loop, since
+    the surplus may be dropped there.
     """
 
     code = "DDP504"
@@ -55,32 +57,41 @@ class SamplerPaddingDuplicates(Check):
     def _judge(
         self, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
     ) -> Iterator[Finding]:
-        counted = [a for a in made if a.complete and a.repeated]
+        own = _own_way(readers[0])
+        if own and loader.trains:
+            return
+        again = {a.number: a.shared if own else list(a.repeated) for a in made if a.complete}
+        counted = [a for a in made if again.get(a.number)]
         if not counted:
             return
-        audit, reader = counted[0], readers[0]
-        surplus = reader.seen.total_size - reader.seen.length
+        audit, reader, repeated = counted[0], readers[0], again[counted[0].number]
+        padded = reader.seen.total_size - reader.seen.length
+        surplus = len(repeated) * audit.sampled if own else padded
         gathered = any(gathers_results(r.rank, e.began.step) for r in readers for e in r.epochs)
         note = loader.trains or gathered
-        owners = sorted({r for i in audit.repeated for r in audit.readers_of(i)})
+        owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
-        named = some(audit.repeated) if audit.sampled == 1 else "not all on record"
+        named = some(repeated) if audit.sampled == 1 else "not all on record"
         yield self.finding(
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
             ranks=tuple(owners),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
-            label=f"pads {reader.seen.length} samples to {reader.seen.total_size}",
+            label="gives some samples to several ranks"
+            if own
+            else f"pads {reader.seen.length} samples to {reader.seen.total_size}",
             related=related(reader, sampler=False),
-            summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read twice "
-            f"in an epoch of "
+            summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read "
+            f"{'by several ranks' if own else 'twice'} in an epoch of "
             f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
             f"on {ranks_text(owners)})"
             + ("" if loader.trains else f": an averaged metric is off by up to {bound:.2%}"),
-            cause=f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
+            cause=f"{reader.seen.sampler} hands them to more than one rank"
+            if own
+            else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
             f"and the sampler pads to {reader.seen.total_size}",
-            fix=_fix(loader, reader),
+            fix=_fix(loader, reader, own=own),
             fix_kind=FixKind.CHECK,
             evidence={
                 **figures(audit),
@@ -94,7 +105,14 @@ class SamplerPaddingDuplicates(Check):
 
 def _pads(reader: Reader) -> bool:
     seen = reader.seen
-    return seen.distributed and not seen.sampler_drop_last and seen.total_size > seen.length > 0
+    pads = seen.total_size > seen.length > 0
+    return seen.distributed and not seen.sampler_drop_last and (pads or _own_way(reader))
+
+
+def _own_way(reader: Reader) -> bool:
+    """Whether the indices are not what torch's `DistributedSampler` would hand out."""
+    seen = reader.seen
+    return seen.own_order or seen.total_size - seen.length >= seen.replicas
 
 
 def _bound(audit: Audit) -> float:
@@ -105,10 +123,11 @@ def _bound(audit: Audit) -> float:
     return sum(max(0.0, n / total - even) for n in audit.total.values())
 
 
-def _fix(loader: Loader, reader: Reader) -> str:
+def _fix(loader: Loader, reader: Reader, *, own: bool) -> str:
     if loader.trains:
         return "nothing, or `drop_last=True` on the sampler: in training a few repeats do no harm"
+    gathered = "count each sample once" if own else f"keep the first {reader.seen.length}"
     return (
-        f"gather the predictions and keep the first {reader.seen.length}, or read each sample once "
+        f"gather the predictions and {gathered}, or read each sample once "
         "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop"
     )

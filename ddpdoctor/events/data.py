@@ -25,6 +25,19 @@ class Payload(Part, frozen=True):
     ascending: bool = False
 
 
+class Layer(Part, frozen=True):
+    """A data set, or one that it is a `Subset` of.
+
+    Attributes:
+        data: number of the object on this rank; the same object has the same number everywhere.
+        indices: what a `Subset` selects from the next layer (see `ddpdoctor.events.pack`); empty
+            where it is none, or selects too much to record.
+    """
+
+    data: int
+    indices: str = ""
+
+
 class LoaderSeen(Event, frozen=True, tag="loader"):
     """A DataLoader was iterated for the first time.
 
@@ -36,7 +49,10 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         sampler: class name of the innermost sampler; the `replicas`/`rank`/... fields are -1 or
             None where it has no such attribute.
         batches: `len(loader)`, -1 where unknown.
+        sampler_length: `len(sampler)`, -1 where unknown.
+        own_order: the sampler's class chooses the indices by code of its own, not by torch's.
         payloads: what the data set indexes, as far as that could be told.
+        layers: the data set, and beneath it those that it is a `Subset` of.
     """
 
     loader: int
@@ -60,6 +76,9 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     sampler_site: int = -1
     made: int = 0
     payloads: tuple[Payload, ...] = ()
+    sampler_length: int = -1
+    own_order: bool = False
+    layers: tuple[Layer, ...] = ()
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

@@ -7,15 +7,15 @@ import time
 import weakref
 from typing import Any
 
-from ..events import EpochBegan, LoaderSeen, SamplerRefused
-from . import identity, moments, randomness
+from ..events import EpochBegan, SamplerRefused
+from . import identity, moments, randomness, samplers
 from .contents import Fingerprints
 from .frames import passed_over, unframe
 from .moments import Forward, Loading, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, current, run_hook
-from .samplers import innermost, integer, integer_of, length, weak
+from .samplers import innermost, integer, length, weak
 from .torch_private import may_share_inputs, sequence_number
 
 LOST = "what each rank read from its DataLoaders"
@@ -70,6 +70,7 @@ def install() -> None:
     from torch.utils.data import dataloader, distributed
 
     _data.__init__()  # type: ignore[misc]
+    identity.forget()
     sampler = distributed.DistributedSampler
     around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
     around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
@@ -168,8 +169,17 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     if number is None:
         number = _data.loaders[loader] = len(_data.epochs_begun)
         _data.epochs_begun[number] = 0
-        found = identity.payloads(loader.dataset) if nth < IDENTIFIED else ()
-        _tell_loader(active, loader, number, site, found)
+        sampler = innermost(loader)
+        seen = samplers.loader_seen(
+            loader,
+            sampler,
+            number=number,
+            made=(made, nth),
+            loop=site,
+            sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
+            closely=nth < IDENTIFIED,
+        )
+        active.emit(seen, vital=True)
     for other in [r for r in _data.readings.values() if r.loader == number and r.open]:
         _close(active, other)
     epoch = _data.epochs_begun[number]
@@ -223,42 +233,6 @@ def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, 
             joined=_data.joins > 0,
             random=randomness.digests(randomness.positions()),
             base_seed=seed if loader.num_workers else None,
-        ),
-        vital=True,
-    )
-
-
-def _tell_loader(
-    active: Recorder, loader: Any, number: int, site: int, payloads: tuple[Any, ...]
-) -> None:
-    sampler = innermost(loader)
-    iterable = loader._dataset_kind == 1
-    made, nth = _data.made.get(loader, (-1, 0))
-    shuffle = getattr(sampler, "shuffle", None)
-    active.emit(
-        LoaderSeen(
-            at=time.monotonic(),
-            loader=number,
-            site=made,
-            loop_site=site,
-            dataset=type(loader.dataset).__name__,
-            length=-1 if iterable else length(loader.dataset),
-            sampler=type(sampler).__name__,
-            batches=length(loader),
-            batch_size=integer(loader.batch_size),
-            drop_last=bool(loader.drop_last),
-            workers=loader.num_workers,
-            iterable=iterable,
-            distributed=integer(getattr(sampler, "num_replicas", None)) is not None,
-            replicas=integer_of(sampler, "num_replicas"),
-            sampler_rank=integer_of(sampler, "rank"),
-            shuffle=shuffle if isinstance(shuffle, bool) else None,
-            seed=integer(getattr(sampler, "seed", None)),
-            sampler_drop_last=getattr(sampler, "drop_last", False) is True,
-            total_size=integer_of(sampler, "total_size"),
-            sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
-            made=nth,
-            payloads=payloads,
         ),
         vital=True,
     )

@@ -1,14 +1,16 @@
-"""What a data set is made of, so that ranks can be compared: the things that its indices select."""
+"""What a data set is made of: the things that its indices select, and what it is a part of."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 import zlib
 from array import array
 from collections.abc import Iterator
 from typing import Any
 
-from ..events import Payload
+from ..events import Layer, Payload
+from ..events.pack import pack
 from .contents import digest
 
 MOST = 12
@@ -18,6 +20,47 @@ WHOLE = 8192
 """Entries up to which all are looked at; of longer lists as many, spread evenly."""
 
 DEEPEST = 4
+
+SELECTED = 4096
+"""Entries up to which it is recorded what a `Subset` selects."""
+
+_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""By the id of a data set: some cannot be hashed."""
+
+
+def forget() -> None:
+    _numbers.clear()
+
+
+def layers(dataset: Any) -> tuple[Layer, ...]:
+    """The data set and, as long as it is a `Subset`, what it selects from."""
+    import torch.utils.data as data
+
+    found = []
+    while len(found) <= DEEPEST:
+        subset = isinstance(dataset, data.Subset)
+        selected = dataset.indices if subset else ()
+        short = 0 < len(selected) <= SELECTED
+        packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
+        found.append(Layer(_number(dataset), packed))
+        if not subset:
+            break
+        dataset = dataset.dataset
+    return tuple(found)
+
+
+def _number(dataset: Any) -> int:
+    """The same for the same object, -1 for one that cannot be watched."""
+    known, number = _numbers.get(id(dataset), (None, 0))
+    if known is not None and known() is dataset:
+        return number
+    try:
+        watched = weakref.ref(dataset)
+    except TypeError:
+        return -1
+    highest = max((n for _, n in _numbers.values()), default=-1)
+    _numbers[id(dataset)] = watched, highest + 1
+    return highest + 1
 
 
 def payloads(dataset: Any) -> tuple[Payload, ...]:

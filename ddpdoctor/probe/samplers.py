@@ -2,7 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+from ..events import LoaderSeen
+from . import identity
+
+
+def loader_seen(
+    loader: Any,
+    sampler: Any,
+    *,
+    number: int,
+    made: tuple[int, int],
+    loop: int,
+    sampler_site: int,
+    closely: bool,
+) -> LoaderSeen:
+    """What to record of a loader; `closely`: with what its data set is made of."""
+    iterable = loader._dataset_kind == 1
+    shuffle = getattr(sampler, "shuffle", None)
+    return LoaderSeen(
+        at=time.monotonic(),
+        loader=number,
+        site=made[0],
+        loop_site=loop,
+        dataset=type(loader.dataset).__name__,
+        length=-1 if iterable else length(loader.dataset),
+        sampler=type(sampler).__name__,
+        batches=length(loader),
+        batch_size=integer(loader.batch_size),
+        drop_last=bool(loader.drop_last),
+        workers=loader.num_workers,
+        iterable=iterable,
+        distributed=integer(getattr(sampler, "num_replicas", None)) is not None,
+        replicas=integer_of(sampler, "num_replicas"),
+        sampler_rank=integer_of(sampler, "rank"),
+        shuffle=shuffle if isinstance(shuffle, bool) else None,
+        seed=integer(getattr(sampler, "seed", None)),
+        sampler_drop_last=getattr(sampler, "drop_last", False) is True,
+        total_size=integer_of(sampler, "total_size"),
+        sampler_length=-1 if iterable else length(sampler),
+        own_order=not _in_torchs_order(sampler),
+        sampler_site=sampler_site,
+        made=made[1],
+        payloads=identity.payloads(loader.dataset) if closely else (),
+        layers=identity.layers(loader.dataset) if closely else (),
+    )
+
+
+def _in_torchs_order(sampler: Any) -> bool:
+    chooses = getattr(type(sampler), "__iter__", None)
+    return str(getattr(chooses, "__module__", "")).startswith("torch.utils.data")
 
 
 def innermost(loader: Any) -> Any:
@@ -33,5 +84,5 @@ def integer_of(owner: Any, name: str) -> int:
 def length(of: Any) -> int:
     try:
         return len(of)
-    except (TypeError, NotImplementedError):
+    except Exception:  # of the user's class, which need not have one
         return -1

@@ -5,17 +5,25 @@ from __future__ import annotations
 from ddpdoctor.checks.data.sampler_drops_tail import SamplerDropsTail
 from readers import found, loader, run_of
 
-from ddpdoctor.events import Event
+from ddpdoctor.events import Event, Layer
+from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding
 
 
 def part(
-    rank: int, count: int, *, length: int = 43, shuffled: bool = False, **more: object
+    rank: int,
+    count: int,
+    *,
+    length: int = 43,
+    shuffled: bool = False,
+    shifts: tuple[int, ...] = (0,),
+    **more: object,
 ) -> list[Event]:
-    indices = list(range(rank, count, 2))
+    """`shifts`: by how much the indices are moved on in each epoch."""
+    indices = list(range(rank, count, 2))[:: -1 if shuffled else 1]
     return loader(
         0,
-        [indices[::-1] if shuffled else indices],
+        [[(i + shift) % length for i in indices] for shift in shifts],
         length=length,
         distributed=True,
         replicas=2,
@@ -45,6 +53,35 @@ def test_shuffled_training_with_a_small_tail() -> None:
 
 def test_shuffled_training_that_leaves_out_much() -> None:
     assert examine(30, shuffled=True)
+
+
+def test_shuffled_training_that_leaves_out_others_in_each_epoch() -> None:
+    assert not examine(30, shuffled=True, shifts=(0, 5, 11))
+    assert examine(30, shuffled=True, shifts=(0, 0, 0))
+
+
+def test_what_a_sampler_of_ones_own_leaves_out() -> None:
+    """The loader drops nothing: what each rank was given fills its batches."""
+    mine = {"own_order": True, "sampler_length": 16, "sampler_drop_last": False, "drop_last": True}
+    assert not examine(32, **mine)
+    assert examine(42, **{**mine, "sampler_length": 23})
+
+
+def tail(rank: int, data: int, *, trains: bool = False) -> list[Event]:
+    """A loader that reads the last sample, through a `Subset` of data set number `data`."""
+    layers = (Layer(data=8 + rank, indices=pack([42])), Layer(data=data))
+    place = {"site": 4, "loop_site": 4, "dataset": "Subset", "length": 1, "layers": layers}
+    return loader(1, [[0]], trains=trains, **place)  # type: ignore[arg-type]
+
+
+def test_a_tail_that_another_loader_reads() -> None:
+    def ranks(data: int, *, trains: bool = False) -> list[list[Event]]:
+        whole = (Layer(data=5),)
+        evaluated = [part(r, 42, trains=False, layers=whole) for r in range(2)]
+        return [[*evaluated[r], *tail(r, data, trains=trains)] for r in range(2)]
+
+    assert not found(SamplerDropsTail(), run_of(*ranks(5)))
+    assert found(SamplerDropsTail(), run_of(*ranks(6)))
 
 
 def test_nothing_left_out() -> None:

@@ -91,6 +91,29 @@ def test_an_epoch_that_never_came_to_the_padding() -> None:
     assert not examine(21, 2, ends={"exhausted": False})
 
 
+def mine(rank: int, *, trains: bool) -> list[Event]:
+    """A sampler of one's own: each sample twice on its rank, and sample 0 on both ranks."""
+    indices = sorted([*range(rank, 20, 2)] * 2 + [0] * rank)
+    return loader(
+        0, [indices], length=20, distributed=True, replicas=2, sampler_rank=rank, total_size=41,
+        sampler="Repeating", own_order=True, trains=trains,
+    )  # fmt: skip
+
+
+def test_what_a_sampler_of_ones_own_repeats_in_training() -> None:
+    ranks = [mine(r, trains=True) for r in range(2)]
+    assert not found(SamplerPaddingDuplicates(), run_of(*ranks))
+
+
+def test_what_a_sampler_of_ones_own_gives_to_several_ranks() -> None:
+    (finding,) = found(
+        SamplerPaddingDuplicates(), run_of(*[mine(r, trains=False) for r in range(2)])
+    )
+    assert finding.summary.startswith("1 of Photos (20) is read by several ranks")
+    assert "Repeating" in finding.cause
+    assert "pad" not in f"{finding.cause} {finding.fix} {finding.label}"
+
+
 def test_results_that_are_gathered_may_be_trimmed() -> None:
     gathers = [
         Signature(at=0, id=0, op="all_gather", numel=11),

@@ -1,0 +1,65 @@
+"""What the probe records of a loader: whose order it reads in, and what its data is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ddpdoctor.events import LoaderSeen
+from ddpdoctor.events.pack import unpack
+from ddpdoctor.probe import identity
+from ddpdoctor.probe.samplers import innermost, loader_seen
+
+torch = pytest.importorskip("torch")
+data = torch.utils.data
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    identity.forget()
+    yield
+    identity.forget()
+
+
+def seen(loader: object) -> LoaderSeen:
+    sampler = innermost(loader)
+    return loader_seen(
+        loader, sampler, number=0, made=(-1, 0), loop=-1, sampler_site=-1, closely=True
+    )
+
+
+def test_a_subset_of_a_subset_names_the_data_set_beneath() -> None:
+    photos = data.TensorDataset(torch.arange(20))
+    part = data.Subset(photos, range(10, 20))
+    rest = data.Subset(part, [9])
+    whole, inner, outer = (seen(data.DataLoader(d)).layers for d in (photos, part, rest))
+    assert [layer.data for layer in outer] == [outer[0].data, inner[0].data, whole[0].data]
+    assert len({layer.data for layer in outer}) == 3
+    assert [unpack(layer.indices) for layer in outer] == [[9], [*range(10, 20)], []]
+
+
+def test_a_list_has_no_number() -> None:
+    assert seen(data.DataLoader([1, 2, 3])).layers[0].data == -1
+
+
+class Quiet(data.DistributedSampler):  # type: ignore[misc,name-defined]
+    def __init__(self, dataset: object) -> None:
+        super().__init__(dataset, num_replicas=2, rank=0)
+
+
+class Repeating(Quiet):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 0, 1])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "length"), [(None, False, 9), (Quiet, False, 5), (Repeating, True, 3)]
+)
+def test_whose_code_chooses_the_indices(kind: type | None, own: bool, length: int) -> None:
+    photos = data.TensorDataset(torch.arange(9))
+    found = seen(data.DataLoader(photos, batch_size=2, sampler=kind and kind(photos)))
+    assert (found.own_order, found.sampler_length) == (own, length)
