@@ -152,8 +152,11 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     if found.point == "step" and (cause := _causes.edited_once(group, found)):
         return cause
-    differ = divergence(group, "gradients") is not None
-    agree = "differ too" if differ else "agree at the steps compared"
+    if divergence(group, "gradients") is not None:
+        agree = "differ too"
+    else:
+        compares = compared(group, "gradients")
+        agree = "agree at the steps compared" if compares else "were not compared"
     place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
     cause = _causes.unknown(
         group, found, f"gradients {agree}, {place} on {ranks_text(found.minority)}"

@@ -128,7 +128,7 @@ def _ends_as_usual(active: Recorder, step: Expected) -> None:
         _state.synced += 1
     if averaged or version(model.sampled[0]()) != step.before:
         routine.stage = Stage.BACKWARD_DONE
-        model.reached(active.step)
+        model.reached(active.step, averaged)
         model.answered()
     else:
         routine.stage = Stage.FORWARD_DONE
@@ -171,6 +171,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
             look.again()
     if error is None:
         _state.count += 1
+        _credit(backward.looks)
         for look in backward.looks:
             _attribute(backward, look, active.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
@@ -193,6 +194,18 @@ def _routine_part(backward: Backward) -> tuple[Model, int] | None:
     return backward.models[0], backward.site
 
 
+def _credit(looks: list[Look]) -> None:
+    """Models that share a group share its count: where DDP was to average one that this backward
+    reached, another that it was not to average did not communicate."""
+    moved = [look for look in looks if look.communicated]
+    if len(moved) < 2:
+        return
+    due = {id(look.group) for look in moved if look.model.armed and look.touched}
+    for look in moved:
+        if not look.model.armed and id(look.group) in due:
+            look.communicated = False
+
+
 def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> None:
     """Tell whether this backward was (also) that model's, and what it left out."""
     model = look.model
@@ -202,12 +215,12 @@ def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> Non
     if not touched and not (alone and look.expected and communicated):
         return  # this backward was of another model: its own is still to come
     if not look.expected:
-        model.reached(step)
+        model.reached(step, communicated)
         backward.unannounced.append((model, communicated))
         return
     backward.models.append(model)
     backward.expected_sync[model.number] = model.pending_sync
-    model.reached(step)
+    model.reached(step, communicated)
     model.answered()
     untouched = look.untouched()
     if untouched is not None:

@@ -13,17 +13,18 @@ class Look:
 
     Attributes:
         wrapper: of the model, None where it is gone.
+        group: its process group, None where the wrapper is gone.
         expected: a forward of it waits for this backward.
         before, after: identity and version of the gradients of `Model.sample`.
         sequence: torch's count of the group's collectives before, `sequence_after` after; -1 where
             unknown.
-        communicated: the group did meanwhile; touched: the backward reached parameters of the
-            model. Both are known after it.
+        communicated: the group did meanwhile, for this model; touched: the backward reached
+            parameters of the model. Both are known after it.
         firing: what becomes ready, where the backward is examined whole.
     """
 
     __slots__ = (
-        "_group", "after", "before", "communicated", "expected", "firing", "model", "sequence",
+        "after", "before", "communicated", "expected", "firing", "group", "model", "sequence",
         "sequence_after", "touched", "wrapper",
     )  # fmt: skip
 
@@ -33,8 +34,8 @@ class Look:
         self.expected = model.pending > 0 and wrapper is not None
         self.before = self.after = versions(model.sampled)
         self.communicated = self.touched = False
-        self._group = None if wrapper is None else wrapper.process_group
-        self.sequence = self.sequence_after = sequence_number(self._group)
+        self.group = None if wrapper is None else wrapper.process_group
+        self.sequence = self.sequence_after = sequence_number(self.group)
         self.firing: FiringWatch | None = None
         parameters = model.live_parameters() if self.expected and model.examined() else None
         if parameters is not None:
@@ -44,7 +45,7 @@ class Look:
     def again(self) -> None:
         """After the backward."""
         self.after = versions(self.model.sampled)
-        self.sequence_after = sequence_number(self._group)
+        self.sequence_after = sequence_number(self.group)
         self.communicated = self.sequence_after != self.sequence
         self.touched = self.after != self.before or bool(self.firing and self.firing.counts)
 

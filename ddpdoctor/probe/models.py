@@ -42,6 +42,7 @@ class Model:
         group: number of the process group, -1 where it is not known.
         forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
             were under `no_sync`, last at `unsynced_site`.
+        armed: a forward has told DDP to average in the next backward, and none has done so yet.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
@@ -66,7 +67,7 @@ class Model:
         self.bucket_view = False
         self.forwards = 0
         self.pending = 0
-        self.pending_sync = False
+        self.pending_sync = self.armed = False
         self.backwards = 0
         self.synced_backwards = 0
         self.forward_site = -1
@@ -93,6 +94,7 @@ class Model:
         self.forwards += 1
         self.pending += 1
         self.pending_sync = forward.sync
+        self.armed |= forward.sync
         self.forward_site = forward.site
         if self.backwards_now:
             self.forwards_now = self.backwards_now = 0
@@ -103,11 +105,13 @@ class Model:
         if not forward.sync:
             self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
-    def reached(self, step: int) -> None:
-        """A backward reached it, after so many optimizer steps."""
+    def reached(self, step: int, averaged: bool) -> None:
+        """A backward reached it, after so many optimizer steps, and averaged its gradients."""
         self.backwards += 1
         self.backwards_now += 1
         self.backward_step = step
+        if averaged:
+            self.armed = False
 
     def answered(self) -> None:
         """That was the backward of the forwards that were pending."""
