@@ -180,6 +180,11 @@ class RingWriter:
         """Say under which name this process can be asked; 0 for not at all."""
         _HEAD.pack_into(self._map, 0, MAGIC, VERSION, SLOTS, self._pid, 0, nonce)
 
+    @property
+    def newest(self) -> int:
+        """The number of the last call, -1 before the first."""
+        return self._count - 1
+
     def call(self, number: int) -> tuple[int, int] | None:
         """Group and index of a call, while it is still in the ring."""
         if number <= self._count - SLOTS:

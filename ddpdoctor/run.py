@@ -169,8 +169,11 @@ class Rank(Facts):
 
     @property
     def exception(self) -> ExceptionRaised | None:
-        """The exception that ended this rank's program."""
-        raised = [e for e in self.of(ExceptionRaised) if not e.caught]
+        """The exception that ended this rank's program, also by a bad status after it caught it."""
+        every = self.of(ExceptionRaised)
+        uncaught = [e for e in every if not e.caught]
+        end = self.ended or self.latest(RankExiting)
+        raised = uncaught or (every if end and end.status else [])
         return raised[-1] if raised else None
 
     @property
@@ -179,10 +182,9 @@ class Rank(Facts):
             return self.ended.status
         if self.ended and self.ended.signal is not None:
             return None
-        if self.exception:
-            return 1
         leaving = self.latest(RankExiting)
-        return leaving.status if leaving else None
+        status = leaving.status if leaving else None
+        return status or (1 if self.exception else status)
 
     @property
     def signal(self) -> str | None:

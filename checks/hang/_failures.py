@@ -152,22 +152,23 @@ def cut(text: str, limit: int) -> str:
 def failure(rank: Rank) -> Failure | None:
     """How a rank failed, or None where it did not."""
     raised, ended = rank.exception, rank.ended
+    leaving = rank.latest(RankExiting)
+    left_at = leaving.at if leaving else ended.at if ended else 0.0
+    site = leaving.site if leaving else -1
     if raised is not None:
-        at = call_failed(rank, raised) or raised.at
+        at = call_failed(rank, raised) or (left_at if raised.caught else raised.at)
         kind = "lost" if lost_peer(raised) or timed_out(rank) else "exception"
         if raised.kind in ("KeyboardInterrupt", "SystemExit"):
             kind = "lost"
-        return Failure(rank, rank.wall(at), kind, raised)
+        return Failure(rank, rank.wall(at), kind, raised, rank.exit_code, site)
     if ended is not None and ended.by_launcher:
         return None
     if ended is not None and ended.signal is not None:
         return Failure(rank, rank.wall(ended.at), "signal")
-    leaving = rank.latest(RankExiting)
     status = ended.status if ended is not None else leaving.status if leaving else None
     if not status:
         return None
-    at = leaving.at if leaving else ended.at if ended else 0.0
-    return Failure(rank, rank.wall(at), "exit", None, status, leaving.site if leaving else -1)
+    return Failure(rank, rank.wall(left_at), "exit", None, status, site)
 
 
 def lost_peer(raised: ExceptionRaised) -> bool:

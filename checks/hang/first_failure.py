@@ -81,7 +81,7 @@ class FirstFailure(Check):
         if first.worker:
             summary = f"{first.text}, raised in {first.worker} of {ranks_text(ranks)}{at_step}"
         elif first.exception:
-            summary = f"{ranks_text(ranks)} raised {first.text}{at_step}"
+            summary = f"{ranks_text(ranks)} raised {first.text}{at_step}{_caught(first)}"
         else:
             summary = f"{ranks_text(ranks)} left with {first.text}{at_step}"
         return self.finding(
@@ -159,6 +159,12 @@ class FirstFailure(Check):
                 evidence={"status": bad[0].status, "signal": bad[0].signal},
                 at=bad[0].wall,
             )
+
+
+def _caught(first: Failure) -> str:
+    if first.exception is None or not first.exception.caught:
+        return ""
+    return f", caught it and left with exit status {first.status}"
 
 
 def _cause(message: str, ranks: tuple[int, ...], others: list[Failure]) -> str:
@@ -256,6 +262,6 @@ def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
 
 def _told_to_stop(failure: Failure) -> bool:
     """Whether the program ended by our `FaultFound`, or exited after it caught that."""
-    if failure.exception:
+    if failure.exception and not failure.exception.caught:
         return failure.exception.kind == RAISED_BY_US
     return any(e.kind == RAISED_BY_US for e in failure.rank.of(ExceptionRaised))

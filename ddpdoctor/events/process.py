@@ -86,8 +86,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         kind: qualified class name.
         message: its text, cut to a few kilobytes.
         frames: outermost first.
-        caught: the program went on (an exception that DDP's forward or backward raised and the
-            user's code swallowed).
+        caught: the program caught it: just before it left with a status of its own, or it went on.
         relayed: the exception that torch raised again here, as one of a DataLoader's worker.
     """
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ring import Phase, State
-from . import groups, moments, waits
+from . import groups, moments, process, waits
 from .frames import passed_over, unframe
 from .looks import Look
 from .models import Model
 from .moments import Backward, Forward, Step
 from .patching import around, refused, replace
-from .recorder import Recorder, recorder
+from .recorder import Recorder, guarded, recorder
 from .tape import tape
 from .torch_private import joins
 
@@ -133,7 +133,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         except BaseException as error:
             if active is not None and failure is not None and not refused(error):
                 active.trouble(part, failure, LOST)
-            _mark(number, State.FAILED)
+            _failed(number, error)
             unframe(error)
             raise
         finally:
@@ -226,6 +226,12 @@ def _mark(number: int | None, state: State) -> None:
         active.trouble("calls.mark", error, LOST)
 
 
+def _failed(number: int | None, error: BaseException) -> None:
+    _mark(number, State.FAILED)
+    if number is not None:
+        guarded("calls.failed", lambda active: process.call_failed(active, number, error))
+
+
 def _returned(number: int | None, result: Any) -> None:
     """Synchronous calls are done; asynchronous ones have only been issued."""
     active = recorder()
@@ -267,7 +273,7 @@ def _watch_waits(c10d: Any) -> None:
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
-            _mark(number, State.FAILED)
+            _failed(number, error)
             unframe(error)
             raise
         _mark(number, State.DONE)
@@ -299,7 +305,10 @@ def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _settled(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    _mark(number, State.DONE if error is None else State.FAILED)
+    if error is None:
+        _mark(number, State.DONE)
+    else:
+        _failed(number, error)
 
 
 def _wrapped(active: Recorder, model: Model) -> None:
@@ -325,6 +334,8 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         _, call = _Open.forwards.pop()
         state = State.DONE if forward.error is None else State.FAILED
         written.ring.mark(call, state, moved=False)
+        if forward.error is not None:
+            process.call_failed(active, call, forward.error)
     written.ring.phase(Phase.USER, forward.site)
 
 
@@ -366,6 +377,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         silent = not backward.synced if look is None else not look.communicated
         if backward.error is not None:
             written.ring.mark(call, State.FAILED, moved=False)
+            process.call_failed(active, call, backward.error)
         elif silent and (look is None or look.sequence >= 0):
             written.void(call)
         else:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ..events import ExceptionRaised, Frame, RankExiting
@@ -21,6 +21,7 @@ from .frames import passed_over, unframe
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
 from .relayed import relayed
+from .sites import USER
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
@@ -35,6 +36,8 @@ class _Ending:
     how = "return"
     status: int | None = None
     site = -1
+    caught: tuple[int, ExceptionRaised] | None = None
+    """The last call that raised, by its number, and what."""
     told = False
     stays = False
     stacks: Any = None
@@ -126,6 +129,10 @@ def _note_exit(active: Recorder, status: Any) -> None:
     known = status if isinstance(status, int) else 0 if status is None else 1
     _ending.how, _ending.status = "sys.exit", known
     _note_site(active)
+    handled = sys.exc_info()[1]
+    if known and handled is not None and not isinstance(handled, SystemExit):
+        _ending.caught = None
+        note_exception(handled, handled.__traceback__, caught=True)
 
 
 def _note_site(active: Recorder) -> None:
@@ -140,22 +147,30 @@ def note_exception(
     def note(active: Recorder) -> None:
         if not caught:
             _ending.how, _ending.status = "exception", 1
-        text = _text(error)
-        frames = _frames(active, trace)
-        active.emit(
-            ExceptionRaised(
-                at=time.monotonic(),
-                kind=_qualified(type(error)),
-                message=text[:MESSAGE_LIMIT],
-                frames=frames,
-                caught=caught,
-                step=active.step,
-                relayed=relayed(text, active.sites, MESSAGE_LIMIT),
-            ),
-            vital=True,
-        )
+        active.emit(_raised(active, error, _frames(active, trace), caught), vital=True)
 
     guarded("exception", note, lost="the exception that ended this rank")
+
+
+def call_failed(active: Recorder, number: int, error: BaseException) -> None:
+    """Remember what a call raised. A program that catches it, makes no other call and leaves with
+    a bad status leaves because of it."""
+    _ending.caught = number, _raised(active, error, _callers(active), True)
+
+
+def _raised(
+    active: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
+) -> ExceptionRaised:
+    text = _text(error)
+    return ExceptionRaised(
+        at=time.monotonic(),
+        kind=_qualified(type(error)),
+        message=text[:MESSAGE_LIMIT],
+        frames=frames,
+        caught=caught,
+        step=active.step,
+        relayed=relayed(text, active.sites, MESSAGE_LIMIT),
+    )
 
 
 def _qualified(kind: type[BaseException]) -> str:
@@ -172,20 +187,28 @@ def _text(error: BaseException) -> str:
 def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
     frames = []
     while trace is not None:
-        code = trace.tb_frame.f_code
-        user = active.sites.kind(code) == "user"
-        if user:  # record the text of the line too
-            active.sites.number(code, trace.tb_lineno)
-        frames.append(
-            Frame(
-                file=os.path.abspath(code.co_filename),
-                line=trace.tb_lineno,
-                function=code.co_name,
-                user=user,
-            )
-        )
+        frames.append(_frame(active, trace.tb_frame.f_code, trace.tb_lineno))
         trace = trace.tb_next
     return tuple(frames[-FRAME_LIMIT:])
+
+
+def _callers(active: Recorder) -> tuple[Frame, ...]:
+    """The user's lines that are being executed, outermost first."""
+    frames: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < FRAME_LIMIT:
+        if active.sites.kind(frame.f_code) == USER:
+            frames.append(_frame(active, frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(frames))
+
+
+def _frame(active: Recorder, code: CodeType, line: int) -> Frame:
+    user = active.sites.kind(code) == USER
+    if user:  # record the text of the line too
+        active.sites.number(code, line)
+    file = os.path.abspath(code.co_filename)
+    return Frame(file=file, line=line, function=code.co_name, user=user)
 
 
 def _leaving() -> None:
@@ -198,6 +221,10 @@ def _leaving() -> None:
 
 def _tell_end(active: Recorder) -> None:
     active.tell_cost(anyway=True)
+    if _ending.caught and _ending.how != "exception":
+        number, raised = _ending.caught
+        if active.tape is not None and active.tape.ring.newest == number:
+            active.emit(raised, vital=True)
     active.emit(
         RankExiting(
             at=time.monotonic(),

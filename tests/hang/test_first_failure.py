@@ -80,6 +80,22 @@ def test_a_quiet_exit_with_a_status() -> None:
     assert finding.location.line == 40
 
 
+def test_an_exception_that_was_caught_just_before_a_bad_exit() -> None:
+    (where, event) = raised(4)
+    assert isinstance(event, ExceptionRaised)
+    caught = msgspec.structs.replace(event, caught=True)
+    leaving = RankExiting(at=START + 4.1, how="sys.exit", status=7)
+    victim = raised(5, "RuntimeError", CLOSED)
+    run = make_run({0: victim, 1: [where, caught, leaving]}, ended={0: 1, 1: 7})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert "ValueError: boom, caught it and left with exit status 7" in finding.summary
+    assert finding.location is not None
+    assert finding.location.line == 7
+    well = make_run({0: [], 1: [where, caught]})
+    assert found(well) == []
+
+
 def test_a_users_own_error_that_speaks_of_connections() -> None:
     (finding,) = found(make_run({0: raised(5, "MyError", "Connection closed by peer"), 1: []},
                                 ended={0: 1}))  # fmt: skip

@@ -64,3 +64,56 @@ def _pids(out: Path) -> list[int]:
         json.loads(path.read_text().partition("\n")[0])["pid"]
         for path in sorted(out.glob("rank-*.jsonl"))
     ]
+
+
+SWALLOWS = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+
+def failing():
+    dist.broadcast(torch.ones(1), src=5)
+
+status = 0
+try:
+    if "--own" in sys.argv:
+        raise ValueError("boom")
+    failing()
+except Exception:
+    if "--there" in sys.argv:
+        sys.exit(3)
+    status = 3
+if "--goes-on" in sys.argv:
+    dist.barrier()
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(130)
+@pytest.mark.parametrize(
+    ("options", "kind", "line"),
+    [
+        (("--there",), "RuntimeError", "dist.broadcast(torch.ones(1), src=5)"),
+        (("--there", "--own"), "ValueError", 'raise ValueError("boom")'),
+        ((), "RuntimeError", "dist.broadcast(torch.ones(1), src=5)"),
+        (("--own",), "exit status 3", "sys.exit(status)"),
+        (("--goes-on",), "exit status 3", "sys.exit(status)"),
+    ],
+)
+def test_what_a_program_caught_before_it_left(
+    tmp_path: Path, options: tuple[str, ...], kind: str, line: str
+) -> None:
+    (tmp_path / "train.py").write_text(SWALLOWS)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "ddpdoctor", "run", "--out", str(out), "--quiet",
+               "--nproc-per-node", "1", "train.py", *options]  # fmt: skip
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=inherited(), capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    report = open_run([out]).report(registry.select(("first-failure",)))
+    (finding,) = report.findings
+    assert finding.subjects == (kind,)
+    assert finding.location is not None
+    assert finding.location.source.strip() == line
