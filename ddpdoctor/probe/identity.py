@@ -36,7 +36,7 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
     """The data set and, as long as it is a `Subset`, what it selects from."""
     import torch.utils.data as data
 
-    found = []
+    found: list[Layer] = []
     while len(found) <= DEEPEST:
         subset = isinstance(dataset, data.Subset)
         selected = dataset.indices if subset else ()
