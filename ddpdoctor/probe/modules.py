@@ -68,10 +68,15 @@ def install() -> None:
     on_restore(hooks.register_module_parameter_registration_hook(_registered).remove)
 
 
+def birth_line(module: Any) -> tuple[CodeType, int] | None:
+    """The user's line that made a module, None where unknown (a copy, say)."""
+    return _births.lines.get(module) if hasattr(module, "_modules") else None
+
+
 def birth_site(module: Any) -> int:
-    """The number of the user's line that made a module, -1 where unknown (a copy, say)."""
+    """The number of the user's line that made a module, -1 where unknown."""
     active = recorder()
-    line = _births.lines.get(module)
+    line = birth_line(module)
     return active.sites.number(*line) if active is not None and line else -1
 
 

@@ -161,24 +161,47 @@ def _sets_item(node: ast.AST, key: str) -> bool:
 
 
 def assignment_in_frames(
-    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Any
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    wanted: Any,
+    made_at: tuple[CodeType, int] | None = None,
 ) -> Found | None:
-    """The first statement, in the frames that are running, that gave an object its name."""
+    """The first statement, in the frames that are running, that gave an object its name; the one at
+    the line that made the object, where it is among them. None where only one of several branches
+    can have done it."""
     seen = 0
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
             seen += 1
             scope = Scope(frame.f_locals, frame.f_globals)
-            lines = [
-                found.lineno
+            naming = [
+                found
                 for found in _own(node)
                 if isinstance(found, ast.Assign)
                 and any(_resolve(target, scope) is wanted for target in found.targets)
             ]
-            if lines:
-                return Found(frame.f_code, min(lines))
+            if naming:
+                first = min(naming, key=lambda statement: statement.lineno)
+                code, line = made_at or (None, 0)
+                if code is not None and code.co_filename == frame.f_code.co_filename:
+                    for statement in naming:
+                        if statement.lineno <= line <= (statement.end_lineno or 0):
+                            return Found(frame.f_code, statement.lineno)
+                return None if _either(node, first, naming) else Found(frame.f_code, first.lineno)
         frame = frame.f_back
     return None
+
+
+def _either(node: ast.AST, one: ast.AST, statements: list[ast.Assign]) -> bool:
+    """Whether one of the statements stands in another branch than `one`."""
+    for choice in _own(node):
+        if isinstance(choice, ast.If):
+            branches = [[n for s in block for n in (s, *_own(s))] for block in
+                        (choice.body, choice.orelse)]  # fmt: skip
+            in_each = [any(s in branch for s in statements) for branch in branches]
+            if all(in_each) and any(one in branch for branch in branches):
+                return True
+    return False
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:

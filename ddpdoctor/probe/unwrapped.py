@@ -14,7 +14,7 @@ from . import exchanges, models, moments, optimizers
 from .digests import capturing, sums
 from .drift import Waiting
 from .models import tensor_of
-from .modules import birth_site, named_roots
+from .modules import birth_line, birth_site, named_roots
 from .moments import Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
@@ -176,11 +176,9 @@ def _sharded(parameter: Any) -> bool:
 def _made_at(active: Recorder, root: Any) -> int:
     """The line that named the model, where it is still in sight; else the one that made it."""
     found = assignment_in_frames(
-        sys._getframe(1), lambda code: active.sites.kind(code) == "user", root
+        sys._getframe(1), lambda code: active.sites.kind(code) == "user", root, birth_line(root)
     )
-    if found is not None:
-        return active.sites.number(found.code, found.line)
-    return birth_site(root) if hasattr(root, "_modules") else -1
+    return active.sites.number(found.code, found.line) if found is not None else birth_site(root)
 
 
 def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
