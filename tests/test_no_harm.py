@@ -14,6 +14,7 @@ FEW = (
     "model/unused_parameter_clean",
     "data/sampler_missing_clean",
     "numerics/nonfinite_origin_clean",
+    "numerics/skipped_step_checkpointed_clean",
 )
 """In every test run; the others where `-m exhaustive` asks for them (make no-harm)."""
 

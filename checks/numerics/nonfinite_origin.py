@@ -136,9 +136,16 @@ def _cause(event: NonFinite, rank: Rank) -> str:
     if event.kind == "input":
         rows = f", in rows {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
         return f"{', '.join(event.names)} held it before the forward{rows}"
+    if event.kind == "loss" and not event.operation:
+        return (
+            "it arose on the way to the loss; by which operation the graph does not tell: what is "
+            "sharded or checkpointed there is not unpacked"
+        )
     if event.kind == "loss":
-        what = f"`{event.operation}`" if event.operation else "an operation"
-        return f"inputs and parameters were finite; {what} was given values it cannot take"
+        return (
+            f"inputs and parameters were finite; `{event.operation}` was given values it cannot "
+            "take"
+        )
     if event.kind == "gradient":
         return (
             "an operation has no finite derivative where it was used (a square root or a norm of "

@@ -87,6 +87,37 @@ def check_suited(tensor: Any) -> None:
         raise Unsuited("it is quantised" if tensor.is_quantized else f"it is on {tensor.device}")
     if tensor.is_complex() and tensor.is_conj():
         raise Unsuited("it is a conjugated view")
+    if given_back(tensor):
+        raise Unsuited("its memory was given back")
+
+
+def given_back(tensor: Any) -> bool:
+    """Whether a tensor's memory is gone, as `fully_shard` frees it between its uses."""
+    if not hasattr(tensor, "untyped_storage"):
+        return False
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # none of its own
+        return True
+    return held < tensor.nbytes and held < _reach(tensor)
+
+
+def _reach(tensor: Any) -> int:
+    """Bytes from the begin of its storage to the end of its last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int((last + 1) * tensor.element_size()) if tensor.numel() else 0
+
+
+def readable(tensor: Any) -> bool:
+    """Whether it is a plain tensor on the CPU whose memory can be read."""
+    if not tensor.is_cpu:
+        return False
+    try:
+        check_suited(tensor)
+    except Unsuited:
+        return False
+    return True
 
 
 def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:

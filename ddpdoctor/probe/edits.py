@@ -11,7 +11,7 @@ from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .digests import digests
+from .digests import digests, readable
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
@@ -275,9 +275,9 @@ def _values(tensors: list[Any]) -> list[float]:
     values: list[float] = []
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            if tensor is None or not tensor.is_cpu or not tensor.is_floating_point():
+            if tensor is None or not readable(tensor) or not tensor.is_floating_point():
                 continue
-            if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel():
+            if tensor.is_contiguous() and tensor.numel():
                 step = max(1, tensor.numel() // SAMPLED)
                 values += tensor.view(-1)[::step][:SAMPLED].tolist()
     return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from math import isfinite
 from typing import Any
 
 from ..events import BatchSeen, GradientReduced, LossScaled
@@ -13,7 +14,7 @@ from .models import Model
 from .moments import Backward, Call, Forward, Subscriptions, nothing
 from .recorder import Recorder
 from .sites import classify
-from .torch_private import anomaly_mode, made_at
+from .torch_private import anomaly_mode, made_at, saved
 
 LOST = "how losses are scaled"
 
@@ -148,7 +149,10 @@ def _divisor(node: Any, name: str) -> float:
     """What a node divides by: a plain number, or 0."""
     if not name.startswith(("DivBackward", "MulBackward")):
         return 0.0
-    other = node._saved_other
+    try:
+        other = saved(node, "_saved_other")
+    except LookupError:
+        return 0.0
     if other is None or other.dim() or not other.is_cpu or other.requires_grad:
         return 0.0
     value = float(other)
@@ -199,7 +203,7 @@ def _tell_batch(
 ) -> None:
     size = model.batch_size
     now = size, reduction, weight
-    if size < 0 or not reduction or _losses.batches.get(model) == now:
+    if size < 0 or not reduction or _losses.batches.get(model) == now or not isfinite(weight):
         return
     if _losses.batches_told >= BATCHES_AT_MOST:
         return

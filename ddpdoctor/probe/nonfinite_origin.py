@@ -13,6 +13,9 @@ import re
 from types import CodeType, FrameType
 from typing import Any
 
+from .digests import given_back, readable
+from .torch_private import saved, shard
+
 MOST_NODES = 4000
 
 _IN_SOURCE = {
@@ -40,32 +43,34 @@ class Origin:
 
 
 def finite(tensor: Any) -> bool:
-    """Whether all of a tensor is finite; true for what is no floating-point tensor on the CPU."""
+    """Whether all of a tensor is finite, or of this rank's shard of it; true for what is no
+    floating-point tensor on the CPU, or cannot be read."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu:
+    if not isinstance(tensor, torch.Tensor):
         return True
-    floating = tensor.is_floating_point()
-    if not floating and not tensor.is_complex():
-        return True
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return True
-    if floating and tensor.numel() == 1:
-        return math.isfinite(tensor.item())
-    plain = tensor.detach()
-    # A sum is half the work; one that overflows is looked at again.
-    if not plain.is_complex() and math.isfinite(plain.sum().item()):
-        return True
-    return bool(torch.isfinite(plain).all().item())
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = shard(tensor).detach()
+        floating = plain.is_floating_point()
+        if not (floating or plain.is_complex()) or not readable(plain) or not plain.numel():
+            return True
+        if floating and plain.numel() == 1:
+            return math.isfinite(plain.item())
+        # A sum is half the work; one that overflows is looked at again.
+        if floating and math.isfinite(plain.sum().item()):
+            return True
+        return bool(torch.isfinite(plain).all().item())
 
 
 def trace(root: Any, names: dict[int, str]) -> Origin:
-    """The operation that first made something non-finite; `names` of parameters by id."""
+    """The operation that first made something non-finite, an empty one where the graph does not
+    tell; `names` of parameters by id."""
     start = getattr(root, "grad_fn", None)
     if start is None:
         return Origin()
     order = _nodes(start)
-    wrong = {node: _wrong(node) for node in order}
+    hidden: set[Any] = set()
+    wrong = {node: _wrong(node, hidden) for node in order}
     below: set[Any] = set()
     found = None
     for node in reversed(order):  # from the inputs to the loss, more or less
@@ -75,6 +80,8 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
         elif wrong.get(node) and found is None:
             found = node
     origin = _maker(found, wrong[found]) if found is not None else start
+    if hidden and not hidden.isdisjoint(_nodes(origin)):
+        return Origin()  # it may have come from there
     return Origin(_operation(origin), _nearest(origin, names))
 
 
@@ -96,18 +103,23 @@ _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other"
 """Saved inputs by their position among those that have a gradient to pass on."""
 
 
-def _wrong(node: Any) -> str:
+def _wrong(node: Any, hidden: set[Any]) -> str:
     """`result` where what the node returned is not finite, the name of what it was given where
-    that is not."""
+    that is not. Nodes that cannot be read are added to those that are hidden."""
     said = ""
+    if _is_leaf(node) and (given_back(node.variable) or not finite(node.variable)):
+        hidden.add(node)  # a parameter that nobody could look at, or did
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
         try:
-            value = getattr(node, name)
-        except RuntimeError:  # freed, or changed in place
+            value = saved(node, name)
+        except LookupError:
+            hidden.add(node)
             continue
-        if not finite(value):
+        if given_back(value):
+            hidden.add(node)
+        elif not finite(value):
             result = name in ("_saved_result", "_saved_output", "_saved_out")
             said = "result" if result else said or name
     return said or ("result" if _makes_infinity(node) else "")
@@ -118,11 +130,12 @@ def _makes_infinity(node: Any) -> bool:
     kind = _operation(node)
     try:
         if kind in ("log", "log2", "log10"):
-            return bool((node._saved_self <= 0).any())
+            given = saved(node, "_saved_self")
+            return readable(given) and bool((given <= 0).any())
         if kind == "div":
-            other = node._saved_other
-            return other is not None and bool((other == 0).any())
-    except (AttributeError, RuntimeError, TypeError):
+            other = saved(node, "_saved_other")
+            return readable(other) and bool((other == 0).any())
+    except (LookupError, AttributeError, RuntimeError, TypeError):  # None or a number, say
         return False
     return False
 

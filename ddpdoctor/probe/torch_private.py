@@ -262,3 +262,26 @@ def made_at(node: Any) -> list[str] | None:
     except (AttributeError, RuntimeError):
         return None
     return [str(line) for line in text] if text else None
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node of the graph has saved.
+
+    Raises:
+        LookupError: it cannot be had, or only by running the user's code: what checkpointing has
+            saved is computed anew when it is unpacked.
+    """
+    try:
+        raw = getattr(node, f"_raw{name}", None)
+        packed = raw if isinstance(raw, (list, tuple)) else (raw,)
+        if all(one is None or one.unpack_hook is None for one in packed):
+            return getattr(node, name)
+    except (AttributeError, RuntimeError) as error:  # an older torch; freed, or changed in place
+        raise LookupError(name) from error
+    raise LookupError(name)
+
+
+def shard(tensor: Any) -> Any:
+    """This rank's part of a distributed tensor, any other as it is. To ask the whole would be a
+    collective."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -87,3 +87,48 @@ def test_followed_through_a_graph(operation: str) -> None:
     origin = trace(made.sum(), {id(p): n for n, p in model.named_parameters()})
     assert origin.operation in (operation, "reciprocal")
     assert origin.module == "2"
+
+
+def test_a_graph_is_followed_without_running_the_program_again() -> None:
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    runs = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return model(x).log()
+
+    loss = checkpoint(part, torch.zeros(2, 4) - 1000, use_reentrant=False).sum() * float("nan")
+    assert trace(loss, {}).operation == "", "it may have arisen in what is computed anew"
+    assert len(runs) == 1
+    loss.backward()
+    assert len(runs) == 2
+
+
+def test_memory_that_was_given_back_is_not_read() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.digests import readable
+    from ddpdoctor.probe.nonfinite_origin import finite, trace
+
+    weight = torch.nn.Parameter(torch.full((64, 64), float("nan")))
+    loss = (torch.ones(2, 64) @ weight).sum()
+    assert not finite(weight)
+    views = weight.detach()[1:], weight.detach().t()
+    weight.untyped_storage().resize_(0)
+    for tensor in (weight, *views):
+        assert not readable(tensor)
+        assert finite(tensor), "nothing is known of it"
+    assert trace(loss, {}).operation == ""
+
+
+def test_a_part_of_its_memory_is_enough() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.digests import readable
+
+    assert readable(torch.zeros(3).expand(1000, 3))
+    assert readable(torch.zeros(10)[2:4])
+    assert readable(torch.zeros(0))
