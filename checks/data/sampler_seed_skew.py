@@ -52,9 +52,11 @@ class SamplerSeedSkew(Check):
         seeds = {r: e.began.seed for r, e in audit.epochs.items()}
         numbers = {r: e.began.sampler_epoch for r, e in audit.epochs.items()}
         by_seed = len(set(seeds.values())) > 1
+        set_by_all = not by_seed and all(e.began.epochs_set for e in audit.epochs.values())
         what = "seed" if by_seed else "epoch"
         given = seeds if by_seed else numbers
         listed = ", ".join(f"{v} on rank {r}" for r, v in sorted(given.items())[:4])
+        why, fix, kind = _advice(by_seed=by_seed, set_by_all=set_by_all)
         return self.finding(
             ranks=fault.ranks,
             subjects=(reader.seen.dataset,),
@@ -64,12 +66,32 @@ class SamplerSeedSkew(Check):
             summary=f"the samplers of {dataset(reader)} shuffle by different {what}s ({listed}): "
             f"{len(audit.shared)} samples read by several of {whom(run, fault.ranks)}"
             + (f", {audit.never} by none" if audit.complete else ""),
-            cause="every rank takes its share of an order of its own"
-            + ("" if by_seed else "; `set_epoch` was not called alike on all ranks"),
-            fix="the same `seed` on all ranks (leave it out)"
-            if by_seed
-            else "call `sampler.set_epoch(epoch)` on every rank, outside of any `if rank == 0:`",
-            fix_kind=FixKind.SAFE,
-            evidence={"seed": seeds, "epoch of the sampler": numbers, **figures(audit)},
+            cause=f"every rank takes its share of an order of its own{why}",
+            fix=fix,
+            fix_kind=kind,
+            evidence={
+                "seed": seeds,
+                "epoch of the sampler": numbers,
+                "each rank set its epoch": set_by_all,
+                **figures(audit),
+            },
             at=reader.rank.wall(audit.at),
         )
+
+
+def _advice(*, by_seed: bool, set_by_all: bool) -> tuple[str, str, FixKind]:
+    """What more there is to say of the cause, and what to do."""
+    if by_seed:
+        return "", "the same `seed` on all ranks (leave it out)", FixKind.SAFE
+    if set_by_all:
+        return (
+            "; each rank called `set_epoch`, with different numbers",
+            "count epochs alike on all ranks: where a run is resumed, every rank must load the "
+            "same snapshot, or be told the epoch by rank 0 (`dist.broadcast`)",
+            FixKind.CHECK,
+        )
+    return (
+        "; `set_epoch` was not called alike on all ranks",
+        "call `sampler.set_epoch(epoch)` on every rank, outside of any `if rank == 0:`",
+        FixKind.SAFE,
+    )

@@ -145,7 +145,8 @@ def loaded(group: Replicas, what: str, until: float) -> Cause | None:
     event = found[ranks[0]][-1]
     spot = group.members[ranks[0]].rank.location(event.site)
     thing = "weights after the wrap" if what == "weights" else "the optimizer's state"
-    if len(found) < len(group.members):
+    some_only = len(found) < len(group.members)
+    if some_only:
         text = f"{ranks_do(ranks, 'load')} {thing}, the others do not"
         label = f"only {ranks_do(ranks, 'come')} here"
     else:
@@ -155,7 +156,8 @@ def loaded(group: Replicas, what: str, until: float) -> Cause | None:
         fix = "load on every rank, or before `DistributedDataParallel(...)`, which copies rank 0's"
     else:
         fix = "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
-    return Cause(text, fix, label, spot, ranks)
+    evidence: dict[str, object] = {"loaded_only_on": list(ranks)} if some_only else {}
+    return Cause(text, fix, label, spot, ranks, evidence=evidence)
 
 
 def reloads(group: Replicas, what: str, after: float) -> bool:

@@ -76,6 +76,9 @@ class ParameterDrift(Check):
         own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
         if own and not skipped:
             return False
+        if other.check == "sampler-seed-skew":  # the epoch came with the weights
+            alone = bool(mine.evidence.get("loaded_only_on"))
+            return alone and bool(other.evidence.get("each rank set its epoch"))
         return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:

@@ -57,7 +57,7 @@ class CheckpointRace(Check):
                 where = racing[0].location
                 place = (where.file, where.line) if where else None
                 by_place.setdefault(place, []).append(racing)
-        for files in by_place.values():
+        for files in _in_one_go(list(by_place.values())):
             yield self._tell(files)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
@@ -72,7 +72,8 @@ class CheckpointRace(Check):
         paths = [_name(touches[0]) for touches in files]
         ranks = sorted({t.rank.rank for touches in files for t in touches})
         logs = all(path.endswith(_LOGS) for path in paths)
-        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        others = len(paths) - 1
+        more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
         return self.finding(
             severity=Severity.WARNING if logs else Severity.ERROR,
             ranks=tuple(ranks),
@@ -103,6 +104,29 @@ def _racing(touches: list[Touch]) -> list[Touch]:
         if a.rank.rank != b.rank.rank and not ordered(a, b):
             racing[id(a)], racing[id(b)] = a, b
     return sorted(racing.values(), key=lambda t: (t.event.step, t.rank.rank))
+
+
+def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:
+    """The files of each place; places of one function that write one after the other, with no
+    collective between, lack the same guard and are one."""
+    told: list[list[list[Touch]]] = []
+    for files in places:
+        same = next((t for t in told if _follow(t[-1], files[0])), None)
+        if same is None:
+            told.append(list(files))
+        else:
+            same.extend(files)
+    return told
+
+
+def _follow(old: list[Touch], new: list[Touch]) -> bool:
+    def state(touch: Touch, marks: dict[str, int]) -> tuple[object, ...]:
+        where = touch.location
+        place = (where.file, where.function) if where else None
+        return touch.rank.rank, touch.event.step, place, sorted(marks.items())
+
+    left = [state(t, t.event.marks_after) for t in old if t.location]
+    return any(state(t, t.event.marks) in left for t in new)
 
 
 def _notes_settings(touch: Touch) -> bool:

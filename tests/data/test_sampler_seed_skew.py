@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
 from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from readers import found, loader, run_of
 
 from ddpdoctor.events import Event
@@ -38,6 +39,20 @@ def test_set_epoch_on_one_rank_only() -> None:
         summary="", cause="", fix="", location=finding.location
     )  # fmt: skip
     assert SamplerSeedSkew().explains(finding, frozen)
+
+
+def test_each_rank_sets_its_epoch_to_a_number_of_its_own() -> None:
+    called = {"seed": 0, "epochs_set": 1}
+    ranks = part(0, MINE, sampler_epoch=3, **called), part(1, THEIRS, sampler_epoch=0, **called)
+    (finding,) = examine(*ranks)
+    assert "each rank called `set_epoch`, with different numbers" in finding.cause
+    assert "rank == 0" not in finding.fix
+    drift = ParameterDrift()
+    resumed = drift.finding(summary="", cause="", fix="", evidence={"loaded_only_on": [0]},
+                            subjects=("weight",))  # fmt: skip
+    assert drift.explains(resumed, finding)
+    (other,) = examine(part(0, MINE, seed=1), part(1, THEIRS, seed=2))
+    assert not drift.explains(resumed, other)
 
 
 def test_a_look_at_the_first_batch_on_one_rank_shifts_nothing() -> None:

@@ -129,3 +129,13 @@ def test_what_a_library_writes_while_the_ranks_work_together() -> None:
 def test_data_that_a_library_writes_before_there_is_a_group() -> None:
     data = settings(path="/home/user/project/tokens.bin")
     assert found([data], [data])
+
+
+def test_files_that_one_function_writes_in_one_go() -> None:
+    copy = site(2, "train.py", 20, "shutil.copyfile(path, 'best.pt')")
+    best = wrote("/home/user/project/best.pt", how="open", site=2)
+    (finding,) = found([copy, wrote(), best], [copy, wrote(), best])
+    assert finding.subjects == ("last.pt", "best.pt")
+    assert finding.location is not None and finding.location.line == 18
+    later = wrote("/home/user/project/best.pt", how="open", site=2, mark=6)
+    assert len(found([copy, wrote(), later], [copy, wrote(), later])) == 2
