@@ -24,13 +24,16 @@ class Watched:
     """Some parameters of one optimizer, since its last step.
 
     Attributes:
-        before: identity and version of the gradients, as the last step or backward left them.
+        before: identity and version of the gradients, as the last step or backward left them;
+            `filled` is a parameter whose gradient was not all zero then, None for none that was
+            looked into.
         cleared: seen cleared since the step; `touched` by a backward before that, first at `site`.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = [weakref.ref(p) for p in some(parameters)]
         self.before: list[tuple[int, int]] = []
+        self.filled: weakref.ref[Any] | None = None
         self.cleared = True
         self.touched = False
         self.site = -1
@@ -40,19 +43,25 @@ class Watched:
     def state(self) -> list[tuple[int, int]]:
         return versions(self.parameters)
 
+    def keep(self, now: list[tuple[int, int]]) -> None:
+        """A step or a backward has left the gradients like this."""
+        self.before = now
+        self.filled = next((ref for ref in self.parameters if _any_value(ref)), None)
+
     def look(self) -> None:
         """Before a backward: were all the gradients dropped, overwritten or zeroed?"""
         pairs = zip(self.state(), self.before, strict=True)
-        if any(now != then for now, then in pairs if then[1] >= 0) or self._zero():
+        zeroed = self.filled is not None and _any_value(self.filled) is False
+        if zeroed or any(now != then for now, then in pairs if then[1] >= 0):
             self.cleared = True
 
-    def _zero(self) -> bool:
-        for ref in self.parameters:
-            grad = None if (p := ref()) is None else p.grad
-            if grad is None or not grad.is_cpu or grad.numel() > SMALL:
-                continue
-            return not bool(grad.detach().count_nonzero())
-        return False
+
+def _any_value(parameter: weakref.ref[Any]) -> bool | None:
+    """Whether a gradient has a value that is not zero; None where it is not looked into."""
+    grad = None if (p := parameter()) is None else p.grad
+    if grad is None or not grad.is_cpu or grad.numel() > SMALL:
+        return None
+    return bool(grad.detach().count_nonzero())
 
 
 class _Watching:
@@ -88,15 +97,18 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         if now != watched.before:
             if not watched.touched:
                 watched.touched, watched.site = True, backward.site
-            watched.before = now
+            watched.keep(now)
 
 
 def _step_due(active: Recorder, step: Step) -> None:
     """An optimizer that is new is watched from now on."""
     optimizer = step.optimizer()
     if optimizer is not None and Watched not in step.known.notes:
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        watched = step.known.notes[Watched] = Watched(held)
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in every if p.grad is not None or p.requires_grad]
+        if not trained:
+            return
+        watched = step.known.notes[Watched] = Watched(trained)
         living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
         _Watching.watched = [*living, (step.optimizer, watched)]
         _Watching.subscriptions.wake()
@@ -118,7 +130,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
     if watched is None or not watched.parameters:
         return
-    watched.before = watched.state()
+    watched.keep(watched.state())
     watched.touched, watched.site = False, -1
     watched.cleared = all(version < 0 for _, version in watched.before)
 
