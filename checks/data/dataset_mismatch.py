@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
 from ddpdoctor.run import Run
 
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, whom
+from ._words import dataset, figures, no_loader, related, some, whom
 
 
 class DatasetMismatch(Check):
@@ -43,13 +43,17 @@ class DatasetMismatch(Check):
         return no_loader(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        by_place: dict[object, list[Fault]] = {}
         for fault in of_check(run, self.name):
-            yield self._tell(run, fault)
+            by_place.setdefault((_spot(fault), fault.doubt, fault.ranks), []).append(fault)
+        for faults in by_place.values():
+            yield self._tell(run, faults[0], faults[1:])
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
-    def _tell(self, run: Run, fault: Fault) -> Finding:
+    def _tell(self, run: Run, fault: Fault, alike: list[Fault]) -> Finding:
+        """`alike`: the same fault in other data sets, the other parts of a split say."""
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
         names = list(fault.evidence["differs"])  # type: ignore[call-overload]
@@ -57,22 +61,26 @@ class DatasetMismatch(Check):
         indices = fault.evidence["kind"] == "indices"
         lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
         alone = len(fault.ranks) < len(audit.epochs)
+        sets = [reader, *(f.readers[0] for f in alike)]
+        split = _split(fault)
         how = "holds the same entries in another order" if reordered else "differs"
         return self.finding(
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
-            subjects=(reader.seen.dataset, *names),
-            location=reader.sampler_at if reader.seen.distributed else reader.made_at,
-            label="divides a data set that is not the same on all ranks",
-            related=related(reader, sampler=False),
+            subjects=(*dict.fromkeys(r.seen.dataset for r in sets), *names),
+            location=_spot(fault),
+            label="makes another choice on each rank"
+            if split
+            else "divides a data set that is not the same on all ranks",
+            related=related(reader, sampler=split is not None),
             summary=(
                 f"{whom(run, fault.ranks)} {'divides' if len(fault.ranks) == 1 else 'divide'} "
                 "another data set than the other ranks"
                 if alone
                 else f"{whom(run, fault.ranks)} divide different data sets among them"
             )
-            + f": `{names[0]}` of {dataset(reader)} {how} between ranks"
+            + f": `{names[0]}` of {some(map(dataset, sets))} {how} between ranks"
             + (f" ({fault.doubt})" if fault.doubt else ""),
             cause="`random_split` (or another random choice) was made by each rank for itself"
             if indices
@@ -84,3 +92,18 @@ class DatasetMismatch(Check):
             evidence={**fault.evidence, "lengths": lengths, **figures(audit)},
             at=reader.rank.wall(audit.at),
         )
+
+
+def _split(fault: Fault) -> Location | None:
+    """The line that chose what a `Subset` holds."""
+    reader, names = fault.readers[0], fault.evidence["differs"]
+    for depth, layer in enumerate(reader.seen.layers):
+        if "dataset." * depth + "indices" in names:  # type: ignore[operator]
+            return reader.rank.location(layer.site)
+    return None
+
+
+def _spot(fault: Fault) -> Location | None:
+    reader = fault.readers[0]
+    uses = reader.sampler_at if reader.seen.distributed else reader.made_at
+    return _split(fault) or uses

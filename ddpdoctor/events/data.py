@@ -32,10 +32,12 @@ class Layer(Part, frozen=True):
         data: number of the object on this rank; the same object has the same number everywhere.
         indices: what a `Subset` selects from the next layer (see `ddpdoctor.events.pack`); empty
             where it is none, or selects too much to record.
+        site: the line that made the `Subset`.
     """
 
     data: int
     indices: str = ""
+    site: int = -1
 
 
 class LoaderSeen(Event, frozen=True, tag="loader"):

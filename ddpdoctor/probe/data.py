@@ -67,11 +67,12 @@ def delivered() -> int:
 
 def install() -> None:
     from torch.distributed.algorithms.join import Join
-    from torch.utils.data import dataloader, distributed
+    from torch.utils.data import dataloader, dataset, distributed
 
     _data.__init__()  # type: ignore[misc]
     identity.forget()
     sampler = distributed.DistributedSampler
+    around(dataset.Subset, "__init__", before=_making_subset, lost=LOST)
     around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
     around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
     around(sampler, "set_epoch", before=_setting_epoch, lost=LOST)
@@ -98,6 +99,10 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     place = _data.places.setdefault(site, Place())
     _data.made[args[0]] = site, place.loaders
     place.loaders += 1
+
+
+def _making_subset(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    identity.made(args[0], active.site())
 
 
 def _making_sampler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,9 +27,21 @@ SELECTED = 4096
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 """By the id of a data set: some cannot be hashed."""
 
+_made: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""The lines that make the first `SUBSETS` of a program, likewise."""
+
+SUBSETS = 1024
+
 
 def forget() -> None:
     _numbers.clear()
+    _made.clear()
+
+
+def made(dataset: Any, site: int) -> None:
+    """Note the line that makes a `Subset`."""
+    if len(_made) < SUBSETS:
+        _made[id(dataset)] = weakref.ref(dataset), site
 
 
 def layers(dataset: Any) -> tuple[Layer, ...]:
@@ -42,7 +54,7 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
         selected = dataset.indices if subset else ()
         short = 0 < len(selected) <= SELECTED
         packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
-        found.append(Layer(_number(dataset), packed))
+        found.append(Layer(_number(dataset), packed, _known(_made, dataset)))
         if not subset:
             break
         dataset = dataset.dataset
@@ -51,16 +63,20 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
 
 def _number(dataset: Any) -> int:
     """The same for the same object, -1 for one that cannot be watched."""
-    known, number = _numbers.get(id(dataset), (None, 0))
-    if known is not None and known() is dataset:
-        return number
+    if (known := _known(_numbers, dataset)) >= 0:
+        return known
     try:
         watched = weakref.ref(dataset)
     except TypeError:
         return -1
-    highest = max((n for _, n in _numbers.values()), default=-1)
-    _numbers[id(dataset)] = watched, highest + 1
-    return highest + 1
+    number = max((n for _, n in _numbers.values()), default=-1) + 1
+    _numbers[id(dataset)] = watched, number
+    return number
+
+
+def _known(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> int:
+    watched, number = numbers.get(id(dataset), (None, -1))
+    return number if watched is not None and watched() is dataset else -1
 
 
 def payloads(dataset: Any) -> tuple[Payload, ...]:

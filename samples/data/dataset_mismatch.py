@@ -1,7 +1,7 @@
 """Every rank draws its own random split, and then its share of that.
 
 run: --nproc-per-node 2
-finds: DDP511 error at `train_sampler = DistributedSampler(train_data)`
+finds: DDP511 error at `train_data, test_data = random_split(whole, [80, 20])`
 """
 
 import random

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 
-from ddpdoctor.events import Event, Payload
+from ddpdoctor.events import Event, Layer, Payload
 from ddpdoctor.findings import Finding, Severity
 
 EVERYTHING = list(range(100))
@@ -38,6 +38,24 @@ def test_a_random_split_of_each_rank() -> None:
     (finding,) = examine(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
     assert finding.severity is Severity.ERROR
     assert "random_split" in finding.cause
+
+
+def test_the_parts_of_one_split_are_one_finding() -> None:
+    def both(rank: int) -> list[Event]:
+        digest = payload("indices", rank + 1, rank + 5, name="indices")
+        common = {"layers": (Layer(data=1, site=4), Layer(data=0)), "payloads": (digest,),
+                  "distributed": True, "replicas": 2, "sampler_rank": rank, "sampler_site": 1,
+                  "total_size": 100}  # fmt: skip
+        share = EVERYTHING[rank::2]
+        return [
+            *loader(0, [share], **common),  # type: ignore[arg-type]
+            *loader(1, [share], dataset="Rest", loop_site=4, trains=False, **common),  # type: ignore[arg-type]
+        ]
+
+    (finding,) = examine(both(0), both(1))
+    assert "`indices` of Photos (100), Rest (100) differs" in finding.summary
+    assert finding.location is not None and finding.location.line == 21
+    assert "sampler made here" in [r.label for r in finding.related]
 
 
 def test_the_rank_that_is_alone_is_named() -> None:
