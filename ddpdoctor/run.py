@@ -178,10 +178,8 @@ class Rank(Facts):
 
     @property
     def exit_code(self) -> int | None:
-        if self.ended and self.ended.status is not None:
+        if self.ended and (self.ended.status, self.ended.signal) != (None, None):
             return self.ended.status
-        if self.ended and self.ended.signal is not None:
-            return None
         leaving = self.latest(RankExiting)
         status = leaving.status if leaving else None
         return status or (1 if self.exception else status)

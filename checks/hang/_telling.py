@@ -42,7 +42,7 @@ def related(parting: Parting, place: Made) -> tuple[Related, ...]:
             found.append(Related("the branch that leads there", head))
     left = left_loop(parting)
     if left is not None:
-        found.append(Related(f"{ranks_text(left.ranks)} left this loop", left.loop))
+        found.append(Related(left.label, left.loop))
     for side, made in describe_sides(parting):
         where = made.location_at(parting.depth)
         if where is not None and where not in shown:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run
 
 from ._loops import left_loop
 from ._mismatch import Parting, condition, partings
@@ -145,9 +145,7 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = condition(parting.place)
     left = left_loop(parting)
     if left is not None:
-        dry = "; its loader had fewer batches there" if left.uneven else ""
-        who = ranks_text(left.ranks)
-        return f"{who} left the loop at {left.loop} before the others{dry}; {effect}"
+        return f"{left.cause}; {effect}"
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
@@ -157,16 +155,8 @@ def _fix(parting: Parting) -> str:
     branched = condition(parting.place)
     op = parting.place.signature.op
     left = left_loop(parting)
-    if left is not None and left.uneven:
-        return (
-            "give every rank the same number of batches (`DistributedSampler`, `drop_last=True`), "
-            "or train inside `with Join([model]):`"
-        )
     if left is not None:
-        return (
-            "share the decision to stop: `all_reduce` the condition, so that all ranks leave the "
-            "loop in the same round"
-        )
+        return left.fix
     if parting.shifted and not parting.extra:
         return "issue the collectives in one order on every rank (sort the keys you loop over)"
     if branched is not None and op.startswith("DDP"):

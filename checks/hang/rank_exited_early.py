@@ -9,8 +9,14 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Sever
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text
 
 from ._failures import failure, stopped
+from ._loops import Left, loop_of_leaver
 from ._scene import QUIET_S, Scene, Stand, scene
 from ._waiting import gone, victims, waiting_for
+
+FIX = (
+    "let all ranks do the same number of steps (`DistributedSampler`, `drop_last=True`), share the "
+    "decision to stop with `all_reduce`, or wrap the loop in `with Join([model]):`"
+)
 
 
 class RankExitedEarly(Check):
@@ -62,7 +68,7 @@ class RankExitedEarly(Check):
         others = sorted({s.rank.rank for s in waiting})
         first = waiting[0]
         call = first.made.place if first.made else "a collective"
-        spot, label = _left_at(left[0].rank)
+        spot, label, loop = _left_at(left[0].rank, first)
         here = first.made.location if first.made else None
         leave = "leaves" if len(ranks) == 1 else "leave"
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
@@ -77,9 +83,7 @@ class RankExitedEarly(Check):
             f"wait{'s' if len(others) == 1 else ''} for it in {call}",
             cause=f"{ranks_text(ranks)} made fewer calls and ended with status 0; the errors of "
             f"{ranks_text(others)} are consequences",
-            fix="let all ranks do the same number of steps (`DistributedSampler`, "
-            "`drop_last=True`), share the decision to stop with `all_reduce`, or wrap the loop in "
-            "`with Join([model]):`",
+            fix=loop.fix if loop else FIX,
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
@@ -99,24 +103,19 @@ def _well(rank: Rank) -> bool:
     return bool(leaving or rank.of(GroupDestroyed)) and not rank.exit_code
 
 
-def _left_at(rank: Rank) -> tuple[Location | None, str]:
+def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | None]:
     """The line by which it left: an explicit exit, the loop that ended, the end of its group."""
     leaving = rank.latest(RankExiting)
     if leaving and leaving.how != "return" and (spot := rank.location(leaving.site)):
-        return spot, "left here"
-    sites = rank.of(CallSite)
-    last = _last_call(rank, sites)
-    for place in last.places if last else ():
-        for enclosing in reversed(place.inside):  # the outermost: all within it was left too
-            if enclosing.text.startswith(("for ", "while ")):
-                spot = rank.location(place.site)
-                if spot is not None:
-                    head = Location(spot.file, enclosing.line, spot.function, enclosing.text)
-                    return head, f"rank {rank.rank} left this loop early"
+        return spot, "left here", None
+    last = _last_call(rank, rank.of(CallSite))
+    loop = loop_of_leaver(rank, last, waiting.made) if waiting.made else None
+    if loop is not None:
+        return loop.loop, loop.label, loop
     destroyed = rank.latest(GroupDestroyed)
     if destroyed and (spot := rank.location(destroyed.site)):
-        return spot, "already here"
-    return None, ""
+        return spot, "already here", None
+    return None, "", None
 
 
 def _last_call(rank: Rank, sites: list[CallSite]) -> CallSite | None:

@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     FlightEntry,
     FlightLog,
     LoaderSeen,
+    Place,
     Site,
 )
 from ddpdoctor.findings import Finding
@@ -197,25 +198,30 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
 NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
 
 
-def left_early(*, epochs: int, exhausted: bool) -> list[Event]:
-    """The epochs of a loader, all but the last over."""
+def left_early(
+    *, epochs: int, exhausted: bool, batches: int = -1, read: int = 1, steps: int = 1
+) -> list[Event]:
+    """The epochs of a loader (which says to have `batches`), all but the last over."""
     events: list[Event] = [
         site(50, "train.py", 8, "for x, y in loader:"),
         LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
     ]
     for number in range(epochs):
-        events.append(EpochBegan(at=START + number, loader=0, epoch=number, step=number, site=50))
+        began = EpochBegan(
+            at=START + number, loader=0, epoch=number, step=number, site=50, batches=batches
+        )
+        events.append(began)
         if number < epochs - 1 or exhausted:
             end = EpochEnded(
-                at=START + number + 0.5, loader=0, epoch=number, batches=1, samples=4, backwards=1,
-                exhausted=True,
+                at=START + number + 0.5, loader=0, epoch=number, batches=read, samples=4,
+                backwards=steps, exhausted=True,
             )  # fmt: skip
             events.append(end)
     return events
 
 
 @pytest.mark.parametrize(
-    ("done", "line", "advice"), [(1, 6, "share the decision"), (2, 8, "number of batches")]
+    ("done", "line", "advice"), [(1, 6, "share a decision"), (2, 8, "number of batches")]
 )
 def test_the_loop_that_was_left_of_nested_ones(
     tmp_path: Path, done: int, line: int, advice: str
@@ -233,6 +239,58 @@ def test_the_loop_that_was_left_of_nested_ones(
     assert f"left the loop at train.py:{line} before" in finding.cause
     assert [r.location.line for r in finding.related if "left" in r.label] == [line]
     assert advice in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("batches", "read", "steps", "told"),
+    [
+        (6, 6, 3, "took a step for only 3 of its 6 batches in the loop at train.py:8"),
+        (6, 5, 5, "its loader had fewer batches there"),
+        (6, 6, 6, "left the loop at train.py:6 before the others; "),
+    ],
+)
+def test_how_a_loop_over_a_loader_was_left(
+    tmp_path: Path, batches: int, read: int, steps: int, told: str
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=NESTED)
+    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    more = {
+        0: left_early(epochs=1, exhausted=False, batches=batches),
+        1: left_early(epochs=1, exhausted=True, batches=batches, read=read, steps=steps),
+    }
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert told in finding.cause
+
+
+def in_a_helper(tape: Tape, caller: int) -> None:
+    """The last call was made by a function that this line called."""
+    last = tape.events.pop()
+    assert isinstance(last, CallSite)
+    number = 200 + caller
+    tape.events += [
+        Site(at=START, id=number, file="/home/user/project/train.py", line=caller,
+             function="train", text="run()"),
+        msgspec.structs.replace(last, places=(*last.places, Place(site=number))),
+    ]  # fmt: skip
+
+
+def test_another_call_of_the_function_with_the_loop(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.call(line=9, inside=NESTED[:1])
+        in_a_helper(tape, 30)
+        tape.call(line=9, text="again", inside=NESTED[:1], state=State.BEGUN, at=START + 5)
+        if rank == 0:
+            tape.calls.pop()
+            tape._next[0] -= 1
+            tape.events.pop()
+            tape.call("all_reduce", 12, numel=1, state=State.BEGUN, at=START + 5)
+        in_a_helper(tape, 34 if rank == 0 else 30)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop" not in finding.cause
 
 
 def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
