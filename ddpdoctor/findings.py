@@ -66,11 +66,16 @@ class Related(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """Optimizer steps concerned, zero-based; `count` of them between `first` and `last`."""
+    """Optimizer steps concerned, zero-based; `count` of them between `first` and `last`.
+
+    Attributes:
+        compared: where not every step from the first on could be judged: how many were.
+    """
 
     first: int
     last: int
     count: int
+    compared: int | None = None
 
     @classmethod
     def of(cls, steps: Iterable[int]) -> Steps | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpdoctor.events import Clipped, Edited, StepDone
-from ddpdoctor.findings import Location, Related, Steps
+from ddpdoctor.events import Clipped, Edited, Loaded, StepDone
+from ddpdoctor.findings import Finding, Location, Related, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks, groups_text, ranks_do, ranks_text
 
 from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
@@ -21,11 +21,14 @@ class Cause:
     location: Location | None = None
     ranks: tuple[int, ...] = ()
     known: bool = True
+    related: tuple[Related, ...] = ()
     evidence: dict[str, object] = field(default_factory=dict)
 
 
 def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     """Some ranks, not all, changed these tensors by hand at the step where they first differ."""
+    if kind == "parameters":
+        first = max(first, 1)  # edits between the wrap and the first step are not looked for
     seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
     changing = {n: e for n, e in seen.items() if e.changed}
     if not changing or (len(changing) == len(group.members) and _alike(changing)):
@@ -134,19 +137,21 @@ def clipped(group: Replicas) -> Cause | None:
 
 def loaded(group: Replicas, what: str, until: float) -> Cause | None:
     """Some ranks loaded after the wrap, others did not, or not from the same line."""
-    found = {
-        n: before
-        for n, events in loads(group, what).items()
-        if (before := [e for e in events if group.members[n].rank.wall(e.at) <= until])
-    }
+    found = _loads_until(group, what, until)
     if not found:
         return None
     ranks = tuple(sorted(found))
     event = found[ranks[0]][-1]
     spot = group.members[ranks[0]].rank.location(event.site)
     thing = "weights after the wrap" if what == "weights" else "the optimizer's state"
-    some_only = len(found) < len(group.members)
-    if some_only:
+    beside: tuple[Related, ...] = ()
+    facts: dict[str, object] = {}
+    if len(found) < len(group.members):
+        facts["loaded_only_on"] = list(ranks)
+        beside = _optimizer_too(group, ranks, until) if what == "weights" else ()
+        if beside:
+            facts["loaded_with_them"] = "the optimizer's state"
+            thing += " and the optimizer's state"
         text = f"{ranks_do(ranks, 'load')} {thing}, the others do not"
         label = f"only {ranks_do(ranks, 'come')} here"
     else:
@@ -154,10 +159,27 @@ def loaded(group: Replicas, what: str, until: float) -> Cause | None:
         label = "what is loaded differs between ranks"
     if what == "weights":
         fix = "load on every rank, or before `DistributedDataParallel(...)`, which copies rank 0's"
+        fix += "; the optimizer's state on every rank: it is never copied" * bool(beside)
     else:
         fix = "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
-    evidence: dict[str, object] = {"loaded_only_on": list(ranks)} if some_only else {}
-    return Cause(text, fix, label, spot, ranks, evidence=evidence)
+    return Cause(text, fix, label, spot, ranks, related=beside, evidence=facts)
+
+
+def _optimizer_too(group: Replicas, ranks: tuple[int, ...], until: float) -> tuple[Related, ...]:
+    """Where the same ranks, and only they, load the state of the optimizer besides."""
+    found = _loads_until(group, "optimizer", until)
+    if tuple(sorted(found)) != ranks:
+        return ()
+    spot = group.members[ranks[0]].rank.location(found[ranks[0]][-1].site)
+    return (Related("and the optimizer's state here", spot),) if spot else ()
+
+
+def _loads_until(group: Replicas, what: str, until: float) -> dict[int, list[Loaded]]:
+    return {
+        n: before
+        for n, events in loads(group, what).items()
+        if (before := [e for e in events if group.members[n].rank.wall(e.at) <= until])
+    }
 
 
 def reloads(group: Replicas, what: str, after: float) -> bool:
@@ -217,11 +239,11 @@ def told(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
     wrapped = wrap_line(group)
     return {
         "ranks": cause.ranks or found.minority,
-        "steps": Steps.of(found.keys),
+        "steps": _steps(group, found),
         "subjects": tuple(found.names),
         "location": cause.location or step_line(group, found.minority),
         "label": cause.label,
-        "related": (Related("wrapped here", wrapped),) if wrapped else (),
+        "related": cause.related + ((Related("wrapped here", wrapped),) if wrapped else ()),
         "cause": cause.text,
         "fix": cause.fix,
         "at": found.at,
@@ -233,8 +255,8 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
     sizes = distances(group, found)
     shown = {step: _size(value) for step, value in sizes.items()}
     facts: dict[str, object] = {
-        "differing": f"{len(found.names)} of {found.total} tensors",
-        "moments_differing": f"{len(found.keys)} of {found.compared} compared",
+        "differing": f"{len(found.names)} of {_tensors(found)}",
+        "moments_differing": f"{len(found.keys)} of {found.compared} compared since",
         "groups_of_equal_ranks": groups_text(found.split),
         "modules": by_module(found.names),
     }
@@ -244,6 +266,30 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
         facts["relative_distance_by_step"] = shown
         facts["grows"] = _grows(list(sizes.values()))
     return facts
+
+
+def _tensors(found: Divergence) -> str:
+    if found.looked == found.total:
+        return f"{found.total} tensors"
+    return f"{found.looked} tensors compared, of {found.total}"
+
+
+def _steps(group: Replicas, found: Divergence) -> Steps | None:
+    steps = Steps.of(found.keys)
+    if steps is None or found.point != "step":
+        return steps
+    every = max(m.last_step for m in group.members.values()) - steps.first + 1
+    whole = found.compared >= every
+    return steps if whole else Steps(steps.first, steps.last, steps.count, found.compared)
+
+
+def may_follow(effect: Finding, cause: Finding, later: int) -> bool:
+    """Whether the steps allow it, where an effect shows `later` steps after its cause. What was
+    first seen at a step may have begun just after the last one at which there was nothing."""
+    if cause.steps is None or effect.steps is None:
+        return True
+    equal = cause.evidence.get("last_equal_at_step", -1)
+    return effect.steps.first >= (equal if isinstance(equal, int) else -1) + 1 + later
 
 
 def _size(value: float) -> str:

@@ -69,21 +69,24 @@ class Divergence:
     """Where copies differ.
 
     Attributes:
-        keys: the moments at which they do, ascending; `compared` of all moments.
-        names: of the tensors that differ, `partial` where not all were looked at.
+        keys: the moments at which they do, ascending; `compared` of those from the first on, of
+            any tensor that does.
+        names: of the tensors that differ; `looked` of the `total` were compared from then on.
         minority: ranks that differ from most others; all ranks where there is no majority.
         step: optimizer steps of the process at the first moment.
         at: wall clock of the first moment.
         healed: a later moment at which all tensors were equal again, -1 for none.
-        before: the last moment at which they were still equal, -1 for none.
+        before: the last moment at which they were still equal, as far as they were compared
+            then; -1 for none.
     """
 
     kind: str
     point: str
     keys: list[int]
-    compared: int
+    compared: int = 0
     names: list[str] = field(default_factory=list)
     total: int = 0
+    looked: int = 0
     minority: tuple[int, ...] = ()
     split: list[tuple[int, ...]] = field(default_factory=list)
     at: float = 0.0
@@ -156,28 +159,34 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
     """How the copies differ in digests of a kind, or None where they never do."""
     names = group.names("buffers" if kind == "buffers" else "parameters")
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
-    found = Divergence(kind, point, [], 0, total=len(names))
-    positions: dict[int, None] = {}
+    found = Divergence(kind, point, [], total=len(names))
+    positions: set[int] = set()
+    looked: dict[int, range] = {}
     for key in sorted({k for table in tables.values() for k in table}):
         rows = {n: table[key] for n, table in tables.items() if key in table}
         if len(rows) < 2:
             continue
         if point == "step" and len({made for _, _, made in rows.values()}) > 1:
             break  # not the same step any more: see `out_of_step`
-        found.compared += 1
+        looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
         differing = _differing(rows, key, len(names))
         if differing:
             if not found.keys:
                 found.split = _split(rows, key, len(names), differing)
                 found.minority = odd_ones(found.split)
             found.keys.append(key)
-            positions.update(dict.fromkeys(differing))
-        elif not found.keys:
-            found.before = key
-        elif all(row[0] == 1 for row in rows.values()) and len(rows) == len(tables):
+            positions.update(differing)
+        elif found.keys and all(row[0] == 1 for row in rows.values()) and len(rows) == len(tables):
             found.healed = key
     if not found.keys:
         return None
+    since = {key: seen for key, seen in looked.items() if key >= found.first}
+    found.compared = sum(not positions.isdisjoint(seen) for seen in since.values())
+    everything = set().union(*since.values())
+    found.looked = len(everything)
+    sound = everything - positions  # what these were before says nothing of the others
+    equal = (k for k in reversed(looked) if k < found.first and not sound.issuperset(looked[k]))
+    found.before = next(equal, -1)
     found.names = [names[p] for p in sorted(positions)]
     found.at = min(_wall(m, kind, point, found.first) for m in group.members.values())
     if found.healed < found.first:

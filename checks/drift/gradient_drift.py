@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
@@ -52,11 +53,7 @@ class GradientDrift(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
-        if other.check not in later:
-            return False
-        # Not every step's gradients are looked at: parameters may show it first.
-        unexplained = other.evidence.get("gradients") == "differ too"
-        return unexplained or _begins(other) >= _begins(mine)
+        return other.check in later and _causes.may_follow(other, mine, 1)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         found = None if group.left_out else divergence(group, "gradients")
@@ -72,10 +69,6 @@ class GradientDrift(Check):
         )
 
 
-def _begins(finding: Finding) -> int:
-    return finding.steps.first if finding.steps else 1 << 60
-
-
 def _averages_parameters(group: Replicas) -> bool:
     """Local SGD: the parameters part and come together again, with nothing loaded meanwhile."""
     parameters = divergence(group, "parameters")
@@ -86,8 +79,24 @@ def _averages_parameters(group: Replicas) -> bool:
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
     cause = _causes.edited(group, "gradients", found.first) or _causes.clipped(group)
-    if cause is not None:
+    if cause is None:
+        hook = group.any.seen.hook
+        seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
+        seen += ", and no edit by hand was seen on any rank"
+        cause = _causes.unknown(group, found, seen)
+    elif len(cause.ranks) < len(group.members):
         return cause
-    hook = group.any.seen.hook
-    seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
-    return _causes.unknown(group, found, f"{seen}, and no edit by hand was seen on any rank")
+    return _of_other_parameters(group, found, cause)
+
+
+def _of_other_parameters(group: Replicas, found: Divergence, cause: Cause) -> Cause:
+    """What every rank computes from its parameters differs where those do."""
+    parameters = divergence(group, "parameters")
+    if parameters is None or parameters.first > found.before + 1:
+        return cause
+    return replace(
+        cause,
+        text=f"the parameters differ since step {parameters.first}, and what is computed from them "
+        f"with them; {cause.text}",
+        evidence=cause.evidence | {"parameters_differ_since_step": parameters.first},
+    )

@@ -94,6 +94,7 @@ class HyperparameterSkew(Check):
         option, index = options[0]
         spot, label, cause, related, fix = _why(group, ranks, option, first)
         shown = {n: groups[index].get(option) for n, groups in values.items()}
+        seen = ", first seen" if first and not told_at(first - 1) else ""
         yield self.finding(
             ranks=ranks,
             steps=_extent(group, tables, skewed),
@@ -101,7 +102,7 @@ class HyperparameterSkew(Check):
             location=spot,
             label=label,
             related=related,
-            summary=f"{option} differs between ranks at step {first}: {_spell(shown)}",
+            summary=f"{option} differs between ranks{seen} at step {first}: {_spell(shown)}",
             cause=cause,
             fix=fix,
             evidence={
@@ -184,8 +185,12 @@ def _extent(group: Replicas, tables: dict[int, dict[int, Groups]], skewed: list[
     told = sorted({s for table in tables.values() for s in table})
     last = max(skewed[-1], min(m.last_step for m in group.members.values()))
     ends = [next((s for s in told if s > step), last + 1) for step in skewed]
-    count = sum(max(1, end - step) for step, end in zip(skewed, ends, strict=True))
-    return Steps(skewed[0], max(skewed[-1], ends[-1] - 1), count)
+    steps = [s for step, end in zip(skewed, ends, strict=True) for s in range(step, end)]
+    looks = [s for s in range(skewed[0], last + 1) if told_at(s)]
+    if len(looks) == last + 1 - skewed[0]:
+        return Steps(skewed[0], steps[-1], len(steps))
+    differing = [s for s in steps if told_at(s)]
+    return Steps(skewed[0], differing[-1], len(differing), len(looks))
 
 
 def _set_by_hand(

@@ -61,7 +61,9 @@ class OptimizerStateDrift(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = ("parameter-drift", "buffer-drift")
         skipped = "averaging_backwards_before_the_step" in other.evidence
-        return other.check in later and bool(mine.evidence.get("of_its_own")) and not skipped
+        own = bool(mine.evidence.get("of_its_own")) and not skipped
+        applied = bool(mine.evidence.get("loaded"))  # by the next step; by hand, perhaps at once
+        return own and other.check in later and _causes.may_follow(other, mine, applied)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
@@ -94,7 +96,9 @@ class OptimizerStateDrift(Check):
             summary=f"the optimizer's {what} of {_causes.some(first.names)} "
             f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}",
-            evidence={"loaded": cause.known, "of_its_own": cause.known or own} | tensors,
+            evidence={"loaded": cause.known, "of_its_own": cause.known or own}
+            | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
+            | tensors,
         )
 
 

@@ -73,8 +73,10 @@ class ParameterDrift(Check):
         if mine.severity is not Severity.ERROR or not mine.subjects:
             return False
         skipped = "averaging_backwards_before_the_step" in mine.evidence
+        if other.check == "gradient-drift":
+            return "parameters_differ_since_step" in other.evidence
         own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
-        if own and not skipped:
+        if own and not skipped and "loaded_with_them" not in mine.evidence:
             return False
         if other.check == "sampler-seed-skew":  # the epoch came with the weights
             alone = bool(mine.evidence.get("loaded_only_on"))

@@ -87,7 +87,8 @@ class UnsyncedStep(Check):
         )  # fmt: skip
         if other.check not in later or mine.steps is None:
             return False
-        return other.steps is None or other.steps.first >= mine.steps.first
+        applied = other.check == "parameter-drift"  # by the step, and seen before the next one
+        return other.steps is None or other.steps.first >= mine.steps.first + applied
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

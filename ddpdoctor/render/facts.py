@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
-from ..findings import Confidence, Finding, RankState, Report, Severity
+from ..findings import Confidence, Finding, RankState, Report, Severity, Steps
 from ..run import fold_ranks
 from .words import between, clean, columns, count, duration, figure, some, title
 
@@ -95,10 +95,18 @@ def whereabouts(finding: Finding, total_steps: int) -> list[str]:
         word = "rank" if len(finding.ranks) == 1 else "ranks"
         parts.append(f"{word} {clean(fold_ranks(finding.ranks), 60)}")
     if steps := finding.steps:
-        of = f"{steps.count} of " if total_steps >= steps.count else ""
-        steps_in_all = count(total_steps if of else steps.count, "step")
-        parts.append(f"first seen at step {steps.first}, in {of}{steps_in_all}")
+        parts.append(f"first seen at step {steps.first}, in {_how_many(steps, total_steps)}")
     return parts
+
+
+def _how_many(steps: Steps, total: int) -> str:
+    """`2 of 18 steps`, or what was seen of them: `all 10 steps compared`."""
+    if steps.compared is None:
+        of = f"{steps.count} of " if total >= steps.count else ""
+        return of + count(total if of else steps.count, "step")
+    if steps.compared == steps.count > 1:
+        return f"all {steps.count} steps compared since"
+    return f"{steps.count} of {count(steps.compared, 'step')} compared since"
 
 
 def subjects(finding: Finding) -> str:

@@ -112,6 +112,15 @@ def test_steps_end_where_the_values_agree_again():
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 5, 2)
 
 
+def test_of_a_long_run_not_every_step_is_looked_at():
+    run = run_of(
+        {n: [rate(0, 0.1), *(rate(s, 0.1 * n) for s in (162,))] for n in range(2)}, count=170
+    )
+    (finding,) = HyperparameterSkew().examine(run)
+    assert "differs between ranks, first seen at step 162" in finding.summary
+    assert finding.steps == Steps(162, 168, 4, compared=4)
+
+
 def test_the_line_that_sets_an_item_is_found_in_what_the_loop_calls():
     def set_rate(groups):
         for group in groups:

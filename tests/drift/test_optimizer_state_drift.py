@@ -1,9 +1,12 @@
 """DDP404 on literal events."""
 
+import msgspec
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from replicas import LINE, digests, equal, run_of
+from recordings import START
+from replicas import LINE, OTHER, digests, equal, run_of
 
+from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Hyperparameters, Loaded
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
@@ -28,11 +31,32 @@ def test_loaded_on_one_rank():
 
 
 def test_parameters_that_drift_after_it_are_its_consequence():
-    moved = [digests("parameters", {1: [1, 1, 1, 1], 2: [1, 1, 1, n]}) for n in range(2)]
+    moved = [digests("parameters", {2: [1, 1, 1, 1], 3: [1, 1, 1, n]}) for n in range(2)]
     run = run_of({0: [LOAD, state(1, 2, 3, 4), moved[0]], 1: [state(1, 2, 9, 4), moved[1]]})
     (cause,), (effect,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
     assert OptimizerStateDrift().explains(cause, effect)
     assert not ParameterDrift().explains(effect, cause)
+
+
+def test_parameters_that_drifted_before_it_are_not():
+    moved = [digests("parameters", {0: [1, 1, 1, n]}) for n in range(2)]
+    run = run_of({0: [LOAD, state(1, 2, 3, 4), moved[0]], 1: [state(1, 2, 9, 4), moved[1]]})
+    (cause,), (effect,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
+    assert not OptimizerStateDrift().explains(cause, effect)
+
+
+def test_a_load_of_both_is_one_fault():
+    load = msgspec.structs.replace(LOAD, at=START)
+    weights = msgspec.structs.replace(load, what="weights", site=OTHER)
+    moved = [digests("parameters", {0: [1, 1, 1, n]}) for n in range(2)]
+    rows = {0: [weights, load, moved[0], state(1, 2, 3, 4)], 1: [moved[1], state(1, 2, 9, 4)]}
+    checks = [ParameterDrift(), OptimizerStateDrift()]
+    (finding,) = diagnose(run_of(rows), checks).findings
+    assert (finding.code, finding.location.line, finding.related[0].location.line) == (
+        "DDP402", 35, 33,
+    )  # fmt: skip
+    assert "weights after the wrap and the optimizer's state" in finding.cause
+    assert [c.code for c in finding.consequences] == ["DDP404"]
 
 
 def test_state_that_followed_different_gradients_is_told_with_those():

@@ -1,11 +1,14 @@
 """DDP402 on literal events."""
 
 import pytest
+from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
+from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Edited, Loaded
-from ddpdoctor.findings import Severity
+from ddpdoctor.events.drift import chosen
+from ddpdoctor.findings import Severity, Steps
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [5, 6, 70, 8], 2: [9, 8, 70, 6]}
@@ -224,3 +227,34 @@ def test_loaded_on_several_ranks():
     run = run_of({n: [*([load()] if n else []), last(n > 0)] for n in range(4)})
     (finding,) = ParameterDrift().examine(run)
     assert finding.cause.startswith("ranks 1-3 load weights")
+
+
+def test_gradients_that_follow_other_parameters():
+    """Each rank scales its gradients by the norm of its parameters, which one of them edits."""
+
+    def edit(kind, step, site=-1):
+        return Edited(at=0, model=0, optimizer=0, kind=kind, step=step, changed=True, site=site)
+
+    apart, later = {n: [1, 2, 3, 4] for n in range(4)}, {0: [1] * 4, 1: [1] * 4, 2: [1] * 4}
+    ranks = {}
+    for n in range(2):
+        parameters = digests("parameters", {k: [*v[:3], 4 + n] for k, v in apart.items()})
+        gradients = digests("gradients", {**later, 3: [1, 1, 1, n]})
+        ranks[n] = [edit("gradients", 0, OTHER), parameters, gradients]
+    ranks[0].append(edit("parameters", 1, LINE))
+    report = diagnose(run_of(ranks), [GradientDrift(), ParameterDrift()])
+    (finding,) = report.findings
+    assert (finding.code, finding.location.line, finding.ranks) == ("DDP402", 33, (0,))
+    assert [c.code for c in finding.consequences] == ["DDP401"]
+
+
+def test_what_was_compared_is_told_as_that():
+    rows = [{k: [1, 2, 3, 4 + n * (k > 4)] for k in range(24)} for n in range(2)]
+    (finding,) = ParameterDrift().examine(
+        run_of({n: [digests("parameters", rows[n], stride=4)] for n in range(2)}, count=24)
+    )
+    looks = [k for k in range(24) if 3 in chosen(k, 4, 4)]
+    after = [k for k in looks if k > 4]
+    assert finding.evidence["differing"] == "1 of 4 tensors"
+    assert finding.evidence["last_equal_at_step"] == looks[-len(after) - 1]
+    assert finding.steps == Steps(after[0], after[-1], len(after), compared=len(after))
