@@ -17,6 +17,15 @@ SURE = 1e-3
 SAME = 0.6
 """Share of equal digests; the longest text of a batch looks like another where others pad."""
 
+AUGMENTED = 0.2
+"""Share that suffices where no two samples look alike: some are flipped, the others are the same
+samples beyond doubt."""
+
+FEWEST = 3
+
+APART = 0.75
+"""Share of values that are distinct where samples can be told from each other."""
+
 Row = tuple[int, ...]
 
 
@@ -85,10 +94,15 @@ def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
         if not pairs:
             continue
         agreed = sum(x == y for x, y in pairs) / len(pairs)
-        chance = _chance([x for x, _ in pairs])
+        values = [x for x, _ in pairs]
+        chance = _chance(values)
         if len(pairs) * math.log(max(chance, 1e-9)) > math.log(SURE):
             continue  # constant, or too few values to tell
-        answers.append("same" if agreed >= SAME else "differ" if agreed < 0.5 else "unknown")
+        unlike = len(pairs) >= FEWEST / AUGMENTED and len(set(values)) >= APART * len(values)
+        if agreed >= (AUGMENTED if unlike else SAME):
+            answers.append("same")
+        else:
+            answers.append("differ" if agreed < 0.5 else "unknown")
     return answers
 
 
@@ -116,7 +130,7 @@ def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
         mine, yours = ([r[column] for r in side if r[column]] for side in (a, b))
         if min(len(mine), len(yours)) < 4:
             continue
-        apart = all(len(set(side)) >= 0.75 * len(side) for side in (mine, yours))
+        apart = all(len(set(side)) >= APART * len(side) for side in (mine, yours))
         if apart:
             common = len(set(mine) & set(yours))
             best = max(best, (common, min(len(set(mine)), len(set(yours)))))

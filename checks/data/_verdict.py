@@ -117,7 +117,8 @@ def _skewed(audit: Audit) -> bool:
 
 def _by_chance(audit: Audit) -> bool:
     """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
-    return audit.again_within > 0 and not audit.same_order
+    drawn = any(e.seen.replacement for e in audit.epochs.values())
+    return (drawn or audit.again_within > 0) and not audit.same_order
 
 
 def _padding(readers: list[Reader]) -> int:

@@ -44,6 +44,7 @@ def loader_seen(
         total_size=integer_of(sampler, "total_size"),
         sampler_length=-1 if iterable else length(sampler),
         own_order=not _in_torchs_order(sampler),
+        replacement=getattr(sampler, "replacement", False) is True,
         sampler_site=sampler_site,
         made=made[1],
         payloads=identity.payloads(loader.dataset) if closely else (),

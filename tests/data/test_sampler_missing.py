@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -31,6 +32,30 @@ def test_ranks_that_read_the_same_samples() -> None:
     assert finding.location is not None and finding.location.line == 11
     assert "same 100 of 100" in finding.summary
     assert finding.evidence["same order"] is False
+
+
+def flipped(numbers: range, seed: int) -> list[Event]:
+    """Samples of one data set, of which each rank flips every other one at random."""
+    flips = random.Random(seed)
+    rows = [1000 + i if flips.random() < 0.5 else 9000 + i for i in numbers]
+    *head, end = loader(0, [numbers], exhausted=False)
+    read = fingerprints(0, 0, numbers, 1)
+    return [*head, msgspec.structs.replace(read, columns=(pack(rows),)), end]
+
+
+def test_samples_that_some_ranks_flip_are_the_same_samples() -> None:
+    (finding,) = examine(flipped(range(60), 1), flipped(range(20, 80), 6))
+    assert finding.severity is Severity.ERROR
+    assert "same 40 of 80" in finding.summary
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_samples_drawn_anew_each_time(replacement: bool) -> None:
+    draws = [[4, 18, 37, 50], [9, 18, 62, 71]]
+    ranks = [
+        loader(0, [drawn], content=1, exhausted=False, replacement=replacement) for drawn in draws
+    ]
+    assert bool(examine(*ranks)) is not replacement
 
 
 def test_an_epoch_that_was_left_early_counts_what_it_read() -> None:
