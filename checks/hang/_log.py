@@ -206,7 +206,7 @@ class Book:
             meant = next((s for s in rank.of(Signature) if s.id == signature), None)
             where = next((s for s in rank.of(CallSite) if s.id == site), None)
             meant = meant or Signature(at=0, id=-1, op="unknown call")
-            text = _text(rank, where)
+            text = lines(rank, where)
             known[signature, site] = Made(
                 rank, -1, meant, where, -1, _what(meant, self.key(rank, group)), text
             )
@@ -283,10 +283,11 @@ def _what(signature: Signature, key: GroupKey | None) -> What:
     )
 
 
-def _text(rank: Rank, site: CallSite | None) -> Text:
-    lines = []
+def lines(rank: Rank, site: CallSite | None) -> Text:
+    """The lines that led to a call, as written, innermost first."""
+    found = []
     for place in site.places if site else ():
-        found = rank.location(place.site)
-        if found is not None:
-            lines.append(found.source.strip() or f"{found.file}:{found.line}")
-    return tuple(lines)
+        spot = rank.location(place.site)
+        if spot is not None:
+            found.append(spot.source.strip() or f"{spot.file}:{spot.line}")
+    return tuple(found)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from ddpdoctor.events import Enclosing, Place
+from ddpdoctor.events import CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Run
 
-from ._log import Book, GroupKey, Log, Made, book, first_difference
+from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
 
 WINDOW = 64
 ON_RANK = re.compile(
@@ -298,7 +298,7 @@ def _oddness(made: Made, others: Log, known: Book, index: int) -> int:
         for m in known.window(others, max(0, index - WINDOW), min(index, WINDOW))
     )
     composite = made.signature.op.startswith("DDP")
-    return 4 * branches + 2 * (not seen) - composite
+    return 4 * branches + 2 * (not seen) + (branch(made) is not None) - composite
 
 
 def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> tuple[int, ...]:
@@ -324,6 +324,34 @@ def branch(made: Made) -> tuple[Place, Enclosing] | None:
             if enclosing.text.startswith(("if ", "elif ", "else:", "except")):
                 return place, enclosing
     return None
+
+
+def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
+    """The branch that only the ranks at fault took: its text says so, or the others are past it in
+    the same step and never made that call."""
+    place = parting.place
+    found = condition(place) or branch(place)
+    if found is None or found == condition(place):
+        return found
+    rest = [m for r, m in parting.made.items() if r not in parting.odd]
+    plain = found[1].text.startswith(("if ", "elif "))
+    return found if plain and rest and all(_passed(m, place, found[0]) for m in rest) else None
+
+
+def _passed(made: Made, call: Made, inside: Place) -> bool:
+    """Whether a rank is further down in a function, without a call that another makes there."""
+    spot = call.rank.location(inside.site)
+    if spot is None or made.step != call.step:
+        return False
+    if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
+        return False
+    places = made.site.places if made.site else ()
+    here = (made.rank.location(p.site) for p in places)
+    return any(
+        at is not None and (at.file, at.function) == (spot.file, spot.function)
+        and at.line > spot.line
+        for at in here
+    )  # fmt: skip
 
 
 def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:

@@ -63,7 +63,7 @@ def evidence(run: Run, parting: Parting) -> Evidence:
                 "ranks": fold_ranks(side),
                 "call": m.signature.text,
                 "line": str(m.location_at(parting.depth) or ""),
-                "step": m.step,
+                **({"step": m.step} if any(o.step >= 0 for o in made) else {}),
             }
             for side, m in describe_sides(parting)
         ],

@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
 from ._loops import left_loop
-from ._mismatch import Parting, condition, partings
+from ._mismatch import Parting, entered, partings
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related, sides_text
 from ._waiting import across_groups, cycle, victims
@@ -142,7 +142,7 @@ def _cause(parting: Parting, stuck: bool) -> str:
         if stuck
         else "each call pairs with another one, so that values get mixed up or the run hangs later"
     )
-    branched = condition(parting.place)
+    branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
         return f"{left.cause}; {effect}"
@@ -152,7 +152,7 @@ def _cause(parting: Parting, stuck: bool) -> str:
 
 
 def _fix(parting: Parting) -> str:
-    branched = condition(parting.place)
+    branched = entered(parting)
     op = parting.place.signature.op
     left = left_loop(parting)
     if left is not None:

@@ -55,6 +55,19 @@ def test_barrier_on_rank_0_while_others_reduce(tmp_path: Path) -> None:
     assert finding.evidence["call_number"] == 2
 
 
+@pytest.mark.parametrize(("line", "certain"), [(12, True), (6, False)])
+def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: bool) -> None:
+    made = tapes()
+    branch = ((7, "if boss:"),)
+    made[0].call(line=8, numel=1, inside=branch, state=State.BEGUN)
+    made[1].call("barrier", line, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert ("only some ranks enter `if boss:`" in finding.cause) is certain
+    assert 7 in [r.location.line for r in finding.related]
+    assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
+
+
 def test_not_stuck_while_one_of_them_still_moves(tmp_path: Path) -> None:
     made = tapes()
     made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)
