@@ -78,6 +78,8 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
         for n in given.common()
         if all(f[n].digest and not f[n].fed for f in given.by_rank.values())
     ]
+    trained = [n for n in common if all(f[n].training for f in given.by_rank.values())]
+    common = trained or common  # what is only shown to the model says nothing of training
     if len(common) < FEWEST:
         return
     sequences = {r: tuple(f[n].digest for n in common) for r, f in given.by_rank.items()}

@@ -133,6 +133,13 @@ class Loader:
         return any(r.trains for r in self.readers.values())
 
     @property
+    def used(self) -> bool:
+        """Whether it got far enough to tell training from evaluation."""
+        epochs = [e for r in self.readers.values() for e in r.epochs]
+        evaluated = any(e.ended is not None and e.ended.evaluated for e in epochs)
+        return self.trains or evaluated or any(e.exhausted or e.batches > 1 for e in epochs)
+
+    @property
     def label(self) -> str:
         place = self.first.made_at
         return str(place) if place else f"loader {self.first.seen.loader}"

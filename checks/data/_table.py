@@ -10,6 +10,7 @@ from ddpdoctor.run import Run, fold_ranks
 from ._audit import Audit, audits
 from ._loaders import Loader, in_order, loaders
 from ._verdict import own_data, partitioned
+from ._words import use
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 LOADERS = 8
@@ -76,7 +77,7 @@ def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
 
 
 def _name(loader: Loader) -> str:
-    return f"{loader.label} ({'training' if loader.trains else 'evaluation'})"
+    return f"{loader.label} ({use(loader)})" if loader.used else loader.label
 
 
 def _order(audit: Audit, made: tuple[Audit, ...]) -> str:

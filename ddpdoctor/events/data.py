@@ -225,6 +225,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         fed: a DataLoader delivered since the forward before.
         drawn: random numbers drawn from global generators since the step before, at least;
             -1 where unknown.
+        training: the model was in `train()` mode.
     """
 
     model: int
@@ -235,3 +236,4 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     rows: int
     fed: bool
     drawn: int = -1
+    training: bool = True

@@ -88,6 +88,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             rows=first_dimension(inputs) or 0,
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
+            training=bool(getattr(forward.wrapper, "training", True)),
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
 from readers import found, loader, prologue, run_of
@@ -124,6 +125,21 @@ def test_a_plain_loop_that_takes_the_same_samples_everywhere() -> None:
     assert finding.location is not None and finding.location.line == 21
 
 
+def shown(first: int, digests: Sequence[int]) -> list[Event]:
+    """Three forwards in `eval()` mode, then those of training."""
+    evaluated = inputs([first, first + 1, first + 2], training=False)
+    trained = inputs([0, 0, 0, *digests])[3:]
+    return [*(msgspec.structs.replace(e, site=3) for e in evaluated), *trained]
+
+
+def test_what_training_is_given_is_compared_and_pointed_at() -> None:
+    same = [1, 2, 3, 4]
+    (finding,) = examine(shown(50, same), shown(50, same))
+    assert finding.location is not None and finding.location.line == 21
+    assert examine(shown(50, same), shown(60, same))
+    assert not examine(shown(50, same), shown(50, [5, 6, 7, 8]))
+
+
 def test_positions_drawn_alike_are_no_toy_data() -> None:
     """Four positions are drawn, 128 numbers read."""
     (finding,) = examine(*([inputs([1, 2, 3, 4, 5], drawn=4)] * 2))
@@ -189,6 +205,13 @@ def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     assert table.rows == (
         ("train.py:11 (training)", "0-2", "0-1", "100", "100", "0", "0", "in order"),
     )
+
+
+def test_the_table_does_not_guess_what_a_loader_is_for() -> None:
+    """The run failed at the first batch."""
+    ranks = [loader(0, [range(4 * r)], trains=False, exhausted=False) for r in (1, 0)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert table.rows[0][0] == "train.py:11"
 
 
 def shard(
