@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
@@ -34,6 +34,7 @@ class Parting:
     Attributes:
         missing: how many steps between the two were taken without the exchange, by rank.
         gradients: whether those applied agree: `agree`, `differ`, or `not known`.
+        stopped: none of the steps after `equal` was taken with the exchange.
     """
 
     copies: Copies
@@ -41,6 +42,7 @@ class Parting:
     differ: Rows
     missing: dict[int, int]
     gradients: str
+    stopped: bool = False
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -126,6 +128,8 @@ def _parting(copies: Copies) -> Parting | None:
         # Whoever looks at a model after the run may load another one: only a step that was left
         # out speaks for a fault.
         return found if any(missing.values()) and _mostly(copies.looks[0], equal) else None
+    if last is not differ and _stopped(differ, last) and _mostly(copies.looks[0], last):
+        return replace(found, stopped=all(count == steps for count in missing.values()))
     return found if _mostly(differ, last) else None
 
 
@@ -134,6 +138,15 @@ def _mostly(first: Rows, last: Rows) -> bool:
     done = [s.completed + s.complete - first[n].completed for n, s in last.items()]
     steps = [s.step + (not s.last) - first[n].step for n, s in last.items()]
     return all(2 * d > count for d, count in zip(done, steps, strict=True))
+
+
+def _stopped(first: Rows, last: Rows) -> bool:
+    """Whether no rank exchanged all gradients of any step from these looks on, nor took to other
+    means."""
+    return not any(
+        s.complete or s.completed > first[n].completed or s.exchanged != "gradients"
+        for n, s in last.items()
+    )
 
 
 def _gradients(copies: Copies, equal: Rows, differ: Rows) -> str:
@@ -153,7 +166,7 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     kind = event.kind or "a set of parameters"
     over = found.differ is found.copies.end
     later = [_step(look) for look in found.copies.looks if _step(look) >= end]
-    last = max(later, default=end)
+    last = _step(found.copies.end) - 1 if found.copies.end else max(later, default=end)
     made = rank.location(event.site)
     who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
     others = "" if len(minority) == run.world_size else " from the other ranks"
@@ -193,6 +206,8 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
 def _cause(found: Parting, left_out: tuple[int, ...]) -> str:
     begin, end = found.steps
     steps = f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
+    if found.stopped:
+        steps = f"any step from {begin} on"
     if left_out:
         everyone = len(left_out) == len(found.copies.members)
         who = "no rank" if everyone else ranks_text(left_out)

@@ -45,7 +45,8 @@ class ParameterDrift(Check):
     Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients of which a part stays local, or that are exchanged in less
-    than half of the steps; point-to-point exchange; copies that are equal again later.
+    than half of the steps since they part, unless the exchange stops for good after more than half
+    of all; point-to-point exchange; copies that are equal again later.
     Copies that differ only when the run is over are a note.
     """
 

@@ -16,8 +16,9 @@ class ModelNotWrapped(Check):
 
     ## What it finds
     Several ranks with a process group step an optimizer on parameters that no wrapper was given,
-    whose gradients differ between the ranks when they are applied, and that no collective ever
-    carried: each rank trains a model of its own.
+    whose gradients differ between the ranks when they are applied, and that no collective carried
+    since the first step: each rank trains a model of its own. That one rank gave its parameters to
+    the others before it makes them equal once, and does not keep them so.
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that
@@ -63,6 +64,8 @@ class ModelNotWrapped(Check):
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
         apart = [n for n in common if len({rows[n].gradients for rows in states.values()}) > 1]
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
+        if any(n > moved[0] and n not in moved for n in common if moved):
+            return  # equal again: synchronised by means that were not seen
         if common and len(apart) == len(common):
             yield self._tell(run, alike, Severity.ERROR, common, moved)
         elif len(common) > 1 and not apart and not moved:
@@ -99,7 +102,7 @@ class ModelNotWrapped(Check):
             else "if each rank is to have its share of the data: shard it, and "
             "wrap the model in DistributedDataParallel",
             fix_kind=FixKind.CHECK,
-            evidence=_evidence(event, common, moved, bad),
+            evidence=_evidence(rank, event, common, moved, bad),
             at=rank.wall(event.at),
         )
 
@@ -128,8 +131,8 @@ def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
 
 
 def _exchanged(rank: Rank, event: Unwrapped) -> bool:
-    """Whether these parameters were ever exchanged, be it under an optimizer that was made anew for
-    them (for each round of averaging, say)."""
+    """Whether these parameters were exchanged since the first step, be it under an optimizer that
+    was made anew for them (for each round of averaging, say)."""
     model = event.kind, event.parameters
     same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
     return any(s.exchanged for s in rank.of(UnwrappedState) if s.optimizer in same)
@@ -153,11 +156,14 @@ def _cause(kind: str, event: Unwrapped, bad: bool) -> str:
     )
 
 
-def _evidence(event: Unwrapped, common: list[int], moved: list[int], bad: bool) -> Evidence:
+def _evidence(
+    rank: Rank, event: Unwrapped, common: list[int], moved: list[int], bad: bool
+) -> Evidence:
+    begun = any(s.averaged for s in _states(rank, event.optimizer))
     return {
         "parameters": len(event.parameters),
         "steps compared": common,
         "gradients differ at": common if bad else [],
         "parameters differ at": moved,
-        "collectives that carried them": 0,
+        "collectives that carried them": "only before the first step" if begun else 0,
     }

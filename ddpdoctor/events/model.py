@@ -224,7 +224,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     Attributes:
         exchanged: how they, or about as much as they are, were ever exchanged: `gradients` (on
             the default group, between backward and step), `gradients of a group`, `parameters`,
-            `point-to-point`, `all-to-all`, `in backward`, `unseen`; empty where they never were.
+            `point-to-point`, `all-to-all`, `in backward`, `unseen`; empty where they never were,
+            or only before the first step of all.
         complete: between the last backward and this step every gradient was handed to collectives
             on the default group. `completed` are the steps before this one of which that is true.
         averaged: steps so far, this one included, before which the parameters themselves were

@@ -39,7 +39,8 @@ class Loose:
 
     Attributes:
         parameters: those that no wrapper was given.
-        exchanged: by what means they were ever exchanged, empty where they never were.
+        exchanged: by what means they were ever exchanged, empty where they never were, or only
+            before the first step of all.
         complete, completed, averaged: as in `UnwrappedState`, of the steps so far.
         changes: how often `complete` changed.
         waiting: states with digests on their way from a device.
@@ -93,7 +94,7 @@ def _follow(active: Recorder, step: Step) -> None:
         return
     _following.wake()
     alive = [p for ref in known.parameters if (p := ref()) is not None]
-    before, known.exchanged = known.exchanged, known.exchanged or _exchanged(alive)
+    before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
     _write(active, known, wait=False)
     complete = not step.closure and exchanges.every_gradient_exchanged(alive)
     known.averaged += exchanges.parameters_averaged(alive)
@@ -150,7 +151,7 @@ def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
         return known
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     covered = models.covered()
-    mine = [p for p in parameters if _floating(p) and id(p) not in covered]
+    mine = [p for p in parameters if _trained(p) and id(p) not in covered]
     if any(_sharded(p) for p in parameters):
         mine = []
     known = step.known.notes[Loose] = Loose(mine)
@@ -160,8 +161,10 @@ def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
     return known
 
 
-def _floating(parameter: Any) -> bool:
-    return bool(parameter.requires_grad and parameter.is_floating_point())
+def _trained(parameter: Any) -> bool:
+    """Some programs freeze a model while its optimizer steps."""
+    trained = parameter.requires_grad or parameter.grad is not None
+    return bool(trained and parameter.is_floating_point())
 
 
 def _sharded(parameter: Any) -> bool:
@@ -200,13 +203,14 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
     )
 
 
-def _exchanged(parameters: list[Any]) -> str:
-    """How the ranks exchanged these parameters or their gradients since the last step."""
-    if found := exchanges.special():
+def _exchanged(active: Recorder, known: Loose, parameters: list[Any]) -> str:
+    """How the ranks ever exchanged these parameters or their gradients. Before the first step of
+    all they take the parameters of one to begin with: that does not keep them equal."""
+    if found := exchanges.special() or known.exchanged:
         return found
     if exchanges.gradients_exchanged(parameters):
         return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"
-    if exchanges.values_exchanged(parameters):
+    if active.step and exchanges.values_exchanged(parameters):
         return "parameters"
     return "unseen" if not models.live() and exchanges.unseen() else ""
 
@@ -242,6 +246,8 @@ def _finish(active: Recorder, *, wait: bool) -> None:
     """The last look at what is exchanged by hand, and what waits to be written."""
     for optimizer in optimizers.known():
         if (known := optimizer.notes.pop(Loose, None)) is not None:
-            if known.completed:
+            alive = [p for ref in known.parameters if (p := ref()) is not None]
+            before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
+            if known.completed or known.exchanged != before:
                 _look(active, optimizer.number, known, optimizer.steps, last=True)
             _write(active, known, wait=wait)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
@@ -87,6 +88,20 @@ def test_an_edit_on_one_rank():
 def test_gradients_that_are_made_different_after_the_exchange():
     (found,) = found_in(odd=range(4, 12), apart=range(5, 13))
     assert "differ between ranks, although they are exchanged" in found.cause
+
+
+def test_an_exchange_that_stops_midway():
+    (found,) = found_in(local=range(8, 12), apart=range(9, 13))
+    assert found.severity.value == "error"
+    assert (found.steps.first, found.steps.last, found.steps.count) == (9, 11, 3)
+    assert "no rank hands all gradients of any step from 8 on" in found.cause
+
+
+def test_an_exchange_that_goes_on_by_other_means():
+    tables = {n: list(states(n, local=range(8, 12), apart=range(9, 13))) for n in (0, 1)}
+    for rows in tables.values():
+        rows[9:] = [msgspec.structs.replace(s, exchanged="point-to-point") for s in rows[9:]]
+    assert list(ParameterDrift().examine(run_of(tables))) == []
 
 
 def test_few_looks_place_it_less_well():
@@ -240,8 +255,8 @@ def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    unwrapped._step_due(None, step)
+    unwrapped._step_due(SimpleNamespace(step=0), step)
     assert not known.waiting
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    unwrapped._step_due(None, step)
+    unwrapped._step_due(SimpleNamespace(step=0), step)
     assert known.waiting

@@ -87,6 +87,12 @@ def test_gradients_that_agree_are_synchronised_somehow():
     assert codes(run, CHECK) == []
 
 
+def test_parameters_that_are_equal_again_are_synchronised_somehow():
+    values = {0: (7, 30, 50, 70), 1: (7, 31, 50, 71)}
+    rows = {r: [state(n, 10 * n + r, v) for n, v in enumerate(values[r])] for r in values}
+    assert codes(make_run({r: loose(*s) for r, s in rows.items()}), CHECK) == []
+
+
 def test_training_on_one_rank_only():
     run = make_run({0: loose(state(0, 1, 2)), 1: [group((0, 1))]})
     assert codes(run, CHECK) == []
