@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpdoctor.events import Clipped, Edited, Loaded, StepDone
+from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble, StepDone
 from ddpdoctor.findings import Finding, Location, Related, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks, groups_text, ranks_do, ranks_text
 
@@ -191,10 +191,21 @@ def reloads(group: Replicas, what: str, after: float) -> bool:
     )
 
 
+EXPLAINING = (
+    "hyper-parameters and loss scales",
+    "edits of gradients and parameters by hand",
+    "loads of weights and optimizer states",
+)
+"""What sets copies apart, as the probe names it where it could not watch it."""
+
+
 def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     """Nothing that was seen explains it."""
-    nodes = {m.rank.node for m in group.members.values()}
-    suspects = "memory or a processor that computes wrong, or kernels that are not deterministic"
+    members = group.members.values()
+    nodes = {m.rank.node for m in members}
+    blind = {t.lost for m in members for t in m.rank.of(ProbeTrouble)}.intersection(EXPLAINING)
+    suspects = "; suspects are code that runs on some ranks only, memory or a processor that "
+    suspects += "computes wrong, or kernels that are not deterministic"
     if len(nodes) > 1:
         suspects += f" (the ranks are on {len(nodes)} nodes)"
     text = f"nothing that was seen explains it: {moment}"
@@ -204,12 +215,12 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
         text += f", but of the steps {unseen[0]} to {found.first} only the last was looked at"
         fix = "run it again with `--every 1`: then every step is looked at, and what sets the "
         fix += "ranks apart is told with its line; look for code under `if rank == ...`"
-    return Cause(
-        text=f"{text}; suspects are code that runs on some ranks only, {suspects}",
-        fix=fix,
-        label="applied here",
-        known=False,
-    )
+    if blind:
+        suspects = f"; but {' and '.join(sorted(blind))} were not observed: the doctor itself "
+        suspects += "failed there, and it may well be those"
+        fix = "print on every rank what was not observed, and compare; look for code under "
+        fix += "`if rank == ...` that touches the model or its optimizer"
+    return Cause(text=text + suspects, fix=fix, label="applied here", known=False)
 
 
 def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:

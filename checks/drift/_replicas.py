@@ -169,7 +169,7 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
         if point == "step" and len({made for _, _, made in rows.values()}) > 1:
             break  # not the same step any more: see `out_of_step`
         looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
-        differing = _differing(rows, key, len(names))
+        differing = _differing(rows, key, len(names), parts=kind.startswith("state:"))
         if differing:
             if not found.keys:
                 found.split = _split(rows, key, len(names), differing)
@@ -244,14 +244,30 @@ def _wall(member: Member, kind: str, point: str, key: int) -> float:
     return float("inf")
 
 
-def _differing(rows: dict[int, Row], key: int, count: int) -> list[int]:
-    """Positions that every rank of the moment looked at and that are not equal on all."""
+def _differing(rows: dict[int, Row], key: int, count: int, *, parts: bool) -> list[int]:
+    """Positions that every rank of the moment looked at and that are not equal on all. With
+    `parts`, a rank need not hold all of it: what it has not is no other value."""
     first, *others = rows.values()
     if all(other == first for other in others):
         return []
+    found = []
     tables = [_by_position(row, key, count) for row in rows.values()]
-    common = set.intersection(*(set(t) for t in tables))
-    return sorted(p for p in common if len({t[p] for t in tables}) > 1)
+    for position in set.intersection(*(set(t) for t in tables)):
+        values = {table[position] for table in tables}
+        if len(values - {ABSENT} if parts else values) > 1:
+            found.append(position)
+    return sorted(found)
+
+
+def divided(group: Replicas) -> str:
+    """State of the optimizer that each rank holds for a part of the parameters only."""
+    for kind in kinds(group, "state:"):
+        tables = [_rows(m, kind, "step") for m in group.members.values()]
+        for key in set.intersection(*(set(t) for t in tables)):
+            rows = [table[key][1] for table in tables]
+            if all(ABSENT in row and any(row) for row in rows) and len(set(rows)) > 1:
+                return kind.partition(":")[2]
+    return ""
 
 
 def _by_position(row: Row, key: int, count: int) -> dict[int, int]:

@@ -36,8 +36,8 @@ class OptimizerStateDrift(Check):
     at the wrap; it never copies the optimizer.
 
     ## When it stays quiet
-    Sharded state (`ZeroRedundancyOptimizer`, FSDP); state that differs because the gradients did
-    is told with those.
+    Sharded state (`ZeroRedundancyOptimizer`, FSDP), and any that a rank does not hold; state that
+    differs because the gradients did is told with those.
     """
 
     code = "DDP404"

@@ -16,6 +16,7 @@ from ._replicas import (
     Replicas,
     compared,
     divergence,
+    divided,
     each_model,
     out_of_step,
     replicas,
@@ -167,4 +168,14 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
     cause = _causes.unknown(
         group, found, f"gradients {agree}, {place} on {ranks_text(found.minority)}"
     )
+    if agree != "differ too" and (held := divided(group)):
+        cause = replace(
+            cause,
+            text=f"each rank holds the optimizer's {held} of its own part of the parameters only: "
+            "its updates of the others have to come from the other ranks, and not all of them do; "
+            f"gradients {agree}",
+            fix="exchange the updates in the optimizer's step (`dist.all_reduce(updates)`), or "
+            "compute all of them on every rank",
+            label="applies updates that differ between ranks",
+        )
     return replace(cause, evidence={"gradients": agree})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ..events import Hyperparameters, ScalerStep, SchedulerStep
@@ -19,6 +22,8 @@ LOST = "hyper-parameters and loss scales"
 
 LEFT_OUT = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 GROUPS_AT_MOST = 16
+LISTED_BELOW = 8
+EXACT_BELOW = 1 << 53
 SCALER_CALLS_AT_MOST = 5000
 
 
@@ -110,21 +115,54 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
     for name, value in group.items():
         if name in LEFT_OUT or value is None:
             continue
-        if isinstance(value, (int, float)):
-            values[name] = value
-        elif isinstance(value, (tuple, list)) and len(value) < 8:
-            values[name] = ", ".join(str(_number(v)) for v in value)
-        elif (number := _number(value)) is not value:
+        several = _several(value)
+        if several is not None:
+            values[name] = ", ".join(str(v if (n := _number(v)) is None else n) for v in several)
+        elif (number := _number(value)) is not None:
             values[name] = number
     return values
 
 
-def _number(value: Any) -> Any:
-    """The value of a tensor of one element on the CPU; anything else as it is."""
-    one = getattr(value, "numel", None)
-    if one is not None and value.is_cpu and one() == 1:
-        return float(value.detach())
-    return value
+def _several(value: Any) -> Sequence[Any] | None:
+    """The elements of a short sequence."""
+    if _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW:
+        return value.tolist()
+    return value if isinstance(value, (tuple, list)) and len(value) < LISTED_BELOW else None
+
+
+def _number(value: Any) -> float | bool | str | None:
+    """A number of any library as a plain one; None for what is none, or lies on a device."""
+    kind = type(value)
+    if kind is bool or (kind is float and math.isfinite(value)):
+        return value
+    try:
+        if kind is not int and kind is not float:
+            value = _plain(value)
+        if type(value) is bool or (type(value) is int and abs(value) < EXACT_BELOW):
+            return value
+        number = float(value)
+    except Exception:  # whatever it is, it is the user's
+        return None
+    return number if math.isfinite(number) else str(number)
+
+
+def _plain(value: Any) -> Any:
+    """What stands in a scalar of numpy or in a tensor of one element on the CPU.
+
+    Raises:
+        TypeError: no number.
+    """
+    if _of_numpy(value):
+        return value.item()
+    if getattr(value, "numel", None) is not None:
+        return value.detach().item() if value.is_cpu else None
+    if isinstance(value, numbers.Number):
+        return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+    raise TypeError
+
+
+def _of_numpy(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "item")
 
 
 def _scaler_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,15 +1,27 @@
 """DDP405 on literal events."""
 
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
+import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, STEP, run_of
 
-from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
+from ddpdoctor.events import (
+    Hyperparameters,
+    OptimizerSeen,
+    SchedulerStep,
+    StepDone,
+    decode,
+    encode,
+)
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Steps
+from ddpdoctor.probe.hyperparameters import _values
 from ddpdoctor.probe.resolving import item_set_in_frames
 
 
@@ -174,3 +186,37 @@ def test_copies_that_drift_after_it_are_its_consequence(skew, drift, explained):
         summary="copies differ", cause="", fix="", steps=Steps.of([drift])
     )
     assert HyperparameterSkew().explains(mine, other) is explained
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (0.5, 0.5),
+        (3, 3),
+        (True, True),
+        (1 << 70, float(1 << 70)),
+        (float("nan"), "nan"),
+        (Decimal("0.1"), 0.1),
+        (Fraction(1, 4), 0.25),
+        (numpy.float64(0.5), 0.5),
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(3), 3),
+        (numpy.bool_(True), True),
+        (numpy.array(0.5), 0.5),
+        (numpy.array([0.5, 0.25]), "0.5, 0.25"),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([3], requires_grad=False), 3),
+        ((numpy.float64(0.9), torch.tensor(0.5)), "0.9, 0.5"),
+        (["a", 1], "a, 1"),
+        (torch.ones(9), None),
+        (numpy.ones(9), None),
+        (object(), None),
+        (1j, None),
+    ],
+)  # fmt: skip
+def test_numbers_of_any_kind_are_told(given, told):
+    values = _values({"params": [], "lr": given})
+    assert values == ({} if told is None else {"lr": told})
+    event = Hyperparameters(at=0, optimizer=0, step=0, groups=(values,))
+    assert decode(encode(event)) == event
+    assert all(type(v) in (float, int, bool, str) for v in values.values())

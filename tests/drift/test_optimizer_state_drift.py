@@ -74,7 +74,7 @@ def moved_by(key, decay):
     """A state that differs, and parameters that were seen to differ before it, at step 1."""
     options = Hyperparameters(at=0, optimizer=0, step=0, groups=({"weight_decay": decay},))
     moved = [digests("parameters", {0: [1, 1, 1, 1], 1: [1, 1, 1, n]}) for n in range(2)]
-    parted = [digests(f"state:{key}", {2: [1, 2, n, 4]}) for n in range(2)]
+    parted = [digests(f"state:{key}", {2: [1, 2, 3 + n, 4]}) for n in range(2)]
     run = run_of({n: [options, moved[n], parted[n]] for n in range(2)})
     (state,), (parameters,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
     own = OptimizerStateDrift().explains(state, parameters)

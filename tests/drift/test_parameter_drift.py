@@ -2,13 +2,15 @@
 
 import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
+from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Edited, Loaded
+from ddpdoctor.events import Edited, Loaded, ProbeTrouble
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.findings import Severity, Steps
+from ddpdoctor.probe import edits, hyperparameters, loads
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [5, 6, 70, 8], 2: [9, 8, 70, 6]}
@@ -258,3 +260,33 @@ def test_what_was_compared_is_told_as_that():
     assert finding.evidence["differing"] == "1 of 4 tensors"
     assert finding.evidence["last_equal_at_step"] == looks[-len(after) - 1]
     assert finding.steps == Steps(after[0], after[-1], len(after), compared=len(after))
+
+
+def parts(n):
+    """The state of a rank that holds every second parameter's."""
+    return digests("state:momentum_buffer", {1: [7 * (i % 2 == n) for i in range(4)]})
+
+
+def test_a_state_that_is_divided_between_the_ranks_is_no_other_one():
+    gradients = equal("gradients")
+    run = run_of({n: [gradients, equal("parameters"), parts(n)] for n in range(2)})
+    assert not diagnose(run, [OptimizerStateDrift(), ParameterDrift()]).findings
+
+
+def test_updates_that_are_not_exchanged_where_the_state_is_divided():
+    rows = [{1: [1, 1, 1, 1], 2: [1, 1 + n, 1 + n, 1]} for n in range(2)]
+    gradients = equal("gradients")
+    run = run_of({n: [gradients, digests("parameters", rows[n]), parts(n)] for n in range(2)})
+    (finding,) = diagnose(run, [OptimizerStateDrift(), ParameterDrift()]).findings
+    assert (finding.code, finding.location.line) == ("DDP402", 40)
+    assert "holds the optimizer's momentum_buffer of its own part" in finding.cause
+    assert "processor" not in finding.cause
+
+
+@pytest.mark.parametrize("lost", [hyperparameters.LOST, edits.LOST, loads.LOST])
+def test_what_was_not_observed_may_explain_it(lost):
+    trouble = ProbeTrouble(at=0, part="a.hook", error="TypeError()", lost=lost)
+    rows = [digests("parameters", SAME), digests("parameters", APART)]
+    (finding,) = ParameterDrift().examine(run_of({0: [rows[0], trouble], 1: [rows[1]]}))
+    assert f"{lost} were not observed" in finding.cause
+    assert "processor" not in finding.cause
