@@ -310,11 +310,15 @@ def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> t
 def condition(made: Made) -> tuple[Place, Enclosing] | None:
     """The statement around a call that only some ranks enter, as its text suggests."""
     for place in made.site.places if made.site else ():
-        for enclosing in place.inside:
-            branch = enclosing.text.startswith(("if ", "elif ", "while "))
-            if branch and ON_RANK.search(enclosing.text):
-                return place, enclosing
+        if found := on_rank(place.inside):
+            return place, found
     return None
+
+
+def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
+    """The innermost of these statements whose text says that only some ranks enter it."""
+    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ")))
+    return next((e for e in heads if ON_RANK.search(e.text)), None)
 
 
 def branch(made: Made) -> tuple[Place, Enclosing] | None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text
+from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
-from ._failures import failure, stopped
+from ._failures import failure, failures, lost_peer, stopped
+from ._log import lines
 from ._loops import Left, loop_of_leaver
+from ._mismatch import condition, on_rank
 from ._scene import QUIET_S, Scene, Stand, scene
 from ._waiting import gone, victims, waiting_for
 
@@ -52,8 +54,13 @@ class RankExitedEarly(Check):
         if stopped(run) and now.stall is None:
             return
         left = [s for s in gone(now) if _well(s.rank)]
+        waiting = [s for one in left for s in waiting_for(now, one)]
         if left:
-            yield self._tell(now, left)
+            yield self._tell(now, left, waiting)
+        elif lost := _lost(run, now):
+            left = [s for s in now.stands.values() if s.gone and _well(s.rank)]
+            if left:
+                yield self._tell(now, left, lost)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rank-missing", "stall", "group-creation-mismatch"):
@@ -62,37 +69,92 @@ class RankExitedEarly(Check):
             set(mine.ranks) & set(other.ranks)
         )
 
-    def _tell(self, now: Scene, left: list[Stand]) -> Finding:
+    def _tell(self, now: Scene, left: list[Stand], waiting: list[Stand]) -> Finding:
         ranks = tuple(s.rank.rank for s in left)
-        waiting = [s for one in left for s in waiting_for(now, one)]
         others = sorted({s.rank.rank for s in waiting})
         first = waiting[0]
-        call = first.made.place if first.made else "a collective"
-        spot, label, loop = _left_at(left[0].rank, first)
-        here = first.made.location if first.made else None
+        call, here = _waited_in(first)
+        only = _only_some(left[0].rank, first)
+        spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
+        related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
+        related += [Related("the branch that leads there", only)] if only else []
         leave = "leaves" if len(ranks) == 1 else "leave"
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
         still = all(s.still_s >= QUIET_S for s in waiting)
+        cause = (
+            f"only some ranks enter `{only.source}`"
+            if only
+            else (f"{ranks_text(ranks)} made fewer calls")
+        )
         return self.finding(
             ranks=ranks,
             subjects=(first.made.signature.op,) if first.made else (),
             location=spot or here,
-            label=label if spot else "never reached",
-            related=(Related(f"{ranks_text(others)} still here", here),) if here else (),
+            label=label if spot else f"{ranks_text(others)} waited here",
+            related=tuple(related),
             summary=f"{ranks_text(ranks)} {leave} while {ranks_text(others)} still "
             f"wait{'s' if len(others) == 1 else ''} for it in {call}",
-            cause=f"{ranks_text(ranks)} made fewer calls and ended with status 0; the errors of "
+            cause=f"{cause}; {ranks_text(ranks)} ended with status 0, and the errors of "
             f"{ranks_text(others)} are consequences",
-            fix=loop.fix if loop else FIX,
+            fix=f"call it on every rank: move it out of `{only.source}`"
+            if only
+            else loop.fix
+            if loop
+            else FIX,
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
                 "steps": steps,
-                **victims(waiting),
+                **(victims(waiting) if first.made else {"waiting_in": call}),
                 "stuck": not now.failed and still,
             },
             at=now.at,
         )
+
+
+def _lost(run: Run, now: Scene) -> list[Stand]:
+    """Ranks that lost their peers in communication that is not on record as a call, where nothing
+    else failed."""
+    found = failures(run)
+    if not now.failed or any(f.kind != "lost" for f in found):
+        return []
+    return [
+        now.stands[f.rank.rank]
+        for f in found
+        if f.exception and lost_peer(f.exception) and f.rank.default_group
+    ]
+
+
+def _waited_in(stand: Stand) -> tuple[str, Location | None]:
+    """What a rank waited in, as far as it is known: `all_reduce (train.py:8)`, and the line."""
+    if stand.made:
+        return stand.made.place, stand.made.location
+    failed = failure(stand.rank)
+    here = failed.location if failed else None
+    frames = failed.exception.frames if failed and failed.exception else ()
+    last = max((n for n, f in enumerate(frames) if f.user), default=-1)
+    name = frames[last + 1].function if last + 1 < len(frames) else "torch's communication"
+    return f"{name} ({here})" if here else name, here
+
+
+def _only_some(leaver: Rank, stand: Stand) -> Location | None:
+    """The branch around a call that only some enter, where the rank that left never made it."""
+    if stand.made:
+        if any(lines(leaver, site) == stand.made.text for site in leaver.of(CallSite)):
+            return None
+        found = condition(stand.made)
+        spot = stand.rank.location(found[0].site) if found else None
+        return (
+            Location(spot.file, found[1].line, spot.function, found[1].text)
+            if (found and spot)
+            else None
+        )
+    raised = stand.rank.exception
+    for frame in reversed(raised.frames if raised else ()):
+        if head := on_rank(frame.inside):
+            file = shorten(frame.file, stand.rank.cwd)
+            return Location(file, head.line, frame.function, head.text)
+    return None
 
 
 def _well(rank: Rank) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event, Part
+from .calls import Enclosing
 
 
 class RankStarted(Event, frozen=True, tag="rank-started"):
@@ -57,12 +58,17 @@ class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
 
 
 class Frame(Part, frozen=True):
-    """A line of a traceback (part of `ExceptionRaised`)."""
+    """A line of a traceback (part of `ExceptionRaised`).
+
+    Attributes:
+        inside: the statements around it in its function, innermost first, where it is the user's.
+    """
 
     file: str
     line: int
     function: str
     user: bool = False
+    inside: tuple[Enclosing, ...] = ()
 
 
 class Relayed(Part, frozen=True):

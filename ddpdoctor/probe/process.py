@@ -22,6 +22,7 @@ from .patching import replace
 from .recorder import Recorder, guarded, recorder
 from .relayed import relayed
 from .sites import USER
+from .tape import enclosing
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
@@ -208,7 +209,8 @@ def _frame(active: Recorder, code: CodeType, line: int) -> Frame:
     if user:  # record the text of the line too
         active.sites.number(code, line)
     file = os.path.abspath(code.co_filename)
-    return Frame(file=file, line=line, function=code.co_name, user=user)
+    inside = enclosing(code.co_filename, line) if user else ()
+    return Frame(file=file, line=line, function=code.co_name, user=user, inside=inside)
 
 
 def _leaving() -> None:

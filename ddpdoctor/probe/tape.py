@@ -255,7 +255,7 @@ class Tape:
         places = []
         for file, line, function in lines:
             site = self.active.sites.place(file, line, function)
-            places.append(Place(site=site, inside=_inside(file, line)))
+            places.append(Place(site=site, inside=enclosing(file, line)))
         self.active.emit(CallSite(at=time.monotonic(), id=number, places=tuple(places)), vital=True)
         return number
 
@@ -267,7 +267,7 @@ def _reduction(op: Any) -> str:
 _OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
 
 
-def _inside(file: str, line: int) -> tuple[Enclosing, ...]:
+def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
     """The statements around a line, innermost first, read off the indentation."""
     lines = linecache.getlines(file)
     if not 0 < line <= len(lines):
@@ -319,4 +319,4 @@ def tape(active: Recorder) -> Tape | None:
     return active.tape
 
 
-__all__ = ["NEW_GROUPS", "State", "Tape", "tape"]
+__all__ = ["NEW_GROUPS", "State", "Tape", "enclosing", "tape"]

@@ -11,10 +11,12 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import CWD, START, Tape, run_of
 
 from ddpdoctor.events import (
+    Enclosing,
     EpochBegan,
     EpochEnded,
     Event,
     ExceptionRaised,
+    Frame,
     LoaderSeen,
     RankExiting,
     Site,
@@ -124,3 +126,52 @@ def test_all_leave_together(tmp_path: Path) -> None:
     made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
     ends = {r: [RankExiting(at=START + 5 + r, how="return")] for r in made}
     assert found(run_of(tmp_path, made, more=ends)) == []
+
+
+ON_ZERO = (Enclosing(line=30, text="if rank == 0:"),)
+
+
+def in_no_call(folder: Path, other: list[Event]) -> Run:
+    """Rank 0 lost its peer in communication that is no call of its log."""
+    frames = (
+        Frame(file=f"{CWD}/train.py", line=31, function="main", user=True, inside=ON_ZERO),
+        Frame(file="/torch/distributed/tensor/_api.py", line=7, function="full_tensor"),
+    )
+    raised = ExceptionRaised(at=START + 6, kind="RuntimeError", message=CLOSED, frames=frames)
+    status = 1 if any(isinstance(e, ExceptionRaised) for e in other) else 0
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    return run_of(folder, made, more={0: [raised], 1: other}, ended={0: 1, 1: status})
+
+
+def test_a_peer_that_was_lost_in_communication_of_torchs_own(tmp_path: Path) -> None:
+    (finding,) = found(in_no_call(tmp_path, [RankExiting(at=START + 5, how="return")]))
+    assert finding.ranks == (1,)
+    assert "full_tensor (train.py:31)" in finding.summary
+    assert [str(r.location) for r in finding.related] == ["train.py:30"]
+    assert "only some ranks enter `if rank == 0:`" in finding.cause
+    assert "move it out of `if rank == 0:`" in finding.fix
+
+
+def test_a_peer_that_failed_or_was_still_there(tmp_path: Path) -> None:
+    boom = ExceptionRaised(at=START + 4, kind="ValueError", message="boom")
+    assert (
+        found(in_no_call(tmp_path, [boom, RankExiting(at=START + 5, how="exception", status=1)]))
+        == []
+    )
+    assert found(in_no_call(tmp_path / "b", [RankExiting(at=START + 7, how="return")])) == []
+
+
+def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call("barrier", 31, inside=((30, "if rank == 0:"),), state=State.FAILED, at=START + 5,
+                 lasts=1)  # fmt: skip
+    raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
+    more: dict[int, list[Event]] = {
+        0: [raised],
+        1: [RankExiting(at=START + 5.5, how="return")],
+    }
+    (finding,) = found(run_of(tmp_path, made, more=more, ended={0: 1}))
+    assert finding.ranks == (1,)
+    assert finding.location is not None
+    assert finding.location.line == 31
+    assert "move it out of `if rank == 0:`" in finding.fix

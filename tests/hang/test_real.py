@@ -14,7 +14,9 @@ import pytest
 from sampling import inherited
 
 from ddpdoctor import registry
+from ddpdoctor.events import ExceptionRaised
 from ddpdoctor.postmortem import open_run
+from ddpdoctor.runfolder import Lines
 
 HANGS = """
 import torch, torch.distributed as dist
@@ -117,3 +119,6 @@ def test_what_a_program_caught_before_it_left(
     assert finding.subjects == (kind,)
     assert finding.location is not None
     assert finding.location.source.strip() == line
+    raised = [e for e in Lines(out / "rank-0.jsonl").events() if isinstance(e, ExceptionRaised)]
+    if kind == "ValueError":
+        assert raised[-1].frames[-1].inside[0].text == 'if "--own" in sys.argv:'

@@ -80,7 +80,7 @@ def test_the_statements_around_a_line(tmp_path: Path) -> None:
         "            b()\n"
         "        if rank: c()\n"
     )
-    inside = [[(e.line, e.text) for e in tape._inside(str(path), n)] for n in (4, 7, 8)]
+    inside = [[(e.line, e.text) for e in tape.enclosing(str(path), n)] for n in (4, 7, 8)]
     loop = (2, "for step in range(3):")
     assert inside[0] == [(3, "if rank == 0:"), loop]
     assert inside[1] == [(5, "else:  # if rank == 0:"), loop]
