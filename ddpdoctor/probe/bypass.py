@@ -12,6 +12,7 @@ from typing import Any
 
 from ..events import Bypassed
 from . import exchanges, forwards, moments
+from .digests import readable
 from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import on_restore
@@ -181,7 +182,7 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
         gradient = None if parameter is None else parameter.grad
         if gradient is None or id(gradient) != stamp:
             continue
-        if not gradient.is_cpu or gradient.is_sparse or bool(gradient.any()):
+        if not readable(gradient) or bool(gradient.any()):
             return True
     return False
 

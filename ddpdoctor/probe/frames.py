@@ -1,9 +1,12 @@
-"""Keeps wrappers out of what the user sees of a call: tracebacks, and the places of warnings."""
+"""Frames of the user's: wrappers are kept out of what is seen of a call (tracebacks, the places of
+warnings), and to look at variables leaves nothing behind."""
 
 from __future__ import annotations
 
+import dis
 import sys
-from types import CodeType
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType
 from typing import Any
 
 _passed_over: dict[CodeType, CodeType] = {}
@@ -31,3 +34,32 @@ def passed_over(wrapper: Any) -> Any:
         _passed_over[code] = code.replace(co_filename=name)
     wrapper.__code__ = _passed_over[code]
     return wrapper
+
+
+def out_of_reach(code: CodeType) -> bool:
+    """Whether the function calls `locals()`: before Python 3.13 that is the dictionary which its
+    frame keeps, and looking at it changes it under the program's hands."""
+    if sys.version_info >= (3, 13) or "locals" not in code.co_names:
+        return False
+    return any(
+        i.argval == "locals" and i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        for i in dis.get_instructions(code)
+    )
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running frame; none where they are out of reach.
+
+    Before Python 3.13 a frame keeps the dictionary that is made of them, and with it whatever they
+    were.
+    """
+    code = frame.f_code
+    if sys.version_info >= (3, 13) or not code.co_flags & CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    if out_of_reach(code):
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.gettrace() is None:  # else it is written back after the tracing function
+        kept.clear()
+    return found

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from .frames import variables
 from .sites import Sites
 
 FEWEST = 16
@@ -84,7 +85,7 @@ def at_hand(frame: FrameType | None, sites: Sites) -> Iterator[Any]:
     """What the user's running code has names for, and what that holds by name."""
     while frame is not None:
         if sites.kind(frame.f_code) == "user":
-            for scope in (frame.f_locals, frame.f_globals):
+            for scope in (variables(frame), frame.f_globals):
                 for name, value in list(scope.items()):
                     if name.startswith("__") or isinstance(value, (type(sys), type)):
                         continue
@@ -99,7 +100,7 @@ def name_of(target: int, frame: FrameType | None, sites: Sites) -> tuple[str, Fr
     """What the user's running code calls an object, and the frame that does."""
     while frame is not None:
         if sites.kind(frame.f_code) == "user":
-            for scope in (frame.f_locals, frame.f_globals):
+            for scope in (variables(frame), frame.f_globals):
                 name = _in_scope(target, scope)
                 if name:
                     return name, frame
@@ -132,7 +133,7 @@ def long_chain(frame: FrameType | None, sites: Sites) -> tuple[str, FrameType | 
 
     while frame is not None:
         if sites.kind(frame.f_code) == "user":
-            for name, value in list(frame.f_locals.items()):
+            for name, value in variables(frame).items():
                 if issubclass(type(value), torch.Tensor) and value.grad_fn is not None:
                     length = _additions(value.grad_fn)
                     if length >= LONG_CHAIN:

@@ -7,7 +7,7 @@ import weakref
 from types import CodeType, FrameType
 from typing import Any
 
-from .frames import passed_over, unframe
+from .frames import passed_over, unframe, variables
 from .patching import on_restore, replace
 from .recorder import recorder
 from .sites import classify
@@ -140,7 +140,7 @@ def _note(module: Any, frame: FrameType | None) -> None:
     # to the line that called its class.
     while frame is not None and frame.f_code.co_name == "__init__":
         names = frame.f_code.co_varnames
-        if not names or frame.f_locals.get(names[0]) is not module:
+        if not names or variables(frame).get(names[0], module) is not module:
             break
         frame = frame.f_back
     while frame is not None and not _births.is_user(frame.f_code):

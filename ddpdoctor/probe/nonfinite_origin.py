@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from .digests import given_back, readable
+from .frames import variables
 from .torch_private import saved, shard
 
 MOST_NODES = 4000
@@ -214,9 +215,10 @@ def _in_file(frame: FrameType, pattern: re.Pattern[str]) -> list[tuple[str, int,
 
 def line_of_loss(frame: FrameType, root: Any) -> int:
     """The line of this function that last gave the loss its value before the backward."""
-    names = [n for n, value in frame.f_locals.items() if value is root]
+    known = variables(frame)
+    names = [n for n, value in known.items() if value is root]
     if not names:  # `scaler.scale(loss).backward()`, `(loss / k).backward()`
-        names = [n for n, value in frame.f_locals.items() if _is_bad_scalar(value)]
+        names = [n for n, value in known.items() if _is_bad_scalar(value)]
     lines = linecache.getlines(frame.f_code.co_filename)
     first = max(frame.f_code.co_firstlineno, 1)
     words = "|".join(re.escape(n) for n in names)

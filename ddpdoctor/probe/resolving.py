@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from .frames import variables
 from .sources import function_of
 
 FRAMES = 12
@@ -53,7 +54,7 @@ Wanted = Callable[[Any], bool]
 def first_argument(frame: FrameType) -> Any:
     """`self` of a method, most often."""
     names = frame.f_code.co_varnames
-    return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
+    return variables(frame).get(names[0]) if names and frame.f_code.co_argcount else None
 
 
 def call_in_frames(
@@ -65,7 +66,7 @@ def call_in_frames(
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code) and not wanted(first_argument(frame)):
             seen += 1
-            scope = Scope(frame.f_locals, frame.f_globals)
+            scope = Scope(variables(frame), frame.f_globals)
             found = _call_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, DEPTH)
             if found is not None:
                 return found
@@ -99,7 +100,7 @@ def _set_in_frames(
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code):
             seen += 1
-            scope = Scope(frame.f_locals, frame.f_globals)
+            scope = Scope(variables(frame), frame.f_globals)
             found = _setting_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, 2)
             if found is not None:
                 return found
@@ -173,7 +174,7 @@ def assignment_in_frames(
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
             seen += 1
-            scope = Scope(frame.f_locals, frame.f_globals)
+            scope = Scope(variables(frame), frame.f_globals)
             naming = [
                 found
                 for found in _own(node)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+from .frames import out_of_reach, variables
 from .recorder import Recorder
 
 LOST = "the line that edits a tensor"
@@ -35,7 +36,7 @@ class Tracer:
         tracer = cls(active, kind, number)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if active.sites.kind(frame.f_code) == "user" and frame.f_trace is None:
+            if tracer._follows(frame.f_code) and frame.f_trace is None:
                 frame.f_trace = tracer._local
                 tracer._frames.append(frame)
                 if tracer._line is None:
@@ -49,20 +50,25 @@ class Tracer:
     def stop(self) -> tuple[CodeType, int] | None:
         """The line after which the number had changed, None where that was not seen."""
         self._leave()
+        for frame in self._frames:
+            variables(frame)  # what tracing has left on it
+        self._frames.clear()
         if self._found is None and self._lines <= LINES_AT_MOST:
             self._look()
         return self._found
+
+    def _follows(self, code: CodeType) -> bool:
+        return self._active.sites.kind(code) == "user" and not out_of_reach(code)
 
     def _leave(self) -> None:
         if getattr(sys.gettrace(), "__self__", None) is self:
             sys.settrace(None)
         for frame in self._frames:
             frame.f_trace = None
-        self._frames.clear()
 
     def _global(self, frame: FrameType, event: str, argument: Any) -> Any:
         try:
-            return self._local if self._active.sites.kind(frame.f_code) == "user" else None
+            return self._local if self._follows(frame.f_code) else None
         except Exception as error:
             self._active.trouble("tracing", error, LOST)
             return None

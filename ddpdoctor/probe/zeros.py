@@ -7,6 +7,7 @@ from typing import Any
 
 from ..events import ZeroGradients
 from . import moments
+from .digests import readable
 from .holdings import Holding
 from .moments import Step
 from .recorder import Recorder
@@ -47,7 +48,8 @@ def _step_due(active: Recorder, step: Step) -> None:
 
 
 def _look(holding: Holding, before: set[int] | None) -> set[int] | None:
-    """Where the gradients are zero; None where looking would make a device wait."""
+    """Where the gradients are zero; None where they cannot be read, or a device would have to be
+    waited for."""
     positions = holding.synchronised if before is None else sorted(before)
     if len(positions) > PARAMETERS_AT_MOST:
         return set()
@@ -56,7 +58,7 @@ def _look(holding: Holding, before: set[int] | None) -> set[int] | None:
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             continue
-        if not gradient.is_cpu or gradient.is_sparse:
+        if not readable(gradient):
             return None
         if not bool(gradient.any()):
             found.add(position)

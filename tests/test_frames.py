@@ -1,0 +1,114 @@
+"""Looking at the user's variables leaves nothing behind and changes nothing."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe import modules
+from ddpdoctor.probe.frames import variables
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.probe.tracing import Tracer
+from ddpdoctor.runfolder import EventWriter
+
+
+class Thing:
+    pass
+
+
+def looked_at() -> tuple[bool, bool]:
+    thing = Thing()
+    gone = weakref.ref(thing)
+    seen = variables(sys._getframe())["thing"] is thing
+    del thing
+    return seen, gone() is None
+
+
+def test_nothing_is_kept_alive() -> None:
+    assert looked_at() == (True, True)
+
+
+def test_the_module_has_its_names() -> None:
+    frame: FrameType | None = sys._getframe()
+    names: dict[str, Any] = {}
+    exec("frame = sys._getframe(); a = 1", {"sys": sys}, names)
+    assert variables(names["frame"])["a"] == 1
+    assert frame is not None
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="`locals()` is a copy there")
+def test_what_locals_gave_stays_as_it_was() -> None:
+    kept = locals()
+    later = 1
+    assert not variables(sys._getframe())
+    assert "later" not in kept
+    assert later
+
+
+def test_variables_of_a_function_that_is_traced_are_left_alone() -> None:
+    seen = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        seen.append(variables(frame))
+        return look
+
+    def traced() -> int:
+        one = 1
+        two = 2
+        return one + two
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        total = traced()
+    finally:
+        sys.settrace(before)
+    assert total == 3
+    assert seen[-1] == {"one": 1, "two": 2}
+
+
+def followed(active: Recorder) -> tuple[int, bool]:
+    number = 0
+    thing = Thing()
+    gone = weakref.ref(thing)
+    tracer = Tracer.start(active, "parameters", lambda: number)
+    if tracer is None:
+        pytest.skip("a debugger or coverage is at work")
+    number = 1
+    found = tracer.stop()
+    del thing
+    return found[1] if found else -1, gone() is None
+
+
+def test_following_lines_keeps_nothing_alive(tmp_path: Path) -> None:
+    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    active.sites.kinds[__file__] = "user"
+    assert followed(active) == (line_of("number = 1"), True)
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.strip().startswith(text))
+
+
+def test_a_module_that_notes_its_arguments_by_locals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was made is told although its constructor is out of reach."""
+    torch = pytest.importorskip("torch")
+    notes: list[str] = []
+    monkeypatch.setattr(modules._births, "is_user", lambda code: code.co_filename == __file__)
+
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 8) -> None:
+            given = locals()
+            super().__init__()
+            late = modules._note(self, sys._getframe())
+            notes.extend(given)
+
+    net = Net()
+    assert modules._births.lines[net][1] == line_of("net = Net()")
+    assert not {"given", "late"} & set(notes)
