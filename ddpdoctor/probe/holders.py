@@ -25,6 +25,12 @@ FEWEST = 16
 
 LONG_CHAIN = 40
 
+MOST_PARTS, DEEPEST = 16, 2
+"""Parts of an entry that are looked at, and how far down."""
+
+_IN_PYTHON = 1 << 9
+"""Flag of types that a class statement makes; others' objects have nothing to look into."""
+
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -46,26 +52,33 @@ def census(things: Iterable[Any] | None = None) -> dict[int, Held]:
     found: dict[int, Held] = {}
     for thing in gc.get_objects() if things is None else things:
         if type(thing) in _CONTAINERS and len(thing) >= FEWEST:
-            tensor = _tensor_in(thing, torch.Tensor)
-            if tensor is not None:
-                size = tensor.numel() * tensor.element_size()
-                found[id(thing)] = Held(
-                    len(thing), tensor.grad_fn is not None, type(thing).__name__, size
-                )
+            ends = [_tensors_in(entry, torch.Tensor, DEEPEST) for entry in _ends(thing)]
+            tensors = next((some for some in reversed(ends) if some), None)
+            if tensors is not None:
+                # What the first entry has too, every entry has: it does not add up.
+                shared = {id(t) for t in ends[0]} if len(ends) > 1 else ()
+                size = sum(t.numel() * t.element_size() for t in tensors if id(t) not in shared)
+                graphs = any(t.grad_fn is not None for t in tensors)
+                found[id(thing)] = Held(len(thing), graphs, type(thing).__name__, size)
     return found
 
 
-def _tensor_in(thing: Any, kind: type) -> Any:
-    """A tensor among the first or last entries (also inside of tuples, lists and dicts there)."""
-    for entry in _ends(thing):
-        if issubclass(type(entry), kind):
-            return entry
-        inner = entry.values() if type(entry) is dict else entry
-        if type(entry) in (tuple, list, dict) and 0 < len(entry) <= 16:
-            for part in list(inner):
-                if issubclass(type(part), kind):
-                    return part
-    return None
+def _tensors_in(entry: Any, kind: type, depth: int) -> list[Any]:
+    """The tensors of an entry: itself, or those in a small tuple, list, dict or object."""
+    if issubclass(type(entry), kind):
+        return [entry]
+    inside = _parts(entry) if depth else ()
+    return [tensor for part in inside for tensor in _tensors_in(part, kind, depth - 1)]
+
+
+def _parts(entry: Any) -> list[Any]:
+    made = type(entry)
+    base = next((kind for kind in (tuple, list, dict) if issubclass(made, kind)), None)
+    if base is None and made.__flags__ & _IN_PYTHON and made.__dictoffset__:
+        entry, base = object.__getattribute__(entry, "__dict__"), dict
+    if base is None or base.__len__(entry) > MOST_PARTS:
+        return []
+    return list(dict.values(entry) if base is dict else base.__iter__(entry))
 
 
 def _ends(thing: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
@@ -159,6 +160,29 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     with open(__file__) as source:
         text = source.read().splitlines()[holders.line_that_grows(name, frame) - 1]
     assert text.strip() == "self.kept.append(thing)"
+
+
+class Result:
+    def __init__(self, *parts: object) -> None:
+        self.loss, self.rest = parts
+
+
+@pytest.mark.parametrize("entry", [
+    pytest.param(lambda *parts: parts, id="tuple"),
+    pytest.param(lambda *parts: dict(enumerate(parts)), id="dict"),
+    pytest.param(lambda loss, rest: (loss, {"rest": rest}), id="nested"),
+    pytest.param(Result, id="object"),
+])  # fmt: skip
+def test_an_entry_is_as_large_as_all_of_its_own_tensors(entry: Callable[..., object]) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+
+    kept = [entry(torch.zeros(()), torch.zeros(1000)) for _ in range(16)]
+    (held,) = holders.census([kept]).values()
+    assert held.entry_bytes == 4004
+    everyones = torch.zeros(1000)
+    (held,) = holders.census([[(torch.zeros(()), everyones) for _ in range(16)]]).values()
+    assert held.entry_bytes == 4
 
 
 def test_a_sum_that_drags_its_graphs_along() -> None:
