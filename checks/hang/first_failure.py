@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import ExceptionRaised, ProcessEnded
+from ddpdoctor.events import ExceptionRaised, InitEntered, ProcessEnded
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
@@ -92,7 +92,7 @@ class FirstFailure(Check):
             label="raised here" if first.exception else "left here",
             related=_received(first),
             summary=summary,
-            cause=_cause(message, ranks, others),
+            cause=_cause(message, ranks, others, _behind(run, first, ranks)),
             fix=_fix(run, first, ranks),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -167,13 +167,28 @@ def _caught(first: Failure) -> str:
     return f", caught it and left with exit status {first.status}"
 
 
-def _cause(message: str, ranks: tuple[int, ...], others: list[Failure]) -> str:
+def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> list[int]:
+    """The others, where a rank failed before there was a group and its launcher ended them while
+    they were still on their way to where it waits for all."""
+    rest = [r for r in run.ranks.values() if r.rank not in ranks]
+    early = not any(r.of(InitEntered) or r.steps for r in (first.rank, *rest))
+    if early and all(r.ended is not None and r.ended.by_launcher for r in rest):
+        return [r.rank for r in rest]
+    return []
+
+
+def _cause(message: str, ranks: tuple[int, ...], others: list[Failure], behind: list[int]) -> str:
     meant = translate(message)
     told = f"the text means: {meant}" if meant else ""
     if others:
         late = ranks_text([f.rank.rank for f in others])
         follow = f"it failed first; what {late} reported came after it"
         told = f"{told}; {follow}" if told else follow
+    if not told and behind:
+        return (
+            f"an error in the program itself; {ranks_text(behind)} had not come to "
+            "init_process_group when the launcher ended it, and may fail here as well"
+        )
     if not told and len(ranks) > 1:
         return "every one of these ranks fails at the same line: not a fault of one rank"
     return told or "an error in the program itself; no other rank failed before"
@@ -189,6 +204,8 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:
     if len(ranks) == run.world_size:
         same = ": it is the same on every rank, and one process alone should show it as well"
         return read + (same if len(ranks) > 1 else "")
+    if _behind(run, first, ranks):
+        return f"{read}: one process alone may show it as well"
     named = ranks_text(ranks)
     if first.worker.startswith("DataLoader"):
         return (

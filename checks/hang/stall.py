@@ -77,9 +77,8 @@ class Stall(Check):
     def _still(self, now: Scene) -> Finding:
         stands = [s for s in now.stands.values() if not s.gone]
         waited = max((s.still_s for s in stands), default=0.0)
-        together = len({(s.key, s.call.index) for s in stands if s.call}) == 1 and all(
-            s.blocked for s in stands
-        )
+        calls = {(s.key, s.call.index, s.made.signature.op) for s in stands if s.call and s.made}
+        together = len(calls) == 1 and all(s.blocked for s in stands)
         ranks = tuple(s.rank.rank for s in stands)
         least = min(stands, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
         return self.finding(
@@ -89,9 +88,7 @@ class Stall(Check):
             location=least.location,
             label=f"{ranks_text([least.rank.rank])} is here",
             summary=f"no rank has made progress for {waited:.0f} s: "
-            + (
-                f"all are {least.doing}" if together else f"rank {least.rank.rank} is {least.doing}"
-            ),
+            + (f"all are {least.doing}" if together else _doing(stands, least)),
             cause="all ranks are in the same collective, so nobody is missing: the network or the "
             "devices do not deliver"
             if together
@@ -108,6 +105,15 @@ class Stall(Check):
             },
             at=now.at - waited,
         )
+
+
+def _doing(stands: list[Stand], least: Stand) -> str:
+    """Where all are, if all wait; else the least progressed."""
+    rows: dict[str, list[int]] = {}
+    for stand in stands if all(s.blocked for s in stands) else [least]:
+        rows.setdefault(stand.doing, []).append(stand.rank.rank)
+    told = list(rows.items())[:4]
+    return ", ".join(f"{ranks_text(r)} {'is' if len(r) == 1 else 'are'} {d}" for d, r in told)
 
 
 def _pending(now: Scene) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
-from recordings import make_run, site, started
+from recordings import PID, WALL, make_run, site, started
 from tapes import START
 from torch._utils import ExceptionWrapper
 
@@ -16,6 +16,8 @@ from ddpdoctor.events import (
     ExceptionRaised,
     Frame,
     GroupDestroyed,
+    InitEntered,
+    ProcessEnded,
     RankExiting,
     Relayed,
 )
@@ -230,6 +232,24 @@ def test_the_advice_says_more_than_the_line() -> None:
     assert "what differs on rank 1" in one.fix
     (all_,) = found(make_run({r: raised(5) for r in range(2)}, ended={0: 1, 1: 1}))
     assert "the same on every rank" in all_.fix
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_the_others_had_not_come_as_far(further: bool) -> None:
+    entered = InitEntered(
+        at=START + 1, backend="gloo", init_method="", rank=-1, world_size=-1, env_rank=1,
+        env_world_size=2, env_local_rank=1, timeout_s=60, site=-1,
+    )  # fmt: skip
+    cleaned = ProcessEnded(at=START + 3, rank=1, pid=PID + 1, signal=15, by_launcher=True,
+                           wall=WALL + 3)  # fmt: skip
+    run = make_run(
+        {0: raised(2, "ModuleNotFoundError"), 1: [entered] if further else []},
+        ended=None,
+        nodes={0: [cleaned]},
+    )
+    (finding,) = found(run)
+    assert ("may fail here as well" in finding.cause) is not further
+    assert ("what differs on rank 0" in finding.fix) is further
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_all_in_one_collective(tmp_path: Path) -> None:
     assert row["ranks"] == "0-1"  # type: ignore[index]
 
 
+def test_all_at_one_number_in_different_collectives(tmp_path: Path) -> None:
+    made = {r: Tape(r, 2) for r in range(2)}
+    made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, state=State.BEGUN, at=START + 5)
+    seen = [stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
+    assert "rank 0 is in barrier (train.py:8), rank 1 is in all_reduce" in finding.summary
+    assert "all are" not in finding.summary
+
+
 def test_no_stall_on_record(tmp_path: Path) -> None:
     made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
     assert found(run_of(tmp_path, made, now=START + 300)) == []
