@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, GetSetDescriptorType
 from typing import Any
 
 from .frames import variables
@@ -74,8 +74,10 @@ def _tensors_in(entry: Any, kind: type, depth: int) -> list[Any]:
 def _parts(entry: Any) -> list[Any]:
     made = type(entry)
     base = next((kind for kind in (tuple, list, dict) if issubclass(made, kind)), None)
-    if base is None and made.__flags__ & _IN_PYTHON and made.__dictoffset__:
-        entry, base = object.__getattribute__(entry, "__dict__"), dict
+    if base is None and made.__flags__ & _IN_PYTHON and not issubclass(made, type):
+        own = next((vars(k)["__dict__"] for k in made.__mro__ if "__dict__" in vars(k)), None)
+        if type(own) is GetSetDescriptorType:  # a property would be the user's code
+            entry, base = own.__get__(entry), dict
     if base is None or base.__len__(entry) > MOST_PARTS:
         return []
     return list(dict.values(entry) if base is dict else base.__iter__(entry))

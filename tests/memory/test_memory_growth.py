@@ -185,6 +185,25 @@ def test_an_entry_is_as_large_as_all_of_its_own_tensors(entry: Callable[..., obj
     assert held.entry_bytes == 4
 
 
+class Hostile:
+    @property
+    def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+        raise AssertionError("code of the user's was run")
+
+
+class HostileList(list[object]):
+    def __len__(self) -> int:
+        raise AssertionError("code of the user's was run")
+
+
+def test_objects_are_looked_at_without_running_their_code() -> None:
+    pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+
+    entries: list[object] = [Hostile(), HostileList(), Hostile, Severity.ERROR]
+    assert holders.census([[entry] * 16 for entry in entries]) == {}
+
+
 def test_a_sum_that_drags_its_graphs_along() -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe import holders
