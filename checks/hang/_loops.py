@@ -114,6 +114,17 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
     return _told([leaver], loops, one_function=True)
 
 
+def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
+    """The step from which two ranks are in different rounds around a loop over a loader, since one
+    of them took fewer batches in an iteration before; None where they are not."""
+    mine, theirs = _iterations(leaver, loop), _iterations(waiting, loop)
+    for a, b, after in zip(mine, theirs, mine[1:], strict=False):
+        same = (a.loader, a.began.epoch) == (b.loader, b.began.epoch)
+        if same and a.ended and b.ended and a.ended.batches != b.ended.batches:
+            return after.began.step
+    return None
+
+
 def _told(
     left: list[Rank], loops: list[tuple[Location, list[Made]]], one_function: bool = False
 ) -> Left | None:

@@ -10,7 +10,7 @@ from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import lines
-from ._loops import Left, loop_of_leaver
+from ._loops import Left, apart_since, loop_of_leaver
 from ._mismatch import condition, on_rank
 from ._scene import QUIET_S, Scene, Stand, scene
 from ._waiting import gone, victims, waiting_for
@@ -65,6 +65,11 @@ class RankExitedEarly(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rank-missing", "stall", "group-creation-mismatch"):
             return True
+        if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
+            since = mine.evidence.get("apart_since_step")
+            return (
+                isinstance(since, int) and other.steps is not None and (other.steps.first >= since)
+            )
         return other.check in ("first-failure", "rank-died") and not (
             set(mine.ranks) & set(other.ranks)
         )
@@ -78,13 +83,15 @@ class RankExitedEarly(Check):
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
         related += [Related("the branch that leads there", only)] if only else []
+        since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
         leave = "leaves" if len(ranks) == 1 else "leave"
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
         still = all(s.still_s >= QUIET_S for s in waiting)
+        who = ranks_text(ranks)
         cause = (
-            f"only some ranks enter `{only.source}`"
+            f"only some ranks enter `{only.source}`; {who} ended with status 0 without"
             if only
-            else (f"{ranks_text(ranks)} made fewer calls")
+            else f"{who} made fewer calls and ended with status 0"
         )
         return self.finding(
             ranks=ranks,
@@ -94,8 +101,7 @@ class RankExitedEarly(Check):
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {leave} while {ranks_text(others)} still "
             f"wait{'s' if len(others) == 1 else ''} for it in {call}",
-            cause=f"{cause}; {ranks_text(ranks)} ended with status 0, and the errors of "
-            f"{ranks_text(others)} are consequences",
+            cause=f"{cause}; the errors of {ranks_text(others)} are consequences",
             fix=f"call it on every rank: move it out of `{only.source}`"
             if only
             else loop.fix
@@ -105,6 +111,7 @@ class RankExitedEarly(Check):
             evidence={
                 "left": fold_ranks(ranks),
                 "steps": steps,
+                **({} if since is None else {"apart_since_step": since}),
                 **(victims(waiting) if first.made else {"waiting_in": call}),
                 "stuck": not now.failed and still,
             },

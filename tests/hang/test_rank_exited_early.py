@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
@@ -21,7 +22,7 @@ from ddpdoctor.events import (
     RankExiting,
     Site,
 )
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Finding, Steps
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
 
@@ -68,7 +69,7 @@ def epochs(*ended: bool | None) -> list[Event]:
         LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
     ]
     for number, exhausted in enumerate(ended):
-        events.append(EpochBegan(at=START, loader=0, epoch=number, step=0, site=50, batches=2))
+        events.append(EpochBegan(at=START, loader=0, epoch=number, step=number, site=50, batches=2))
         if exhausted is not None:
             events.append(
                 EpochEnded(at=START, loader=0, epoch=number, batches=2 if exhausted else 1,
@@ -93,6 +94,21 @@ def test_the_loop_that_was_left(
     assert finding.location is not None
     assert finding.location.line == line
     assert "decision to stop" in finding.fix
+
+
+@pytest.mark.parametrize(("first", "follows"), [(0, False), (1, True), (3, True)])
+def test_a_schedule_that_ranks_of_different_rounds_follow(
+    tmp_path: Path, first: int, follows: bool
+) -> None:
+    loaders = {0: epochs(True, False), 1: epochs(False, False)}
+    (finding,) = found(left(tmp_path, loaders=loaders))
+    assert finding.evidence["apart_since_step"] == 1
+    skew = msgspec.structs.replace(
+        finding, check="hyperparameter-skew", ranks=(0, 1), steps=Steps.of([first])
+    )
+    assert RankExitedEarly().explains(finding, skew) is follows
+    (even,) = found(left(tmp_path / "even", loaders={0: epochs(True, False), 1: epochs(True)}))
+    assert not RankExitedEarly().explains(even, skew)
 
 
 def test_a_loop_that_only_the_leaver_was_in(tmp_path: Path) -> None:
