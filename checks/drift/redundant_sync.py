@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import SyncPattern
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
 from ._patterns import Span, patterns
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LEAST_STEPS = 2
+
+EVERY = (
+    "gradients only need to agree when the optimizer steps; DDP averages in every backward unless "
+    "it is told not to"
+)
+LATE = (
+    "synchronisation is switched off around the backward only, which has no effect: DDP decides in "
+    "the forward"
+)
 
 
 class RedundantSync(Check):
@@ -49,24 +58,23 @@ class RedundantSync(Check):
             yield from self._judge(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
-        for number, member in group.members.items():
+        for member in group.members.values():
             spans = [s for s in patterns(member) if s.pattern.synced > 1 and s.pattern.once]
             steps = sum(s.count for s in spans)
             if steps < LEAST_STEPS:
                 continue
-            same_line = any(s.pattern.once > 1 for s in spans)
-            yield self._finding(group, number, member, spans, steps, same_line)
+            yield self._finding(group, member, spans, steps)
             return
 
     def _finding(
         self,
         group: Replicas,
-        number: int,
         member: Member,
         spans: list[Span],
         steps: int,
-        same_line: bool,
     ) -> Finding:
+        same_line = any(s.pattern.once > 1 for s in spans)
+        late = next((s.pattern.late for s in spans if s.pattern.late >= 0), -1)
         typical = max(spans, key=lambda s: s.count).pattern
         wasted = typical.synced - 1
         latest = [s.pattern for s in patterns(member)][-1]
@@ -80,16 +88,16 @@ class RedundantSync(Check):
             else "time that DDP did not measure"
         )
         return self.finding(
-            severity=Severity.WARNING if same_line else Severity.NOTE,
+            severity=Severity.WARNING if same_line or late >= 0 else Severity.NOTE,
             ranks=tuple(group.members),
             steps=Steps(spans[0].first, spans[-1].last, steps),
             subjects=(group.any.wrapped.kind,),
             location=member.rank.location(typical.line),
             label=f"averages the gradients {typical.synced} times per step",
+            related=_late(member, late),
             summary=f"{typical.synced} backwards per optimizer step all-reduce the same "
             f"gradients, {wasted} of them for nothing; `no_sync` would save {estimate}",
-            cause="gradients only need to agree when the optimizer steps; DDP averages in every "
-            "backward unless it is told not to",
+            cause=LATE if late >= 0 else EVERY,
             fix="`with model.no_sync():` around forward and backward of all but the last "
             "micro-batch",
             fix_kind=FixKind.TEMPLATE,
@@ -102,3 +110,8 @@ class RedundantSync(Check):
             },
             at=member.rank.wall(spans[0].pattern.at),
         )
+
+
+def _late(member: Member, site: int) -> tuple[Related, ...]:
+    spot = member.rank.location(site)
+    return (Related("covers the backward only", spot),) if spot else ()

@@ -26,7 +26,7 @@ CAUSES = {
 FIXES = {
     "no_sync": "synchronise the micro-batch that steps: enter `no_sync()` only while "
     "`(i + 1) % accumulation != 0`",
-    "forward only": "put forward *and* backward inside `no_sync()`, or neither",
+    "forward only": "run the forward of the micro-batch that steps outside `no_sync()`, too",
     "second backward": "add the losses and call backward once, or run another forward for the "
     "second one",
     "autograd.grad": "use `loss.backward()`, or average the gradients with `dist.all_reduce`",

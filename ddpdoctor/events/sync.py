@@ -18,6 +18,7 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
         site: the line to blame for `reason`; `forward_site` and `backward_site` of the last one.
         once: a backward at one line synchronised this many times the same parameters, the most
             of any line; `line` is that line.
+        late: where synchronisation was switched off after the forward of one that synchronised.
         talked: the program handed the gradients to collectives of its own before the step.
         exposed_s: DDP's own estimate of the time a backward waits for communication, 0 unknown;
             backward_s what an averaging backward takes in all.
@@ -34,6 +35,7 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
     backward_site: int = -1
     once: int = 0
     line: int = -1
+    late: int = -1
     talked: bool = False
     exposed_s: float = 0.0
     backward_s: float = 0.0

@@ -30,7 +30,7 @@ AGAIN_AT = (9, 99, 999)
 class Contribution:
     """One backward into a model's gradients."""
 
-    __slots__ = ("blame", "forward_site", "reason", "site", "synced", "touched")
+    __slots__ = ("blame", "forward_site", "late", "reason", "site", "synced", "touched")
 
     def __init__(self, site: int, synced: bool, touched: frozenset[int]) -> None:
         self.site = site
@@ -38,6 +38,7 @@ class Contribution:
         self.touched = touched
         self.reason = ""
         self.blame = -1
+        self.late = -1
         self.forward_site = -1
 
 
@@ -175,14 +176,18 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         sync.after = look.after
         touched = look.touched_positions()
         if touched or model in backward.models:
-            _contributed(sync, backward, look, touched)
+            _contributed(active, sync, backward, look, touched)
 
 
-def _contributed(sync: Sync, backward: Backward, look: Look, touched: frozenset[int]) -> None:
+def _contributed(
+    active: Recorder, sync: Sync, backward: Backward, look: Look, touched: frozenset[int]
+) -> None:
     now = look.sequence_after
     communicated = look.communicated or now < 0
     own_forward = sync.forwards > 0
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
+    if new.synced and not look.wrapper.require_backward_grad_sync:
+        new.late = _off_site(active, look.wrapper)
     _contribute(sync, backward, new, own_forward)
 
 
@@ -240,7 +245,8 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
         reason, blame = "autograd.grad", sync.functional
     line, once = _most_synced(made)
     averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
-    pattern = (int(averaged), len(made) - averaged, reason, blame, line)
+    late = max((c.late for c in made), default=-1)
+    pattern = (int(averaged), len(made) - averaged, reason, blame, line, late)
     unchanged = sync.told.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
     if unchanged or sync.count >= TOLD_AT_MOST:
         return
@@ -262,6 +268,7 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
             backward_site=last.site if last else -1,
             once=once,
             line=line,
+            late=late,
             talked=exchanges.gradients_exchanged(parameters),
             backward_s=sync.backward_s,
             exposed_s=exposed_seconds(holding.model.ddp()),

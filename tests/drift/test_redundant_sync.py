@@ -45,3 +45,11 @@ def test_a_single_step_is_too_little():
 def test_a_saving_beyond_the_step_is_not_claimed():
     (finding,) = RedundantSync().examine(run_of({n: [pattern(exposed=0.9)] for n in range(2)}))
     assert "did not measure" in finding.summary
+
+
+def test_no_sync_around_the_backward_only_is_pointed_at():
+    apart = [pattern(synced=4, once=1, late=OTHER)]
+    (finding,) = RedundantSync().examine(run_of(dict.fromkeys(range(2), apart)))
+    assert finding.severity is Severity.WARNING
+    assert "DDP decides in the forward" in finding.cause
+    assert len(finding.related) == 1
