@@ -186,8 +186,9 @@ def _contributed(
     communicated = look.communicated or now < 0
     own_forward = sync.forwards > 0
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
-    if new.synced and not look.wrapper.require_backward_grad_sync:
-        new.late = _off_site(active, look.wrapper)
+    wrapper = look.wrapper
+    if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
+        new.late = _off_site(active, wrapper)
     _contribute(sync, backward, new, own_forward)
 
 
