@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+import msgspec
 
 from ddpdoctor.events import Digests, Loaded, Replica, Sketch, StepDone, Wrapped
 from ddpdoctor.events.drift import chosen
@@ -105,6 +107,10 @@ class Divergence:
         return range(self.before + 1, self.first if known else self.before + 1)
 
 
+Told = tuple[Replicas, Finding]
+"""A finding, and whose copies it is about."""
+
+
 def replicas(run: Run) -> list[Replicas]:
     """Every model and optimizer that two ranks or more hold in equal copies."""
     found: dict[tuple[tuple[int, ...], int, int], dict[int, Member]] = {}
@@ -126,13 +132,47 @@ def replicas(run: Run) -> list[Replicas]:
 
 
 def each_model(run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `judge` says of every model, of the first of its optimizers that it says anything of."""
-    told: set[object] = set()
+    """What `judge` says of every model, whichever of its optimizers it says it of. Models that one
+    line wraps, and of which it points at one line, are told together."""
+    by_model: dict[object, list[Told]] = {}
     for group in replicas(run):
-        key = (group.any.wrapped.site, tuple(group.members))
-        for finding in judge(run, group) if key not in told else ():
-            told.add(key)
-            yield finding
+        mine = by_model.setdefault((group.any.model, tuple(group.members)), [])
+        mine += [(group, finding) for finding in judge(run, group)]
+    together: dict[object, list[Told]] = {}
+    for model, told in by_model.items():
+        if told:
+            group, first = told[0][0], _joined(told)
+            wrapped = group.any.rank.location(group.any.wrapped.site)
+            place = (wrapped, first.location, first.severity, tuple(group.members))
+            together.setdefault(place if wrapped else model, []).append((group, first))
+    for told in together.values():
+        yield _of_models(told)
+
+
+def _joined(told: Sequence[Told]) -> Finding:
+    """The worst of them, the first in time, with the ranks and subjects of all."""
+    findings = sorted((f for _, f in told), key=lambda f: (f.severity.rank, f.at))
+    ranks = {r for f in findings for r in f.ranks}
+    subjects = dict.fromkeys(s for f in findings for s in f.subjects)
+    return msgspec.structs.replace(
+        findings[0], ranks=tuple(sorted(ranks)), subjects=tuple(subjects)
+    )
+
+
+def _of_models(told: Sequence[Told]) -> Finding:
+    finding, more = _joined(told), len(told) - 1
+    if not more:
+        return finding
+    rows = [
+        {"model": group.any.wrapped.kind, "concerned": ", ".join(f.subjects[:4])}
+        for group, f in told
+    ]
+    return msgspec.structs.replace(
+        finding,
+        summary=f"{finding.summary}; and so with {more} more "
+        f"{'model' if more == 1 else 'models'} that the same line wraps",
+        evidence=finding.evidence | {"models": rows},
+    )
 
 
 def _alike(members: dict[int, Member]) -> Replicas | None:
@@ -203,6 +243,23 @@ def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:
         if len(set(made.values())) > 1:
             return key, made
     return None
+
+
+def never_change(group: Replicas, names: Iterable[str]) -> bool:
+    """Whether these buffers were the same at all moments, two at least, on every rank."""
+    every = group.names("buffers")
+    wanted = [every.index(name) for name in names]
+    for member in group.members.values():
+        tables = [
+            _by_position(row, key, len(every))
+            for point in ("step", "eval", "end")
+            for key, row in _rows(member, "buffers", point).items()
+        ]
+        for position in wanted:
+            seen = [table[position] for table in tables if position in table]
+            if len(seen) < 2 or len(set(seen)) > 1:
+                return False
+    return True
 
 
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:

@@ -9,7 +9,15 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Sever
 from ddpdoctor.run import Rank, Run
 
 from . import _causes
-from ._replicas import NO_COPIES, Divergence, Replicas, divergence, each_model, replicas
+from ._replicas import (
+    NO_COPIES,
+    Divergence,
+    Replicas,
+    divergence,
+    each_model,
+    never_change,
+    replicas,
+)
 
 
 class BufferDrift(Check):
@@ -95,6 +103,15 @@ class BufferDrift(Check):
             else "DDP was told not to copy buffers, and each rank updates them from its own data"
         )
         alike = _made_alike(group, found.names)
+        # `forward_sync_buffers=False` leaves `broadcast_buffers` at None and copies at the wrap.
+        told = group.any.wrapped.options.get("broadcast_buffers", False)
+        never_copied = not broadcast and told is False
+        if never_copied and never_change(group, found.names):
+            cause = "each rank made its own before the wrap (from other random numbers, say), DDP "
+            cause += "was told not to copy buffers, not at the wrap either, and nothing changed "
+            cause += "them since"
+            alike = "make them from the same numbers on every rank, or send them once after the "
+            alike += "wrap (`dist.broadcast(buffer, src=0)`)"
         return self.finding(
             severity=severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),

@@ -10,7 +10,7 @@ from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from . import _causes
-from ._replicas import NO_COPIES, Divergence, Replicas, divergence, kinds, replicas
+from ._replicas import NO_COPIES, Divergence, Replicas, divergence, each_model, kinds, replicas
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -54,9 +54,7 @@ class OptimizerStateDrift(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for group in replicas(run):
-            if not group.left_out:
-                yield from self._judge(run, group)
+        return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         later = ("parameter-drift", "buffer-drift")
@@ -66,6 +64,8 @@ class OptimizerStateDrift(Check):
         return own and other.check in later and _causes.may_follow(other, mine, applied)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        if group.left_out:
+            return
         parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
         if not parted:
             return

@@ -1,9 +1,11 @@
 """DDP403 on literal events."""
 
+import msgspec
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
-from replicas import LINE, digests, run_of
+from recordings import make_run
+from replicas import LINE, OTHER, digests, replica, run_of
 
-from ddpdoctor.events import StateTaken
+from ddpdoctor.events import StateTaken, Wrapped
 from ddpdoctor.findings import Severity
 
 
@@ -75,3 +77,42 @@ def test_sync_batch_norm_is_proposed_for_batch_norm_only():
     assert "SyncBatchNorm" not in finding.fix
     assert "dist.all_reduce(buffer)" in finding.fix
     assert "broadcast_buffers" in finding.fix
+
+
+def own_buffers(model, *values, line=LINE):
+    """What a rank holds in the buffers of one of several models, from the first step on."""
+    rows = {0: values, 3: values}
+    return [
+        *replica(model=model, broadcast=False),
+        digests("buffers", rows, model=model),
+        digests("buffers", {4: values}, model=model, point="eval", optimizer=-1, site=line),
+    ]
+
+
+def test_models_that_one_line_wraps_are_told_together():
+    ranks = {n: [*own_buffers(0, 1 + n, 2), *own_buffers(1, 7 + n, 2)] for n in range(2)}
+    (finding,) = BufferDrift().examine(make_run(ranks))
+    assert "and so with 1 more model that the same line wraps" in finding.summary
+    assert [row["model"] for row in finding.evidence["models"]] == ["Net", "Net"]
+
+
+def test_models_at_lines_of_their_own_are_told_apart():
+    ranks = {
+        n: [
+            msgspec.structs.replace(e, site=OTHER) if isinstance(e, Wrapped) and e.model else e
+            for model in range(2)
+            for e in own_buffers(model, 1 + n, 2)
+        ]
+        for n in range(2)
+    }
+    found = list(BufferDrift().examine(make_run(ranks)))
+    assert [f.location.line for f in found] == [10, 35]
+
+
+def test_buffers_that_nothing_changed_differed_from_the_start():
+    (finding,) = BufferDrift().examine(make_run({n: own_buffers(0, 1 + n, 2) for n in range(2)}))
+    assert "nothing changed them since" in finding.cause
+    assert "SyncBatchNorm" not in finding.fix
+    ranks = {n: [*own_buffers(0, 1 + n, 2), at_the_end(9 + n, 2)] for n in range(2)}
+    (finding,) = BufferDrift().examine(make_run(ranks))
+    assert "from its own data" in finding.cause

@@ -7,6 +7,7 @@ from recordings import make_run
 from replicas import LINE, digests, equal, replica, run_of
 
 from ddpdoctor.events import Clipped, Edited, Wrapped
+from ddpdoctor.events.pack import pack
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [50, 6, 7, 8], 2: [90, 8, 7, 6]}
@@ -100,3 +101,17 @@ def test_numbers_of_lines_are_a_ranks_own():
     }
     (finding,) = GradientDrift().examine(make_run(ranks))
     assert finding.subjects == ("body.weight",)
+
+
+def test_subjects_of_all_optimizers_of_a_model_are_named():
+    def one(optimizer, rows):
+        _, seen = replica(optimizer=optimizer)[-2:]
+        half = msgspec.structs.replace(seen, parameters=pack([2 * optimizer, 2 * optimizer + 1]))
+        return [half, digests("gradients", rows, optimizer=optimizer)]
+
+    ranks = {}
+    for n in range(2):
+        halves = ({0: [1, 2 + n]}, {0: [3 + n, 4]})
+        ranks[n] = [*replica()[:-1], *(e for i, rows in enumerate(halves) for e in one(i, rows))]
+    (finding,) = GradientDrift().examine(make_run(ranks))
+    assert finding.subjects == ("body.bias", "head.weight")
