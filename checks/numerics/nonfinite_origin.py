@@ -8,8 +8,9 @@ from ddpdoctor.events import NonFinite
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-_LOCAL = ("input", "loss", "gradient", "buffer")
-"""What a rank can have by itself; parameters have it from everyone's gradients."""
+_FURTHEST = (("input", "buffer"), ("parameter",), ("loss", "gradient"))
+"""What comes before what in one step: a loss may have it from another rank, by what its forward
+exchanges."""
 
 
 class NonfiniteOrigin(Check):
@@ -49,7 +50,8 @@ class NonfiniteOrigin(Check):
             return
         step = min(e.step for e in firsts.values())
         now = {r: e for r, e in firsts.items() if e.step == step}
-        guilty = {r: e for r, e in now.items() if e.kind in _LOCAL} or now
+        kinds = next((k for k in _FURTHEST if any(e.kind in k for e in now.values())), ())
+        guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
         spot = _spot(rank, event)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -231,7 +231,6 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         inner = model.inner()
         state = (
             ("parameter", list(inner.named_parameters()) if inner is not None else []),
-            ("buffer", list(inner.named_buffers()) if inner is not None else []),
             (
                 "input",
                 [
@@ -240,6 +239,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
                     if (tensor := ref()) is not None
                 ],
             ),
+            ("buffer", list(_buffers_read(inner)) if inner is not None else []),
         )
         for kind, named in state:
             bad = [(name, t) for name, t in named if not finite(t)]
@@ -260,6 +260,15 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         names=(origin.parameter,) if origin.parameter else (),
         origin_site=_origin_site(active, origin.operation, live, frame, root),
     )
+
+
+def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
+    """Buffers that the forward may have read: a normalisation in training only writes its own."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    for name, part in module.named_modules():
+        if not (isinstance(part, _NormBase) and part.training):
+            yield from part.named_buffers(prefix=name, recurse=False)
 
 
 def _origin_site(active: Recorder, operation: str, live: list[Model], frame: Any, root: Any) -> int:

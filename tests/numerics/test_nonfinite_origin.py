@@ -42,6 +42,23 @@ def test_an_input_and_its_rows() -> None:
     assert "rows 2, 7" in finding.cause
 
 
+@pytest.mark.parametrize("kind", ["input", "buffer", "parameter"])
+def test_what_one_rank_was_given_comes_before_the_loss_of_another(kind: str) -> None:
+    (finding,) = found([bad("loss", 3, operation="view")], [bad(kind, 3, names=("argument 0",))])
+    assert finding.ranks == (1,)
+    assert finding.evidence["first not finite"] == kind
+
+
+def test_statistics_that_a_forward_in_training_only_writes() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.numerics import _buffers_read
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].register_buffer("scale", torch.ones(2))
+    assert [name for name, _ in _buffers_read(model)] == ["0.scale"]
+    assert "1.running_mean" in [name for name, _ in _buffers_read(model.eval())]
+
+
 def test_a_gradient_of_one_rank_under_a_finite_loss() -> None:
     (finding,) = found(
         [bad("parameter", 8)], [bad("gradient", 7, names=("net.0.weight",), module="net.0")]
