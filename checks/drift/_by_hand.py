@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
-from ddpdoctor.findings import FixKind, Related, Severity, Steps
+from ddpdoctor.findings import FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
+
+from . import _options
 
 Rows = dict[int, UnwrappedState]
 """States of one moment by global rank, or of one rank by step."""
@@ -157,6 +159,19 @@ def _gradients(copies: Copies, equal: Rows, differ: Rows) -> str:
     return "agree" if len(between) == end - begin else "not known"
 
 
+def _other_options(found: Parting) -> tuple[int, str, str] | None:
+    """The step in between that the ranks took with different options, of these the first, and what
+    each had."""
+    begin, end = found.steps
+    tables = {n: _options.by_step(r, e.optimizer) for n, (r, e) in found.copies.members.items()}
+    step = next((s for s in _options.skewed(tables) if begin <= s < end), None)
+    if step is None:
+        return None
+    values = _options.settled({n: _options.at(table, step) for n, table in tables.items()})
+    option, group = _options.options(values)[0]
+    return step, option, _options.spelled({n: g[group].get(option) for n, g in values.items()})
+
+
 def told(run: Run, found: Parting) -> dict[str, Any]:
     """The fields of a finding."""
     rank, event = next(iter(found.copies.members.values()))
@@ -168,6 +183,7 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     later = [_step(look) for look in found.copies.looks if _step(look) >= end]
     last = _step(found.copies.end) - 1 if found.copies.end else max(later, default=end)
     made = rank.location(event.site)
+    options = _other_options(found)
     who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
     others = "" if len(minority) == run.world_size else " from the other ranks"
     return {
@@ -177,16 +193,19 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
         "subjects": tuple(p.name for p in event.parameters),
         "location": rank.location(event.step_site) or made,
         "label": "applies gradients that were not exchanged" if left_out else "",
-        "related": (Related("made here", made),) if made is not None else (),
+        "related": tuple(Related(*place) for place in _places(found, made, options)),
         "summary": f"parameters of {kind}, whose gradients the program exchanges by hand, differ "
         + (f"between {who}" if not others else f"on {who}{others}")
         + (" at the end" if over else f" from step {end} on"),
         "cause": f"they were equal before step {begin} and are not "
         + ("after the last step: " if over else f"before step {end}: ")
-        + _cause(found, left_out),
+        + _cause(found, left_out, options),
         "fix": "exchange the gradients before every `optimizer.step()`, those of the last, shorter "
         "group of micro-batches too"
         if left_out
+        else f"set `{options[1]}` alike on every rank before the same step: leave inner loops on "
+        "all ranks together (all-reduce what decides it), step schedulers on all of them"
+        if options
         else "change parameters and gradients on every rank with the same numbers, or broadcast "
         "them from one rank afterwards",
         "fix_kind": FixKind.CHECK,
@@ -203,7 +222,19 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     }
 
 
-def _cause(found: Parting, left_out: tuple[int, ...]) -> str:
+def _places(
+    found: Parting, made: Location | None, options: tuple[int, str, str] | None
+) -> Iterator[tuple[str, Location]]:
+    if options is not None:
+        step, option, _ = options
+        every = found.copies.members.values()
+        spots = [_options.set_at(r, e.optimizer, option, step) for r, e in every]
+        yield from ((f"{option} is set here", spot) for spot in spots[:1] if spot is not None)
+    if made is not None:
+        yield "made here", made
+
+
+def _cause(found: Parting, left_out: tuple[int, ...], options: tuple[int, str, str] | None) -> str:
     begin, end = found.steps
     steps = f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
     if found.stopped:
@@ -216,6 +247,9 @@ def _cause(found: Parting, left_out: tuple[int, ...]) -> str:
             f"{who} {verb} all gradients of {steps} to a collective, as in the steps before, and "
             "each applies its own"
         )
+    if options is not None:
+        step, option, values = options
+        return f"the ranks take step {step} with different options, {option} is {values}"
     if found.gradients == "differ":
         return f"the gradients applied in {steps} differ between ranks, although they are exchanged"
     if found.gradients == "agree":

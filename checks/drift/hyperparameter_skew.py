@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
+from . import _options
 from ._replicas import NO_COPIES, Member, Replicas, replicas
-
-Value = float | bool | str
-Groups = tuple[dict[str, Value], ...]
-
-ROUNDING = 2.0**-23
-"""Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
 
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's own schedulers change."""
@@ -82,13 +76,13 @@ class HyperparameterSkew(Check):
         return other.steps.first > (equal + 1 if equal else mine.steps.first)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
-        tables = {n: _table(m) for n, m in group.members.items()}
-        skewed = _skewed(tables)
+        tables = {n: _options.by_step(m.rank, m.optimizer) for n, m in group.members.items()}
+        skewed = _options.skewed(tables)
         if not skewed:
             return
         first = skewed[0]
-        values = _settled({n: _at(table, first) for n, table in tables.items()})
-        options = _options(values)
+        values = _options.settled({n: _options.at(table, first) for n, table in tables.items()})
+        options = _options.options(values)
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
         ranks = odd_ones(equal_ranks(told))
         option, index = options[0]
@@ -102,7 +96,8 @@ class HyperparameterSkew(Check):
             location=spot,
             label=label,
             related=related,
-            summary=f"{option} differs between ranks{seen} at step {first}: {_spell(shown)}",
+            summary=f"{option} differs between ranks{seen} at step {first}: "
+            f"{_options.spelled(shown)}",
             cause=cause,
             fix=fix,
             evidence={
@@ -117,70 +112,9 @@ class HyperparameterSkew(Check):
         )
 
 
-def _table(member: Member) -> dict[int, Groups]:
-    return {
-        e.step: e.groups for e in member.rank.of(Hyperparameters) if e.optimizer == member.optimizer
-    }
-
-
-def _at(table: dict[int, Groups], step: int) -> Groups:
-    return table[max(s for s in table if s <= step)]
-
-
-def _skewed(tables: dict[int, dict[int, Groups]]) -> list[int]:
-    """The steps at which any rank told a change and the values are not equal."""
-    told = sorted({s for table in tables.values() for s in table if told_at(s)})
-    begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
-    found = []
-    for step in begun:
-        at = {n: _at(table, step) for n, table in tables.items()}
-        if len({len(groups) for groups in at.values()}) > 1:
-            continue
-        values = list(_settled(at).values())
-        if any(v != values[0] for v in values):
-            found.append(step)
-    return found
-
-
-def _settled(values: dict[int, Groups]) -> dict[int, Groups]:
-    """The same, where what differs by rounding alone stands as the first rank has it."""
-    first = next(iter(values.values()))
-
-    def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
-        return {o: known[o] if o in known and _alike(v, known[o]) else v for o, v in group.items()}
-
-    return {
-        n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
-        for n, groups in values.items()
-    }
-
-
-def _alike(one: Value, other: Value) -> bool:
-    """Whether two values, or two sequences of them as they are spelled out, are the same."""
-    if one == other:
-        return True
-    pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
-    try:
-        return str(one).count(", ") == str(other).count(", ") and all(
-            math.isclose(float(a), float(b), rel_tol=ROUNDING) for a, b in pairs
-        )
-    except ValueError:  # words
-        return False
-
-
-def _options(values: dict[int, Groups]) -> list[tuple[str, int]]:
-    """(option, group) that differ; the learning rate first."""
-    tables = list(values.values())
-    found = [
-        (name, i)
-        for i in range(len(tables[0]))
-        for name in tables[0][i]
-        if len({str(t[i].get(name)) for t in tables}) > 1
-    ]
-    return sorted(found, key=lambda o: o[0] != "lr")
-
-
-def _extent(group: Replicas, tables: dict[int, dict[int, Groups]], skewed: list[int]) -> Steps:
+def _extent(
+    group: Replicas, tables: dict[int, dict[int, _options.Groups]], skewed: list[int]
+) -> Steps:
     """Values stand until the next change that is told."""
     told = sorted({s for table in tables.values() for s in table})
     last = max(skewed[-1], min(m.last_step for m in group.members.values()))
@@ -196,15 +130,10 @@ def _extent(group: Replicas, tables: dict[int, dict[int, Groups]], skewed: list[
 def _set_by_hand(
     group: Replicas, ranks: tuple[int, ...], option: str, step: int
 ) -> Location | None:
-    """The user's own line that gave an option its new value."""
-    for number in (*ranks, *group.members):
-        member = group.members[number]
-        for event in member.rank.of(Hyperparameters):
-            known = event.optimizer == member.optimizer and event.step <= step
-            spot = member.rank.location(event.set_sites.get(option, -1)) if known else None
-            if spot is not None:
-                return spot
-    return None
+    """The user's own line that gave an option its new value, on the ranks at fault first."""
+    members = (group.members[number] for number in (*ranks, *group.members))
+    spots = (_options.set_at(m.rank, m.optimizer, option, step) for m in members)
+    return next((spot for spot in spots if spot is not None), None)
 
 
 def _why(
@@ -273,14 +202,3 @@ def _step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
 def _time(member: Member, step: int) -> float:
     events = [e for e in member.rank.of(Hyperparameters) if e.optimizer == member.optimizer]
     return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)
-
-
-def _spell(shown: Mapping[int, object]) -> str:
-    by_value: dict[object, list[int]] = {}
-    for number, value in shown.items():
-        by_value.setdefault(value, []).append(number)
-    parts = [
-        f"{v:.9g} on {ranks_text(r)}" if isinstance(v, float) else f"{v} on {ranks_text(r)}"
-        for v, r in by_value.items()
-    ]
-    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")

@@ -9,7 +9,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events import Hyperparameters, Unwrapped, UnwrappedState
 from ddpdoctor.probe import exchanges, unwrapped
 from ddpdoctor.probe.exchanges import Exchange, every_gradient_exchanged, parameters_averaged
 
@@ -88,6 +88,22 @@ def test_an_edit_on_one_rank():
 def test_gradients_that_are_made_different_after_the_exchange():
     (found,) = found_in(odd=range(4, 12), apart=range(5, 13))
     assert "differ between ranks, although they are exchanged" in found.cause
+
+
+def test_a_rate_that_the_ranks_change_at_different_steps():
+    def rates(changed):
+        for step, lr in ((0, 0.1), (changed, 0.05)):
+            sites = {"lr": 1} if step else {}
+            yield Hyperparameters(
+                at=0, optimizer=0, step=step, groups=({"lr": lr},), set_sites=sites
+            )
+
+    looks = [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    tables = {n: [*rates(5 + n), *states(n, apart=range(6, 20), looks=looks)] for n in range(2)}
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert "take step 5 with different options, lr is 0.05 on rank 0, 0.1 on rank 1" in found.cause
+    assert "`lr` alike" in found.fix
+    assert [place.label for place in found.related] == ["lr is set here", "made here"]
 
 
 def test_an_exchange_that_stops_midway():

@@ -1,0 +1,100 @@
+"""Options of an optimizer's groups, rank by rank and step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ddpdoctor.events import Hyperparameters
+from ddpdoctor.events.amp import told_at
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Rank, ranks_text
+
+Value = float | bool | str
+Groups = tuple[dict[str, Value], ...]
+
+ROUNDING = 2.0**-23
+"""Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
+
+
+def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
+    """By the step at which they were told, the values from then on."""
+    return {e.step: e.groups for e in rank.of(Hyperparameters) if e.optimizer == optimizer}
+
+
+def at(table: dict[int, Groups], step: int) -> Groups:
+    return table[max(s for s in table if s <= step)]
+
+
+def skewed(tables: dict[int, dict[int, Groups]]) -> list[int]:
+    """The steps at which any rank told a change and the values are not equal."""
+    told = sorted({s for table in tables.values() for s in table if told_at(s)})
+    begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
+    found = []
+    for step in begun:
+        now = {n: at(table, step) for n, table in tables.items()}
+        if len({len(groups) for groups in now.values()}) > 1:
+            continue
+        values = list(settled(now).values())
+        if any(v != values[0] for v in values):
+            found.append(step)
+    return found
+
+
+def settled(values: dict[int, Groups]) -> dict[int, Groups]:
+    """The same, where what differs by rounding alone stands as the first rank has it."""
+    first = next(iter(values.values()))
+
+    def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
+        return {o: known[o] if o in known and _alike(v, known[o]) else v for o, v in group.items()}
+
+    return {
+        n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
+        for n, groups in values.items()
+    }
+
+
+def _alike(one: Value, other: Value) -> bool:
+    """Whether two values, or two sequences of them as they are spelled out, are the same."""
+    if one == other:
+        return True
+    pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
+    try:
+        return str(one).count(", ") == str(other).count(", ") and all(
+            math.isclose(float(a), float(b), rel_tol=ROUNDING) for a, b in pairs
+        )
+    except ValueError:  # words
+        return False
+
+
+def options(values: dict[int, Groups]) -> list[tuple[str, int]]:
+    """(option, group) that differ; the learning rate first."""
+    tables = list(values.values())
+    found = [
+        (name, i)
+        for i in range(len(tables[0]))
+        for name in tables[0][i]
+        if len({str(t[i].get(name)) for t in tables}) > 1
+    ]
+    return sorted(found, key=lambda o: o[0] != "lr")
+
+
+def spelled(shown: Mapping[int, object]) -> str:
+    by_value: dict[object, list[int]] = {}
+    for number, value in shown.items():
+        by_value.setdefault(value, []).append(number)
+    parts = [
+        f"{v:.9g} on {ranks_text(r)}" if isinstance(v, float) else f"{v} on {ranks_text(r)}"
+        for v, r in by_value.items()
+    ]
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")
+
+
+def set_at(rank: Rank, optimizer: int, option: str, until: int) -> Location | None:
+    """The user's own line that gave an option a new value."""
+    for event in rank.of(Hyperparameters):
+        known = event.optimizer == optimizer and event.step <= until
+        spot = rank.location(event.set_sites.get(option, -1)) if known else None
+        if spot is not None:
+            return spot
+    return None
