@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import sys
 import time
 import weakref
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from ..events import Hyperparameters, ScalerStep, SchedulerStep
@@ -20,7 +20,7 @@ from .resolving import item_set_in_frames
 
 LOST = "hyper-parameters and loss scales"
 
-LEFT_OUT = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
 GROUPS_AT_MOST = 16
 LISTED_BELOW = 8
 EXACT_BELOW = 1 << 53
@@ -115,8 +115,10 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
     for name, value in group.items():
         if name in LEFT_OUT or value is None:
             continue
-        several = _several(value)
-        if several is not None:
+        kind = type(value)
+        if kind is bool or (kind is float and isfinite(value)):  # nearly all of them
+            values[name] = value
+        elif (several := _several(value)) is not None:
             values[name] = ", ".join(str(v if (n := _number(v)) is None else n) for v in several)
         elif (number := _number(value)) is not None:
             values[name] = number
@@ -125,15 +127,16 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
 
 def _several(value: Any) -> Sequence[Any] | None:
     """The elements of a short sequence."""
-    if _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW:
-        return value.tolist()
-    return value if isinstance(value, (tuple, list)) and len(value) < LISTED_BELOW else None
+    if isinstance(value, (tuple, list)):
+        return value if len(value) < LISTED_BELOW else None
+    listed = _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW
+    return value.tolist() if listed else None
 
 
 def _number(value: Any) -> float | bool | str | None:
     """A number of any library as a plain one; None for what is none, or lies on a device."""
     kind = type(value)
-    if kind is bool or (kind is float and math.isfinite(value)):
+    if kind is bool or (kind is float and isfinite(value)):
         return value
     try:
         if kind is not int and kind is not float:
@@ -143,7 +146,7 @@ def _number(value: Any) -> float | bool | str | None:
         number = float(value)
     except Exception:  # whatever it is, it is the user's
         return None
-    return number if math.isfinite(number) else str(number)
+    return number if isfinite(number) else str(number)
 
 
 def _plain(value: Any) -> Any:
