@@ -139,3 +139,45 @@ def test_objects_behave(watched: bool, tmp_path: Path) -> None:
     if watched:
         text = (tmp_path / "run" / "rank-0.jsonl").read_text()
         assert "probe-trouble" not in text, text
+
+
+def test_modes_of_the_users_do_not_see_what_hooks_do(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ddpdoctor.probe.recorder import Recorder, guarded, set_recorder, shielded
+    from ddpdoctor.runfolder import EventWriter
+
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, call, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append("function")
+            return call(*args, **(kwargs or {}))
+
+    class Dispatches(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, call, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append("dispatch")
+            return call(*args, **(kwargs or {}))
+
+    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    set_recorder(active)
+    try:
+        given = torch.ones(3)
+        with torch.device("meta"), Functions(), Dispatches():
+            made = guarded("test", lambda _: torch.zeros(3) + given.sum())
+            shielded("test", lambda: given.add_(1))()
+            assert not seen
+            torch.ones(3)
+            assert set(seen) == {"function", "dispatch"}, "and they see what the program does"
+        assert made is not None and made.device.type == "cpu"
+        assert given.tolist() == [2, 2, 2]
+        with pytest.raises(ValueError, match="no"), Dispatches():
+            shielded("test", lambda: 1 / 0)()
+            seen.clear()
+            torch.ones(3)
+            assert seen == ["dispatch"]
+            raise ValueError("no")
+    finally:
+        set_recorder(None)

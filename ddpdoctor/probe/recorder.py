@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ..runfolder import EventWriter
 from .sites import Sites
-from .torch_private import compiling_frames, pause_compiler, resume_compiler
+from .torch_private import interposed, pause_compiler, resume_compiler, without_modes
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -170,8 +170,11 @@ def run_hook(
     began = time.perf_counter_ns()
     paused = None
     try:
-        if compiling_frames.ask() is not None:
+        if interposed.compiler() is not None:
             paused = pause_compiler()
+        if interposed.functions() or interposed.dispatches():
+            with without_modes():
+                return hook(active, *args)
         return hook(active, *args)
     except Exception as error:
         if lost is None:
@@ -195,7 +198,11 @@ def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callab
 
     def call(*args: Any) -> None:
         try:
-            callback(*args)
+            if interposed.functions() or interposed.dispatches():
+                with without_modes():
+                    callback(*args)
+            else:
+                callback(*args)
         except Exception as error:
             if (active := current.recorder) is not None:
                 active.trouble(part, error, lost)

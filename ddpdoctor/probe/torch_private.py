@@ -15,13 +15,16 @@
 | `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
+| `SavedTensor.unpack_hook` | 2.13 | which operation made the first NaN |
+| `torch._C._len_torch_dispatch_stack`, `._pop...`, `._push...` | 2.13 | modes see the doctor |
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -129,25 +132,48 @@ def uncompiled(function: Any, *, within: bool = True) -> Any:
     return torch._disable_dynamo(function, recursive=within)  # type: ignore[attr-defined]
 
 
-class _Frames:
-    """Whether torch.compile looks at every frame just now."""
+class _Interposed:
+    """What of the user's stands between Python and torch just now. By torch's own functions, once
+    torch is imported.
+
+    Attributes:
+        compiler: torch.compile's callback for frames, None for none.
+        functions, dispatches: how many modes of either kind are entered.
+    """
 
     def __init__(self) -> None:
-        self.ask: Callable[[], Any] = self._look_up
+        self.compiler: Callable[[], Any] = self._look_up
+        self.functions: Callable[[], int] = int
+        self.dispatches: Callable[[], int] = int
 
     def _look_up(self) -> Any:
-        """The same as torch's own function, which answers from then on."""
         torch = sys.modules.get("torch")
         if torch is None:
             return None
-        try:
-            self.ask = torch._C._dynamo.eval_frame.get_eval_frame_callback
-        except AttributeError:
-            self.ask = _Compiler.ask
-        return self.ask()
+        private = torch._C
+        dynamo = getattr(private, "_dynamo", None)
+        frames = getattr(dynamo, "eval_frame", None)
+        self.compiler = getattr(frames, "get_eval_frame_callback", _Compiler.ask)
+        self.functions = getattr(private, "_len_torch_function_stack", int)
+        self.dispatches = getattr(private, "_len_torch_dispatch_stack", int)
+        return self.compiler()
 
 
-compiling_frames = _Frames()
+interposed = _Interposed()
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Keep the doctor's own operations from the user's modes: one may count or change them, or have
+    tensors made on another device."""
+    private = sys.modules["torch"]._C
+    entered = [private._pop_torch_dispatch_stack(None) for _ in range(interposed.dispatches())]
+    try:
+        with private.DisableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(entered):
+            private._push_on_torch_dispatch_stack(mode)
 
 
 def pause_compiler() -> Any:
