@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from ..events import NonFinite
-from . import models, moments, nonfinite_origin
+from . import models, moments, nonfinite_origin, optimizers
 from .models import Model
+from .modules import named_roots
 from .moments import Backward, Forward, Step, Subscriptions
 from .nonfinite_origin import finite
 from .recorder import Recorder, shielded
@@ -227,31 +228,17 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         site=backward.site,
         forward_site=live[0].forward_site if live else -1,
     )
-    for model in live:
-        inner = model.inner()
-        state = (
-            ("parameter", list(inner.named_parameters()) if inner is not None else []),
-            (
-                "input",
-                [
-                    (_spelled(name), tensor)
-                    for name, ref in _state.inputs.get(model, [])
-                    if (tensor := ref()) is not None
-                ],
-            ),
-            ("buffer", list(_buffers_read(inner)) if inner is not None else []),
-        )
-        for kind, named in state:
-            bad = [(name, t) for name, t in named if not finite(t)]
-            if bad:
-                return msgspec.structs.replace(
-                    base,
-                    kind=kind,
-                    names=tuple(name for name, _ in bad[:5]),
-                    count=len(bad),
-                    rows=_rows(bad[0][1]) if kind == "input" else (),
-                    origin_site=base.forward_site if kind == "input" else -1,
-                )
+    for kind, named in _started_from(live):
+        bad = [(name, t) for name, t in named if not finite(t)]
+        if bad:
+            return msgspec.structs.replace(
+                base,
+                kind=kind,
+                names=tuple(name for name, _ in bad[:5]),
+                count=len(bad),
+                rows=_rows(bad[0][1]) if kind == "input" else (),
+                origin_site=base.forward_site if kind == "input" else -1,
+            )
     origin = nonfinite_origin.trace(root, _names())
     return msgspec.structs.replace(
         base,
@@ -260,6 +247,22 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         names=(origin.parameter,) if origin.parameter else (),
         origin_site=_origin_site(active, origin.operation, live, frame, root),
     )
+
+
+def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+    """What the forwards began with, by kind: named, what is to blame before others first."""
+    for model in live:
+        inner = model.inner()
+        if inner is not None:
+            yield "parameter", inner.named_parameters()
+        inputs = [(_spelled(name), ref()) for name, ref in _state.inputs.get(model, [])]
+        yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
+        if inner is not None:
+            yield "buffer", _buffers_read(inner)
+    if not live:  # no wrapper, or one of another kind
+        held = list(optimizers.held().values())
+        names, _ = named_roots(held)
+        yield "parameter", [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(held)]
 
 
 def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
