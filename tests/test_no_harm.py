@@ -11,9 +11,7 @@ from sampling import ROOT, Sample, collect, inherited, run
 
 WITNESS = ROOT / "tests" / "witness.py"
 FEW = (
-    "model/unused_parameter_clean",
     "data/sampler_missing_clean",
-    "numerics/nonfinite_origin_clean",
     "numerics/skipped_step_checkpointed_clean",
 )
 """In every test run; the others where `-m exhaustive` asks for them (make no-harm)."""
