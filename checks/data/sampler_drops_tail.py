@@ -74,7 +74,8 @@ class SamplerDropsTail(Check):
             summary=f"{audit.never * audit.sampled} of {dataset(reader)} are never seen in "
             f"an epoch of {use(loader)}" + (f" (indices {some(missing)})" if missing else ""),
             cause=f"{by} was made with drop_last=True",
-            fix="leave `drop_last` out where every sample must count, or shuffle",
+            fix="leave `drop_last` out where every sample must count"
+            + ("" if _shuffled(audit) else ", or shuffle"),
             evidence={**figures(audit), "never seen, for example": spelled(missing)},
             at=reader.rank.wall(audit.epochs[min(audit.epochs)].began.at),
         )

@@ -30,7 +30,7 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     if kind == "parameters":
         first = max(first, 1)  # edits between the wrap and the first step are not looked for
     seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
-    changing = {n: e for n, e in seen.items() if e.changed}
+    changing = _beyond_the_usual({n: e for n, e in seen.items() if e.changed}, group)
     if not changing or (len(changing) == len(group.members) and _alike(changing)):
         return None
     ranks = tuple(sorted(changing))
@@ -89,6 +89,15 @@ def edited_once(group: Replicas, found: Divergence) -> Cause | None:
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
     )
+
+
+def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
+    """Without the ranks that call nothing but what all call (`unscale_`), where others do more."""
+    if len(edits) < len(group.members):
+        return edits
+    usual = set.intersection(*(set(e.functions) for e in edits.values()))
+    more = {n: e for n, e in edits.items() if usual and set(e.functions) - usual}
+    return more or edits
 
 
 def _alike(edits: dict[int, Edited]) -> bool:

@@ -176,7 +176,7 @@ def _why(
     if first == 0 and (made := _made_line(group, ranks)) is not None:
         text = "the options differ from the first step on: the optimizer was made with them, or "
         text += "they were set before it stepped"
-        return made, "made here, not alike on all ranks", text, related, SET_ALIKE
+        return made, "not alike on all ranks when it first steps", text, related, SET_ALIKE
     return step, "steps with different options", "the options were set per rank", (), SET_ALIKE
 
 

@@ -176,6 +176,11 @@ def _fix(event: NonFinite) -> str:
             "keep the operation away from such values (`x.clamp_min(eps)`), and let all ranks skip "
             "the step where one is not finite"
         )
+    if event.step == 0:
+        return (
+            "initialise every parameter (after `to_empty()` each module needs its "
+            "`reset_parameters()`), or check what was loaded"
+        )
     return "lower the learning rate, clip gradients (`clip_grad_norm_`), or check what was loaded"
 
 

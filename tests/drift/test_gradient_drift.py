@@ -53,6 +53,17 @@ def test_ranks_that_scale_differently_are_told_apart():
     assert "every rank edits its gradients in its own way" in finding.cause
 
 
+def test_what_every_rank_calls_blames_none():
+    clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=LINE)
+    ranks = {
+        0: [clip, edit(0.1, functions=("clip_grad_norm_", "unscale_")), digests("gradients", SAME)],
+        1: [edit(0.5, functions=("unscale_",)), digests("gradients", APART)],
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.ranks == (0,)
+    assert "the others do not" in finding.cause
+
+
 def test_without_an_explanation_hardware_is_suspected():
     ranks = {n: [digests("gradients", APART if n == 1 else SAME)] for n in range(3)}
     (finding,) = GradientDrift().examine(run_of(ranks))

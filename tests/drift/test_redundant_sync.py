@@ -43,8 +43,11 @@ def test_a_single_step_is_too_little():
 
 
 def test_a_saving_beyond_the_step_is_not_claimed():
-    (finding,) = RedundantSync().examine(run_of({n: [pattern(exposed=0.9)] for n in range(2)}))
-    assert "did not measure" in finding.summary
+    for exposed in (0.9, 0.03):  # of 0.1 s: once and four times is more than all of it
+        (finding,) = RedundantSync().examine(
+            run_of({n: [pattern(exposed=exposed)] for n in (0, 1)})
+        )
+        assert "did not measure" in finding.summary
 
 
 def test_no_sync_around_the_backward_only_is_pointed_at():

@@ -42,6 +42,11 @@ def test_an_input_and_its_rows() -> None:
     assert "rows 2, 7" in finding.cause
 
 
+def test_parameters_that_were_never_initialised() -> None:
+    (finding,) = found([bad("parameter", 0)], [bad("parameter", 0)])
+    assert finding.fix is not None and "initialise" in finding.fix
+
+
 @pytest.mark.parametrize("kind", ["input", "buffer", "parameter"])
 def test_what_one_rank_was_given_comes_before_the_loss_of_another(kind: str) -> None:
     (finding,) = found([bad("loss", 3, operation="view")], [bad(kind, 3, names=("argument 0",))])
