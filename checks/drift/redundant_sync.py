@@ -28,7 +28,8 @@ class RedundantSync(Check):
 
     ## What it finds
     Several backwards from one line between two optimizer steps that each all-reduce the gradients
-    of the same parameters. Only the last of them needs to.
+    of the same parameters. Only the last of them needs to. Also where `no_sync()` stands around the
+    backward only, which has no effect.
 
     ## Why it hurts
     All but one of these all-reduces are wasted: the result is the same, and each one takes network
