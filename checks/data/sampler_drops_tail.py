@@ -52,11 +52,13 @@ class SamplerDropsTail(Check):
             most = sum(map(_dropped, readers)) + _of_a_round(readers)
             if most and id(loader) not in faulty:
                 whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
-                if any(0 < a.never <= most for a in whole):
-                    yield from self._judge(run, loader, whole)
+                audit = next((a for a in whole if 0 < a.never <= most), None)
+                if audit is not None:
+                    yield from self._judge(run, loader, audit, whole)
 
-    def _judge(self, run: Run, loader: Loader, whole: list[Audit]) -> Iterator[Finding]:
-        audit = next(a for a in whole if a.never)
+    def _judge(
+        self, run: Run, loader: Loader, audit: Audit, whole: list[Audit]
+    ) -> Iterator[Finding]:
         reader = loader.readers[min(audit.epochs)]
         share = audit.never * audit.sampled / audit.length
         if loader.trains and _shuffled(audit) and (share < SMALL_TAIL or _others_each_time(whole)):

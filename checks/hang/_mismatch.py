@@ -334,9 +334,11 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     """The branch that only the ranks at fault took: its text says so, or the others are past it in
     the same step and never made that call."""
     place = parting.place
-    found = condition(place) or branch(place)
-    if found is None or found == condition(place):
-        return found
+    if (said := condition(place)) is not None:
+        return said
+    found = branch(place)
+    if found is None:
+        return None
     rest = [m for r, m in parting.made.items() if r not in parting.odd]
     plain = found[1].text.startswith(("if ", "elif "))
     return found if plain and rest and all(_passed(m, place, found[0]) for m in rest) else None

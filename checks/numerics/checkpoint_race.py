@@ -130,7 +130,7 @@ def _follow(old: list[Touch], new: list[Touch]) -> bool:
 
 
 def _notes_settings(touch: Touch) -> bool:
-    """A library's record of how the program was started: the same text on every rank."""
+    """A library's record of how the program was started, by its name and its time."""
     event = touch.event
     by_library = isinstance(event, FileWritten) and bool(event.library)
     return by_library and not event.marks and event.path.endswith(_SETTINGS)

@@ -8,9 +8,11 @@ from typing import Any
 
 from ..events import Carried
 from . import moments
+from .digests import readable
 from .gradients import some, versions
 from .moments import Backward, Step, Subscriptions
 from .recorder import Recorder
+from .torch_private import shard
 
 LOST = "whether gradients are cleared"
 
@@ -58,8 +60,8 @@ class Watched:
 
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
     """Whether a gradient has a value that is not zero; None where it is not looked into."""
-    grad = None if (p := parameter()) is None else p.grad
-    if grad is None or not grad.is_cpu or grad.numel() > SMALL:
+    grad = None if (p := parameter()) is None else shard(p.grad)
+    if grad is None or not readable(grad) or not 0 < grad.numel() <= SMALL:
         return None
     return bool(grad.detach().count_nonzero())
 

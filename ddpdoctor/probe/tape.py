@@ -160,12 +160,13 @@ class Tape:
                 log.repeat += 1
                 return
         self._tell_run(group, log)
-        block = self._blocks.get(tuple(codes))
+        key = tuple(codes)
+        block = self._blocks.get(key)
         if block is None:
             if len(self._blocks) >= BLOCKS_KEPT:
                 return
-            block = self._blocks[tuple(codes)] = len(self._blocks)
-            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=tuple(codes)))
+            block = self._blocks[key] = len(self._blocks)
+            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=key))
         log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
         log.run_codes, log.every = codes, 1
 

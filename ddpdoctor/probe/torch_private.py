@@ -15,7 +15,7 @@
 | `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
-| `SavedTensor.unpack_hook` | 2.13 | which operation made the first NaN |
+| `SavedTensor.unpack_hook` | 2.13 | what made the first NaN; losses divided by the world size |
 | `torch._C._len_torch_dispatch_stack`, `._pop...`, `._push...` | 2.13 | modes see the doctor |
 """
 

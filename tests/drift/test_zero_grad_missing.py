@@ -52,3 +52,17 @@ def test_cleared_on_some_ranks_only():
     assert "rank 0 clears it between steps, ranks 1-2 never" in finding.cause
     assert "nothing clears" not in finding.cause
     assert "on every rank" in finding.fix
+
+
+def test_a_gradient_whose_memory_was_given_back_is_not_read():
+    import weakref
+
+    import torch
+
+    from ddpdoctor.probe.clearing import _any_value
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    assert _any_value(weakref.ref(parameter)) is True
+    parameter.grad.untyped_storage().resize_(0)
+    assert _any_value(weakref.ref(parameter)) is None
