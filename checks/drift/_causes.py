@@ -124,6 +124,8 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:
     if (found := rank.location(event.site)) is not None:
         return found
+    if event.kind != "gradients":
+        return None  # clipping leaves parameters alone
     clipped = next((c for c in rank.of(Clipped) if c.function in functions), None)
     return rank.location(clipped.site) if clipped else None
 

@@ -7,7 +7,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Edited, Loaded, ProbeTrouble
+from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import edits, hyperparameters, loads
@@ -290,3 +290,15 @@ def test_what_was_not_observed_may_explain_it(lost):
     (finding,) = ParameterDrift().examine(run_of({0: [rows[0], trouble], 1: [rows[1]]}))
     assert f"{lost} were not observed" in finding.cause
     assert "processor" not in finding.cause
+
+
+def test_clipping_does_not_edit_parameters():
+    from ddpdoctor.checks.drift._causes import _spot
+
+    clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=LINE)
+    rank = run_of({n: [clip] for n in range(2)}).ranks[0]
+    edits = [
+        Edited(at=0, model=0, optimizer=0, kind=kind, step=0, changed=True)
+        for kind in ("gradients", "parameters")
+    ]
+    assert [bool(_spot(rank, e, ["clip_grad_norm_"])) for e in edits] == [True, False]
