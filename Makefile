@@ -6,12 +6,13 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test no-harm torch-tests frameworks chaos lint format readme clean
+.PHONY: help demo test samples no-harm torch-tests frameworks chaos lint format readme clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         install into .venv and examine a faulty sample"
 	@echo "make test         run the tests"
+	@echo "make samples      every sample, also those that show a fault in other clothes"
 	@echo "make no-harm      all clean samples with and without the doctor, bit by bit; the doctor broken"
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
 	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
@@ -40,6 +41,9 @@ demo: $(INSTALLED)
 WORKERS ?= 2
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+samples: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "exhaustive or not exhaustive" tests/test_samples.py
 
 no-harm: $(INSTALLED)
 	$(BIN)/python -m pytest -m exhaustive tests/test_no_harm.py tests/test_fail_open.py

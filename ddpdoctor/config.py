@@ -154,8 +154,8 @@ SETTINGS = (
     Setting(
         "fail_on",
         "SEVERITY",
-        "exit 3 if training ended well and a finding is that bad or worse: "
-        "error, warning, note or never (default: never)",
+        "exit 3 for a finding that is that bad or worse (a run: only where training itself ended "
+        "with 0): error, warning, note or never (default: never)",
         _one_of(FAIL_ON),
     ),
     Setting(

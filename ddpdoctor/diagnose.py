@@ -236,9 +236,17 @@ def _lost(run: Run) -> list[str]:
     if unreadable:
         lines = sum(unreadable.values())
         lost.append(f"{lines} unreadable lines in the records of {_ranks(unreadable)}")
-    torn = [r.rank for r in run.ranks.values() if r.torn]
-    if torn:
-        lost.append(f"the last line in the records of {_ranks(torn)} is cut short")
+    lost += [facts.refused for facts in (*run.ranks.values(), *run.nodes.values()) if facts.refused]
+    torn = [r for r in run.ranks.values() if r.torn]
+    early = [r.rank for r in torn if r.state in ("finished", "failed")]
+    if early:
+        lost.append(
+            f"the records of {_ranks(early)} stop early, in the middle of a line: the disk was "
+            "full, a limit on the size of files was reached, or the files were cut later; nothing "
+            "is known of what came after"
+        )
+    if cut := [r.rank for r in torn if r.rank not in early]:
+        lost.append(f"the last line in the records of {_ranks(cut)} is cut short")
     parts: dict[str, list[int]] = {}
     for rank in run.ranks.values():
         for trouble in rank.of(ProbeTrouble):

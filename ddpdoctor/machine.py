@@ -123,6 +123,25 @@ def stat(pid: int) -> Stat | None:
     return Stat(fields[0], int(fields[1]), int(fields[19]), code)
 
 
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process has a descriptor of that file, going by its name (where files hang, so
+    would a look at them)."""
+    try:
+        for link in (_PROC / str(pid) / "fd").iterdir():
+            if os.path.basename(_target(link)) == path.name:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed meanwhile
+        return ""
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of all its threads; 0 where there is no such process."""
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from . import machine, registry
+from . import machine, registry, stacks
 from .events import (
     SCHEMA,
     Event,
@@ -24,6 +24,7 @@ from .events import (
     ProcessEnded,
     ProcessStarted,
     ProcessState,
+    RankExiting,
     RankSample,
     RankStood,
     StallOver,
@@ -209,16 +210,17 @@ class Monitor:
         """Last look, after the launcher's process has ended."""
         self.tick()
         try:
-            if self.run is not None:
-                self.standing.finish(self.run, set(self.watched))
-        except Exception as error:
-            self.failed(error)
-        try:
             for watched in self.watched.values():
                 self._flush(watched)
                 if watched.gone is not None:
                     self._record_end(watched)
             self._check_memory_limit(always=True)
+        except Exception as error:
+            self.failed(error)
+        try:
+            if self.run is not None:
+                run = self.recording.refresh(self.run.attempt)
+                self.standing.finish(run, set(self.watched))
         except Exception as error:
             self.failed(error)
         if self._writer:
@@ -285,6 +287,9 @@ class Monitor:
         if known is not None and known.pid == watched.pid:
             return
         code = self._reaped.get(watched.pid, watched.exit_code)
+        silent = False
+        if known is None and code is None:
+            code, silent = self._last_words(watched.pid)
         if known is not None:  # the wrapper around it ended like this
             status, number, by_launcher = known.status, known.signal, known.by_launcher
         else:
@@ -302,10 +307,23 @@ class Monitor:
             signal=number,
             by_launcher=by_launcher,
             attempt=watched.attempt,
+            silent=silent,
         )
         self._write(ended)
         # The file is read back only at the next look.
         self._recorded.add(watched.pid)
+
+    def _last_words(self, pid: int) -> tuple[int | None, bool]:
+        """What a rank that said no goodbye left: minus the signal that it crashed by, and whether
+        it left nothing at all."""
+        for rank in self.run.ranks.values() if self.run else ():
+            for one in (rank, *rank.twins):
+                if one.started and one.started.pid == pid and not one.latest(RankExiting):
+                    path = stacks.beside(one.path)
+                    crash = stacks.fatal_signal(dump := stacks.read(path))
+                    opened = path is not None and path.exists()
+                    return (-crash if crash else None), opened and not dump
+        return None, False
 
     def _known_end(self, watched: Watched) -> ProcessEnded | None:
         if watched.pid in self._recorded:
@@ -395,4 +413,5 @@ class Monitor:
 @cache
 def _hang_checks(options: Options) -> tuple[Check, ...]:
     chosen = registry.select(options.select, options.ignore)
-    return tuple(c for c in chosen if c.family == "hang" or c.name == "rendezvous-stall")
+    at_start = ("rank-mismatch", "rendezvous-stall")
+    return tuple(c for c in chosen if c.family == "hang" or c.name in at_start)

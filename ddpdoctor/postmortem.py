@@ -126,6 +126,11 @@ def usable(given: str | os.PathLike[str]) -> RunFolder:
             f"{path} is one attempt of a run; type ddpdoctor report {path.parent}, which tells all"
         )
     if folder.info_path.exists() or any(folder.rank_files(n) for n in folder.attempts()):
+        files = [file for n in folder.attempts() for _, file in folder.rank_files(n)]
+        if files and not any(os.access(file, os.R_OK) for file in files):
+            raise FolderError(
+                f"the records in {path} may not be read; run as the user who owns them"
+            )
         _known_schema(folder)
         return folder
     inside = [p.parent for p in path.glob("*/run.json")]

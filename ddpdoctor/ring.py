@@ -8,7 +8,6 @@ written *before* its call, since gloo aborts from C++ on some faults.
 from __future__ import annotations
 
 import enum
-import mmap
 import os
 import struct
 import time
@@ -16,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from .held import mapped
 
 MAGIC = b"DDPDRING"
 VERSION = 1
@@ -161,14 +162,7 @@ class RingWriter:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be made."""
-        size = _HEAD_BYTES + SLOTS * _SLOT_BYTES
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # A sparse file on a full disk would end the rank with SIGBUS.
-            os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+        self._map = mapped(path, _HEAD_BYTES + SLOTS * _SLOT_BYTES, os.O_EXCL)
         self._count = 0
         self._progress = 0
         self._pid = os.getpid()
@@ -240,9 +234,6 @@ class RingWriter:
         if moved:
             self._progress += 1
             _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
-
-    def close(self) -> None:
-        self._map.close()
 
 
 def ask_address(pid: int, nonce: int) -> str:

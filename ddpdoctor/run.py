@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -33,12 +33,13 @@ from .events import (
 from .findings import Location
 from .joining import joined_info, principal
 from .numbering import numbered_alike
+from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
 from .ring import Call, Phase, Ring, State, read_ring
 from .runfolder import Lines, RunFolder, RunInfo
 
 __all__ = [
-    "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "fold_ranks", "load",
-    "shorten",
+    "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
+    "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten",
 ]  # fmt: skip
 
 E = TypeVar("E", bound=Event)
@@ -53,6 +54,7 @@ class Facts:
         self.last: Event | None = None
         self.unreadable = 0
         self.torn = False
+        self.refused = ""
 
     def add(self, event: Event) -> None:
         kind = type(event)
@@ -217,9 +219,10 @@ class Rank(Facts):
         return wrapped.device if wrapped and wrapped.device else "cpu"
 
     def step_time(self) -> float | None:
-        """Median seconds of a step, the first few left out."""
+        """Median seconds of a step, the first few left out; None after one step, which began with
+        the program."""
         times = [e.wall_s / max(1, e.count) for e in self.of(StepDone)]
-        return statistics.median(times[3:] or times) if times else None
+        return statistics.median(times[3:] or times[1:]) if times[1:] else None
 
 
 class Run:
@@ -335,49 +338,6 @@ def shorten(file: str, cwd: str) -> str:
     return file
 
 
-def fold_ranks(ranks: Iterable[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0,2-3`."""
-    known = set(ranks)
-    return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
-
-
-def ranks_do(ranks: Iterable[int], verb: str) -> str:
-    """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
-    known = set(ranks)
-    return f"{ranks_text(known)} {verb}{'s' if len(known) == 1 else ''}"
-
-
-def equal_ranks(values: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
-    """The ranks in groups of equal values, the largest first."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, value in values.items():
-        groups.setdefault(value, []).append(number)
-    return sorted((tuple(g) for g in groups.values()), key=lambda g: (-len(g), g))
-
-
-def odd_ones(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of such groups, the ranks that are not as most others; all of them where there is no
-    majority."""
-    majority = len(groups) == 1 or len(groups[0]) > len(groups[1])
-    return tuple(sorted(r for g in (groups[1:] if majority else groups) for r in g))
-
-
-def groups_text(groups: Iterable[Sequence[int]]) -> list[str]:
-    """Each of the groups of equal ranks: `rank 1 alone`, `ranks 0,2-3 alike`."""
-    return [f"{ranks_text(g)} {'alone' if len(g) == 1 else 'alike'}" for g in groups]
-
-
 class Recording:
     """A run folder being read: call `refresh` as often as it may have grown."""
 
@@ -418,6 +378,7 @@ class Recording:
         for event in lines.events():
             facts.add(event)
         facts.unreadable, facts.torn = lines.unreadable, lines.torn
+        facts.refused = f"{path.name} may not be read ({lines.refused})" if lines.refused else ""
         return None if lines.foreign else facts  # type: ignore[return-value]
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from .events import Event, decode, encode
+from .held import HeldFile
 from .jsontext import to_json
 
 RANK_LIMIT_BYTES = 16 * 1024 * 1024
@@ -165,7 +166,8 @@ class EventWriter:
 
     Every record goes to the kernel in one `write`, so that what was seen survives `kill -9`; one
     that fails (disk full) is counted in `dropped` and the next one is tried again. A `shared`
-    file may exist already and have other writers; only files of nodes do.
+    file may exist already and have other writers; only files of nodes do. Descriptors that the
+    program closes or replaces are opened anew.
     """
 
     def __init__(
@@ -176,10 +178,9 @@ class EventWriter:
         limit: int = RANK_LIMIT_BYTES,
         shared: bool = False,
     ):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self.path = path
-        self._fd = os.open(path, flags if shared else flags | os.O_EXCL, 0o600)
-        self._log = os.open(log, flags, 0o600) if log else -1
+        self._file = HeldFile(path, exclusive=not shared)
+        self._log = HeldFile(log) if log else None
         self._limit = limit
         self._torn = False
         self.size = 0
@@ -195,7 +196,7 @@ class EventWriter:
         if self._torn:  # finish the line that a full disk cut short, so that only it is lost
             line = b"\n" + line
         try:
-            written = os.write(self._fd, line)
+            written = self._file.write(line)
         except OSError:
             self.dropped += 1
             return False
@@ -205,29 +206,25 @@ class EventWriter:
             self.dropped += 1
             return False
         self.count += 1
-        if self._log >= 0 and (text := event.describe()):
+        if self._log and (text := event.describe()):
             self.say(text)
         return True
 
     def say(self, text: str) -> None:
         """Append one line to the log, with the wall-clock time."""
-        if self._log < 0 or self.size > self._limit:
+        if self._log is None or self.size > self._limit:
             return
         clock = time.strftime("%H:%M:%S")
         try:
-            written = os.write(self._log, f"{clock} {printable(text)}\n".encode(errors="replace"))
-            self.size += written
+            line = f"{clock} {printable(text)}\n".encode(errors="replace")
+            self.size += self._log.write(line)
         except OSError:
             self.dropped += 1
 
-    def fileno(self) -> int:
-        return self._fd
-
     def close(self) -> None:
-        for fd in (self._fd, self._log):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._log = -1
+        self._file.close()
+        if self._log:
+            self._log.close()
 
 
 class Lines:
@@ -237,6 +234,7 @@ class Lines:
         unreadable: lines that are no events.
         torn: the file ended in the middle of a line when it was last read.
         foreign: it is a link, a folder or a pipe, none of which ddpdoctor makes.
+        refused: why it may not be read; empty where it may.
     """
 
     def __init__(self, path: Path) -> None:
@@ -245,6 +243,7 @@ class Lines:
         self.unreadable = 0
         self.torn = False
         self.foreign = False
+        self.refused = ""
 
     def events(self) -> Iterator[Event]:
         """The events since the last call. Lines that are not events are counted and skipped."""
@@ -253,7 +252,10 @@ class Lines:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             self.foreign = error.errno == errno.ELOOP
+            if error.errno != errno.ENOENT:
+                self.refused = error.strerror or "error"
             return
+        self.refused = ""
         if not _is_regular(fd):
             os.close(fd)
             self.foreign = True

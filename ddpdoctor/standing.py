@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .config import Options
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Of these faulthandler writes down where they hit the rank."""
 QUIET_S = 1.0
 """Nobody is called still before that."""
 LEAST_S = 10.0
@@ -132,18 +134,22 @@ class Standing:
         return self._judge(run, live, episode, now)
 
     def finish(self, run: Run, pids: set[int]) -> None:
-        """Where ranks were when they were told to end: faulthandler wrote that for SIGTERM."""
+        """Where ranks were when they crashed, or were told to end: faulthandler wrote that."""
         seen = {e.rank for n in run.nodes.values() for e in n.of(RankStood)} | self._stood_once
         for rank in run.ranks.values():
             pid = rank.started.pid if rank.started else 0
-            if rank.rank in seen or pid not in pids or rank.ended is None:
+            if pid not in pids or rank.ended is None:
                 continue
-            frames = stacks.main_thread(_tail(_stacks_path(rank), 0))
-            if frames and rank.ended.signal == signal.SIGTERM:
+            dump = stacks.read(stacks.beside(rank.path))
+            frames = stacks.crash(dump) if rank.ended.signal in CRASHES else ()
+            crashed = bool(frames)
+            if rank.ended.signal == signal.SIGTERM and rank.rank not in seen:
+                frames = stacks.main_thread(dump)
+            if frames:
                 self._write(
                     RankStood(
                         at=rank.ended.at, rank=rank.rank, pid=pid, frames=frames,
-                        attempt=run.attempt,
+                        attempt=run.attempt, crashed=crashed,
                     )
                 )  # fmt: skip
 
@@ -261,18 +267,19 @@ class Standing:
         episode.sizes = {}
         for rank in live:
             pid = rank.started.pid if rank.started else 0
-            episode.sizes[rank.rank] = _size(_stacks_path(rank))
-            if machine.catches(pid, STACK_SIGNAL):
+            path = stacks.beside(rank.path)
+            episode.sizes[rank.rank] = _size(path)
+            _question(rank)
+            if path and machine.catches(pid, STACK_SIGNAL) and machine.has_open(pid, path):
                 with contextlib.suppress(OSError):
                     os.kill(pid, STACK_SIGNAL)
-            _question(rank)
 
     def _answered(self, live: list[Rank], episode: Episode, now: float) -> bool:
         if now - episode.asked >= ANSWERS_WITHIN_S:
             return True
         sizes = episode.sizes or {}
         return all(
-            _size(_stacks_path(r)) > sizes.get(r.rank, 0)
+            _size(stacks.beside(r.path)) > sizes.get(r.rank, 0)
             and any(log.at >= episode.asked for log in r.of(FlightLog))
             for r in live
         )
@@ -298,11 +305,13 @@ class Standing:
     def _stood(self, rank: Rank, episode: Episode, now: float) -> RankStood:
         pid = rank.started.pid if rank.started else 0
         stat = machine.stat(pid)
-        every = stacks.threads(_tail(_stacks_path(rank), (episode.sizes or {}).get(rank.rank, 0)))
+        every = stacks.threads(
+            stacks.read(stacks.beside(rank.path), (episode.sizes or {}).get(rank.rank, 0))
+        )
         others = tuple(
-            f"{frames[0].function} ({Path(frames[0].file).name}:{frames[0].line})"
+            f"{frame.function} ({Path(frame.file).name}:{frame.line})"
             for frames in every[:-1]
-            if frames
+            if (frame := next((f for f in frames if f.user), frames[0] if frames else None))
         )
         return RankStood(
             at=now,
@@ -351,26 +360,11 @@ def _notice(finding: Finding, waited: float) -> str:
     return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{where}"
 
 
-def _stacks_path(rank: Rank) -> Path | None:
-    return rank.path.with_suffix(".stacks.txt") if rank.path else None
-
-
 def _size(path: Path | None) -> int:
     try:
         return path.stat().st_size if path else 0
     except OSError:
         return 0
-
-
-def _tail(path: Path | None, start: int) -> str:
-    if path is None:
-        return ""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(1 << 20).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _question(rank: Rank) -> None:

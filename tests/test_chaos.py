@@ -1,4 +1,4 @@
-"""A short run of the chaos test (`make chaos` is the long one): one fault of each family."""
+"""A short run of the chaos test (`make chaos` is the long one): two of its faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chaos import FAULTS, Score, Trial, attempt, judge
 
 @pytest.mark.slow
 @pytest.mark.timeout(130)
-@pytest.mark.parametrize("fault", ["kill", "sleep", "skip", "swap"])
+@pytest.mark.parametrize("fault", ["kill", "skip"])
 def test_a_random_fault_is_named(fault: str, tmp_path: Path) -> None:
     seed = 7 * len(FAULTS) + list(FAULTS).index(fault)
     trial = Trial.draw(seed)

@@ -84,15 +84,18 @@ TMPFS = "mount -t tmpfs -o size=64k tmpfs"
 HARD_TIMES = {
     "disk full": Trouble(
         setup="import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))",
-        told="could not record|cut short",
+        told="could not record|stop early",
     ),
     "odd surroundings": Trouble(
         setup="os.environ.pop('HOME', None)\n"
-        "opened = [open('/dev/null') for _ in range(1000)]\n"
-        "import time\n"
+        "import tempfile, time\n"
+        "os.closerange(3, 4096)\n"
+        "opened = [tempfile.TemporaryFile() for _ in range(1000)]\n"
         "real, jump = time.time, [0.0]\n"
         "time.time = lambda: real() + jump[0]",
-        during="jump[0] += 3600 * (-1) ** step",
+        during="jump[0] += 3600 * (-1) ** step\n"
+        "    assert not any(os.fstat(file.fileno()).st_size for file in opened)",
+        told="2 ranks, 5 steps",
     ),
     "folder gone": Trouble(
         setup="import shutil",
@@ -122,7 +125,9 @@ HARD_TIMES = {
         told="not observed",
     ),
     "small /dev/shm": Trouble(mount=f"{TMPFS} /dev/shm"),
-    "small disk": Trouble(mount=f"{TMPFS} $PLACE", told="could not record|cut short|not observed"),
+    "small disk": Trouble(
+        mount=f"{TMPFS} $PLACE", told="could not record|cut short|stop early|not observed"
+    ),
 }
 UNTOLD = ("_write", "failed", "reaped", "stopped", "swept")
 """Of the monitor's methods those that tell, and those that runs which end well have no use for."""

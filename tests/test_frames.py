@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,13 +81,27 @@ def followed(active: Recorder) -> tuple[int, bool]:
     number = 1
     found = tracer.stop()
     del thing
-    return found[1] if found else -1, gone() is None
+    return found[0][1] if found else -1, gone() is None
 
 
 def test_following_lines_keeps_nothing_alive(tmp_path: Path) -> None:
     active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
     active.sites.kinds[__file__] = "user"
     assert followed(active) == (line_of("number = 1"), True)
+
+
+def test_all_lines_that_change_it_are_told_but_what_is_passed_over(tmp_path: Path) -> None:
+    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    active.sites.kinds[__file__] = "user"
+    box = [0]
+    tracer = Tracer.start(active, "gradients", partial(box.__getitem__, 0))
+    if tracer is None:
+        pytest.skip("a debugger or coverage is at work")
+    box[0] = 5
+    box.__setitem__(0, 6), tracer.pass_over()
+    box[0] = 7
+    lines = [line for _, line in tracer.stop()]
+    assert lines == [line_of("box[0] = 5"), line_of("box[0] = 7")]
 
 
 def line_of(text: str) -> int:

@@ -108,5 +108,4 @@ def test_steps_that_a_kill_kept_off_the_record(
     writer = RingWriter(folder.rank_files()[0][1].with_suffix(".ring"))
     writer.step = 145
     writer.phase(Phase.USER, -1)
-    writer.close()
     assert load([folder]).ranks[0].steps == steps

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from recordings import run_info, steps, write_folder
 
 from ddpdoctor.config import Options
 from ddpdoctor.diagnose import diagnose
+from ddpdoctor.embedded import watcher
 from ddpdoctor.events import ProcessEnded
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.findings import Finding, Location, Severity
 from ddpdoctor.launch import LaunchError, devices, ending, torchrun
 from ddpdoctor.launch import environment as environment_of
-from ddpdoctor.launch.session import _open_folder
+from ddpdoctor.launch.session import Session, _open_folder
+from ddpdoctor.monitor import Monitor
 from ddpdoctor.run import Facts, Run
 from ddpdoctor.runfolder import FolderError, RunFolder, RunInfo
 
@@ -206,6 +211,42 @@ def test_default_folders_do_not_collide(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(p.parent == Path("ddpdoctor-runs") and "a-b-c" in p.name for p in made)
 
 
+def test_the_report_is_printed_where_nothing_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = write_folder(tmp_path / "run", {0: steps(3)}, ended={0: 7})
+    monkeypatch.setattr(RunFolder, "write_info", full)
+    monkeypatch.setattr(ending, "write_private", full)
+    options = Options(out=folder.path)
+    info = run_info(1, ended_at=None)
+    session = Session(folder, info, Monitor(folder, 1, options), options)
+    assert session.finish(7, "") == 7
+    printed = capsys.readouterr().err
+    assert "cannot save findings.json: No space left on device" in printed
+    assert "failed (exit 7)" in printed
+    assert re.search(r"^rank +state +steps", printed, re.M)
+
+
+@pytest.mark.parametrize(
+    ("ends", "stopped_by", "told"),
+    [
+        ([_end(0, 1, signal=15), _end(1, 1, signal=15)], "doctor", ("hung", None)),
+        ([_end(0, 1, status=0), _end(1, 1, status=0)], "", ("completed", 0)),
+        ([_end(0, 1, status=3), _end(1, 1, signal=15)], "", ("failed", 3)),
+    ],
+)
+def test_the_status_of_a_launcher_that_is_not_ours(
+    ends: list[ProcessEnded], stopped_by: str, told: tuple[str, int | None]
+) -> None:
+    run = _run(*ends)
+    status = max(e.status or 0 for e in ends)
+    info = watcher._ended(run.info, run, status, stopped_by)
+    assert (info.outcome, info.exit_code) == told
+
+
 BROKEN_MONITOR = """
 import os, signal, sys, threading
 from ddpdoctor.launch.supervisor import Supervisor, to_group
@@ -233,3 +274,13 @@ def test_a_broken_monitor_ends_no_run_and_holds_no_signal_back(
 ) -> None:
     words = [sys.executable, "-c", BROKEN_MONITOR, command, *stopped]
     assert subprocess.run(words, timeout=60).returncode == status
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_the_log_of_a_rank_says_a_place_once(tmp_path: Path, said: bool) -> None:
+    finding = Finding(
+        code="DDP605", check="rank-died", severity=Severity.ERROR, ranks=(1,), cause="", fix="",
+        location=Location("train.py", 38), summary="it died" + " in train.py:38" * said,
+    )  # fmt: skip
+    ending._append_to_log(tmp_path / "rank-1.log", 1, [finding])
+    assert (tmp_path / "rank-1.log").read_text().count("train.py:38") == 1

@@ -91,6 +91,34 @@ def test_memory_is_sampled(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> 
     assert len(_seen(tmp_path, MemoryLimit)) >= 2  # at the start and at the end
 
 
+@pytest.mark.parametrize(
+    ("dump", "signum", "silent"),
+    [
+        ("", None, True),
+        (
+            "Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent",
+            signal.SIGSEGV,
+            False,
+        ),
+        ("Current thread 0x00007f (most recent call first):\n", None, False),
+        (None, None, False),
+    ],
+)
+def test_an_end_that_nobody_could_wait_for(
+    dump: str | None, signum: int | None, silent: bool, tmp_path: Path
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    _rank_file(tmp_path, 1, process.pid)
+    if dump is not None:
+        (tmp_path / "rank-1.stacks.txt").write_text(dump)
+    process.wait(10)
+    watched = _monitor(tmp_path)
+    watched.finish()
+    (ended,) = _seen(tmp_path, ProcessEnded)
+    assert isinstance(ended, ProcessEnded)
+    assert (ended.status, ended.signal, ended.silent) == (None, signum, silent)
+
+
 def test_memory_of_descendants_is_counted(tmp_path: Path) -> None:
     child = "held = b'x' * 40_000_000; import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {child!r}])"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.stacks import threads
+from ddpdoctor.stacks import crash, threads
 
 DUMP = """\
 Thread 0x00007f0a1 (most recent call first):
@@ -26,3 +26,30 @@ def test_the_main_thread_is_last_and_ours_are_left_out() -> None:
 
 def test_what_is_no_dump_has_no_threads() -> None:
     assert threads("Fatal Python error: Aborted\n\nrubbish\n  File nonsense") == []
+
+
+CRASH = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f0a1 (most recent call first):
+  File "/home/u/work.py", line 3 in wait
+
+{current}Thread 0x00007f0a2 (most recent call first):
+  File "/home/u/train.py", line 12 in step
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+def test_a_crash_is_where_its_thread_was() -> None:
+    (frame,) = crash(DUMP + CRASH.replace("{current}Thread", "Current thread"))
+    assert (frame.function, frame.line) == ("step", 12)
+    other = CRASH.replace("Thread 0x00007f0a1", "Current thread 0x00007f0a1")
+    (frame,) = crash(other.replace("{current}", ""))
+    assert frame.function == "wait"
+
+
+def test_a_crash_in_a_thread_without_python_is_told_by_the_main_thread() -> None:
+    (frame,) = crash(CRASH.replace("{current}", ""))
+    assert frame.function == "step"
+    assert crash(DUMP) == ()

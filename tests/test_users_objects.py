@@ -9,15 +9,22 @@ from pathlib import Path
 import pytest
 from sampling import inherited
 
+import ddpdoctor
+
 PROGRAM = """
 import copy
+import inspect
 import io
+import multiprocessing.process
 import os
 import pickle
 import sys
+import typing
+import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +46,14 @@ class MyLoader(DataLoader):
     pass
 
 
+def saved(x: torch.Tensor):
+    torch.save(x, "saved.pt")
+
+
+def slope(x: torch.Tensor):
+    return torch.autograd.grad([(2 * x).sum()], [x])
+
+
 def start():
     meeting = f"file://{PLACE}/meeting-{os.urandom(4).hex()}"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
@@ -58,6 +73,12 @@ assert type(ddp) is MyDDP and isinstance(ddp, DistributedDataParallel)
 ddp.register_comm_hook(None, fp16_compress_hook)  # the one slot that DDP has is the user's
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 step(ddp, optimizer)
+
+before_step = []
+handle = optimizer.register_step_pre_hook(lambda *_: before_step.append(1))
+step(ddp, optimizer)
+assert before_step == [1] and list(optimizer._optimizer_step_pre_hooks) == [handle.id]
+handle.remove()
 
 for module in (net, ddp.module):
     assert not module._forward_hooks and not module._forward_pre_hooks
@@ -81,6 +102,8 @@ scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 assert scripted(torch.ones(1, 4)).shape == (1, 4)
 traced = torch.jit.trace(twin, torch.ones(1, 4))
 assert torch.equal(traced(torch.ones(1, 4)), twin(torch.ones(1, 4)))
+torch.jit.script(saved)(torch.ones(1))
+assert torch.jit.script(slope)(torch.ones(2, requires_grad=True))[0].tolist() == [2, 2]
 wrapped = DistributedDataParallel(scripted)
 wrapped(torch.ones(2, 4)).sum().backward()
 
@@ -99,7 +122,72 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 
-import gc, weakref
+
+class Lookups(dist.Store):
+    pass
+
+
+class Group(dist.ProcessGroup):
+    def allgather(self, gathered, given, options):
+        for tensors, tensor in zip(gathered, given):
+            tensors[0].copy_(tensor)
+        return Done()
+
+    def broadcast(self, *arguments):
+        return Done()
+
+
+class Done(dist.Work):
+    def wait(self, *timeout):
+        return True
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+for call in (lambda s: s.get("key"), lambda s: s.wait(["key"]), lambda s: s.multi_get(["key"])):
+    for store in (Lookups(), dist.PrefixStore("p", Lookups())):
+        try:
+            call(store)
+        except RuntimeError as error:
+            assert not isinstance(error, RecursionError), error
+        else:
+            raise AssertionError
+DistributedDataParallel(nn.Linear(4, 4), process_group=Group(0, 1))
+
+for function in (
+    sys.exit, os._exit, dist.init_process_group, device_mesh.new_group, dist.all_reduce, torch.save,
+    nn.Module.__init__, multiprocessing.process.BaseProcess.run,
+):
+    assert pickle.loads(pickle.dumps(function)) is function
+assert device_mesh.new_group is dist.new_group
+assert dist.get_process_group_ranks(dist.new_group(rank for rank in (0,))) == [0]
+assert nn.Module.__init__.__module__ == "torch.nn.modules.module"
+assert str(inspect.signature(sys.exit)) == "(status=None, /)"
+assert inspect.getfullargspec(torch.optim.lr_scheduler.StepLR.step).args == ["self", "epoch"]
+assert inspect.getfullargspec(dist.destroy_process_group).args == ["group"]
+assert typing.get_type_hints(torch.set_num_threads) == {}
+
+for net in (nn.Linear(2, 2), nn.Linear(2, 2)):  # an optimizer takes steps, and its tensors change
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    del optimizer
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.utils.swap_tensors(net.weight, nn.Parameter(torch.zeros(2, 2)))
+    held = weakref.ref(net.bias)
+    try:
+        torch.utils.swap_tensors(net.bias, nn.Parameter(torch.zeros(2)))
+    except RuntimeError as error:
+        assert "weakref" in str(error), error
+    else:
+        raise AssertionError
+
+import gc
 gone = weakref.ref(ddp), weakref.ref(optimizer), weakref.ref(loader)
 del ddp, optimizer, loader, module, wrapped, parameter
 gc.collect()
@@ -114,6 +202,7 @@ for _ in range(2):  # groups that come and go
     del model
 dist.destroy_process_group()
 print("as if alone", "ddpdoctor.probe" in sys.modules, flush=True)
+sys.exit(False)
 """
 
 
@@ -139,6 +228,8 @@ def test_objects_behave(watched: bool, tmp_path: Path) -> None:
     if watched:
         text = (tmp_path / "run" / "rank-0.jsonl").read_text()
         assert "probe-trouble" not in text, text
+        assert '"name":"default_hooks.fp16_compress_hook"' in text
+        assert ddpdoctor.load(tmp_path / "run").to_dict()["run"]["outcome"] == "completed"
 
 
 def test_modes_of_the_users_do_not_see_what_hooks_do(tmp_path: Path) -> None:

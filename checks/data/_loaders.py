@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     IndicesRead,
     LoaderSeen,
     OptimizerSeen,
+    ShardedOver,
     StepDone,
     Wrapped,
 )
@@ -308,6 +309,10 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
         group = groups.get(wrapped.group, groups.get(0) if wrapped.group < 0 else None)
         if group is not None and group.ranks:
             found.append(frozenset(group.ranks))
+    for sharded in rank.of(ShardedOver):
+        # Smaller groups beside those of its mesh may be there to share inputs.
+        if all(len(g) >= len(sharded.ranks) for g in _groups_of(rank)):
+            found.append(frozenset(sharded.ranks))
     return max(found, key=len, default=None)
 
 
@@ -338,7 +343,15 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
 
 
 def _groups_of(rank: Rank) -> list[frozenset[int]]:
-    return [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
+    """Groups that may divide or share data: those of a mesh that one model is sharded and
+    replicated over do neither by themselves."""
+    every = [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
+    for sharded in rank.of(ShardedOver):
+        for group in map(frozenset, sharded.groups):
+            # Others that are as large may be there for data (sequence parallelism).
+            if every.count(group) == 1:
+                every.remove(group)
+    return every
 
 
 def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
 from ddpdoctor.run import Run
 
+from ._audit import Audit
 from ._verdict import Fault, of_check
 from ._words import dataset, figures, no_loader, related, use, whom
 
@@ -63,12 +64,12 @@ class SamplerMissing(Check):
             ranks=fault.ranks,
             subjects=(reader.seen.dataset,),
             location=spot,
-            label="no distributed sampler",
+            label="no distributed sampler" if _plain(fault) else "every rank gets the same samples",
             related=related(reader, sampler=False),
             summary=f"{whom(run, fault.ranks)} read the same {share} of {len(audit.total)} "
             f"samples of {dataset(reader)} in one epoch of {use(fault.loader)}{doubt}",
-            cause=f"the loader's {reader.seen.sampler} hands out the whole data set on every rank"
-            + (", in the same order" if audit.same_order else ""),
+            cause=f"the loader's {reader.seen.sampler} hands out {_what(fault, audit)} on every "
+            "rank" + (", in the same order" if audit.same_order else ""),
             fix=_fix(fault),
             evidence={**figures(audit), "same order": audit.same_order},
             at=min(
@@ -83,11 +84,32 @@ def _maker(fault: Fault) -> Location | None:
     return fault.readers[0].made_at
 
 
+def _plain(fault: Fault) -> bool:
+    """Whether the sampler chooses nothing that a `DistributedSampler` would not."""
+    return fault.readers[0].seen.sampler in ("SequentialSampler", "RandomSampler")
+
+
+def _what(fault: Fault, audit: Audit) -> str:
+    if not audit.never if audit.complete else _plain(fault):
+        return "the whole data set"
+    known = audit.complete and audit.sampled == 1
+    return (
+        f"the same {len(audit.shared)} of {audit.length} samples" if known else "the same samples"
+    )
+
+
 def _fix(fault: Fault) -> str:
     if not fault.loader.trains:
         return (
             "the result is right and the time is spent on every rank; to share the work: "
             "`sampler=DistributedSampler(dataset, shuffle=False)`, and sum the results over ranks"
+        )
+    if not _plain(fault):
+        sampler = fault.readers[0].seen.sampler
+        return (
+            f"keep {sampler} and its choice, drawn from the same seed on every rank, and give each "
+            "rank its own part of it: `return iter(indices[rank::world_size])` at the end of "
+            "`__iter__`, in a class of its own where torch's is used"
         )
     return (
         "`sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler, ...)` "

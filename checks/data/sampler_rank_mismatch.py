@@ -21,7 +21,8 @@ class SamplerRankMismatch(Check):
 
     ## What it finds
     A `DistributedSampler` (or one like it) whose `num_replicas` and `rank` do not divide the data
-    over the ranks that average gradients: a constant rank, the local rank on several nodes, the
+    over the ranks that average gradients (with `fully_shard` over a mesh of two dimensions: all of
+    its ranks, be they copies or shards): a constant rank, the local rank on several nodes, the
     number of one node's devices, the default of another group. Also the swapped form
     `DistributedSampler(dataset, rank, world_size)`, which torch refuses with a text that blames
     the wrong argument.

@@ -53,16 +53,16 @@ class Parting:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(_kept_equal(c) for c in _copies(run))
+    return any(_kept_equal(c) for c in trained_by_all(run))
 
 
 def partings(run: Run) -> Iterator[Parting]:
-    for copies in _copies(run):
+    for copies in trained_by_all(run):
         if _kept_equal(copies) and (found := _parting(copies)) is not None:
             yield found
 
 
-def _copies(run: Run) -> Iterator[Copies]:
+def trained_by_all(run: Run) -> Iterator[Copies]:
     """Of optimizers that every rank of the world has over equal lists of parameters. One whose
     list changes is left out: its counts begin anew."""
     optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}

@@ -6,14 +6,27 @@ from dataclasses import dataclass, field
 
 from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble, StepDone
 from ddpdoctor.findings import Finding, Location, Related, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks, groups_text, ranks_do, ranks_text
+from ddpdoctor.run import (
+    Rank,
+    Run,
+    equal_ranks,
+    fold_ranks,
+    groups_text,
+    odd_ones,
+    ranks_do,
+    ranks_text,
+)
 
 from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why copies differ: the line, who did it, and what to change."""
+    """Why copies differ: the line, who did it, and what to change.
+
+    Attributes:
+        everybody: all ranks do something of the kind, `ranks` in another way.
+    """
 
     text: str
     fix: str
@@ -23,6 +36,7 @@ class Cause:
     known: bool = True
     related: tuple[Related, ...] = ()
     evidence: dict[str, object] = field(default_factory=dict)
+    everybody: bool = False
 
 
 def edited(group: Replicas, kind: str, first: int) -> Cause | None:
@@ -33,20 +47,31 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     changing = _beyond_the_usual({n: e for n, e in seen.items() if e.changed}, group)
     if not changing or (len(changing) == len(group.members) and _alike(changing)):
         return None
+    if (cause := _left_out(group, kind, seen, changing)) is not None:
+        return cause
     ranks = tuple(sorted(changing))
     if len(ranks) == len(group.members):
+        ranks = _unlike_most(changing)
         how = ", ".join(f"rank {n} by {e.ratio:g}" for n, e in changing.items() if e.ratio)
-        text = f"every rank edits its {kind} in its own way" + (f" ({how})" if how else "")
+        text = (
+            f"every rank edits its {kind} "
+            + (
+                "in its own way"
+                if len(ranks) == len(changing)
+                else f"by hand, {ranks_text(ranks)} "
+                f"{'in another way' if len(ranks) == 1 else 'in other ways'} than most"
+            )
+            + (f" ({how})" if how else "")
+        )
     else:
         text = f"{ranks_do(ranks, 'edit')} {kind} by hand, the others do not"
     functions = sorted({f for e in changing.values() for f in e.functions})
-    if functions:
+    if functions and not all(e.beside for e in changing.values()):
         text += f"; called meanwhile: {', '.join(functions)}"
     event, member = changing[ranks[0]], group.members[ranks[0]]
     spot = _spot(member.rank, event, functions)
-    moment = "between the backward and the step" if kind == "gradients" else "between two steps"
     return Cause(
-        text=f"{text} {moment}, after DDP made them equal",
+        text=f"{text} {_MOMENT[kind]}, after DDP made them equal",
         fix="do it on every rank with the same numbers, or not at all",
         label=f"edits {kind} on {ranks_text(ranks)}"
         if spot
@@ -54,8 +79,48 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
         f"{'the backward' if kind == 'gradients' else 'the step before'} left",
         location=spot,
         ranks=ranks,
-        evidence={"edited_by_hand_on": list(ranks)},
+        evidence={"edited_by_hand_on": sorted(changing)},
+        everybody=len(changing) == len(group.members),
     )
+
+
+_MOMENT = {
+    "gradients": "between the backward and the step",
+    "parameters": "between two steps",
+}
+
+
+def _left_out(
+    group: Replicas, kind: str, seen: dict[int, Edited], changing: dict[int, Edited]
+) -> Cause | None:
+    """The others make the same edits at the same lines, and one more, which takes them back."""
+    others = {n: e for n, e in seen.items() if e.undone and n not in changing}
+    if not others or len(others) + len(changing) < len(group.members):
+        return None
+    rows = [(group.members[n].rank, e) for n, e in others.items()]
+    whole = [_lines(rank, event) for rank, event in rows]
+    parts = [_lines(group.members[n].rank, e) for n, e in changing.items()]
+    missing = [s for s in whole[0] if all(s in w for w in whole) and not any(s in p for p in parts)]
+    if not missing or not all(part and set(part) <= set(whole[0]) for part in parts):
+        return None
+    ranks = tuple(sorted(changing))
+    spot = missing[-1]
+    there = ranks_text(tuple(sorted(others)))
+    return Cause(
+        text=f"every rank edits {kind} by hand {_MOMENT[kind]}; on {there} line {spot.line} puts "
+        f"back what they were, on {ranks_text(ranks)} it does not, or not of all of them",
+        fix="put them back on every rank alike",
+        label=f"left out on {ranks_text(ranks)}, at least in part",
+        location=spot,
+        ranks=ranks,
+        evidence={"edited_by_hand_on": list(ranks), "put_back_on": sorted(others)},
+    )
+
+
+def _lines(rank: Rank, event: Edited) -> list[Location]:
+    """Of an edit, as far as it was followed."""
+    sites = (event.site, *event.more)
+    return [spot for site in sites if (spot := rank.location(site)) is not None]
 
 
 def edited_once(group: Replicas, found: Divergence) -> Cause | None:
@@ -92,12 +157,19 @@ def edited_once(group: Replicas, found: Divergence) -> Cause | None:
 
 
 def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
-    """Without the ranks that call nothing but what all call (`unscale_`), where others do more."""
+    """Without ranks that only call what all call (`unscale_`, clipping), where others do more."""
     if len(edits) < len(group.members):
         return edits
     usual = set.intersection(*(set(e.functions) for e in edits.values()))
-    more = {n: e for n, e in edits.items() if usual and set(e.functions) - usual}
+    more = {n: e for n, e in edits.items() if usual and (e.beside or set(e.functions) - usual)}
     return more or edits
+
+
+def _unlike_most(edits: dict[int, Edited]) -> tuple[int, ...]:
+    """Those that multiply by another number than most others; all where there is no such number."""
+    same = equal_ranks({n: (round(e.ratio, 4),) for n, e in edits.items()})
+    known = edits[same[0][0]].ratio
+    return (odd_ones(same) if known else ()) or tuple(sorted(edits))
 
 
 def _alike(edits: dict[int, Edited]) -> bool:
@@ -116,16 +188,18 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
         if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, kind)
     ]
     now = next((e for e in reversed(mine) if e.step <= first), None)
-    if now is None or not now.changed or now.site >= 0:
+    if now is None or now.site >= 0 or not (now.changed or now.undone):
         return now
-    return next((e for e in mine if e.step > first and e.changed and e.site >= 0), now)
+    alike = (now.changed, now.beside, now.undone)
+    later = (e for e in mine if e.step > first and (e.changed, e.beside, e.undone) == alike)
+    return next((e for e in later if e.site >= 0), now)
 
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:
     if (found := rank.location(event.site)) is not None:
         return found
-    if event.kind != "gradients":
-        return None  # clipping leaves parameters alone
+    if event.kind != "gradients" or event.beside:
+        return None  # it was not, or not only, the clipping
     clipped = next((c for c in rank.of(Clipped) if c.function in functions), None)
     return rank.location(clipped.site) if clipped else None
 

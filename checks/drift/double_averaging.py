@@ -34,7 +34,7 @@ class DoubleAveraging(Check):
     ## When it stays quiet
     Division by the number of accumulation steps; losses that are reduced for the log only;
     `loss *= world_size` where a sum over ranks is wanted; gradients of models that DDP does not
-    average, or not in this backward (`no_sync`).
+    average, or not in this backward (`no_sync`), or by a communication hook that is not torch's.
     """
 
     code = "DDP409"
@@ -48,7 +48,7 @@ class DoubleAveraging(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         told: set[object] = set()
         for group in replicas(run):
-            if group.left_out:
+            if group.left_out or not group.any.seen.averages:
                 continue
             for judge in (self._loss, self._by_hand, self._reduced):
                 for finding in judge(group):
@@ -90,7 +90,7 @@ class DoubleAveraging(Check):
         yield self._finding(
             member,
             ranks=tuple(seen),
-            first=event.step,
+            first=_first(member, event),
             location=member.rank.location(event.site),
             label="DDP has divided by it already",
             related=(),
@@ -165,6 +165,16 @@ def _divided(member: Member, size: int) -> Edited | None:
         if exact and event.divisor and not event.functions:
             return event
     return None
+
+
+def _first(member: Member, found: Edited) -> int:
+    """The first step from which on the same edit was made, at a line that was not known yet."""
+    first = found.step
+    for event in reversed([e for e in _edits(member) if e.step < found.step]):
+        if not event.changed or abs(event.ratio - found.ratio) > 1e-3 * found.ratio:
+            break
+        first = event.step
+    return first
 
 
 def _reduces(member: Member) -> GradientReduced | None:

@@ -84,7 +84,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
         seen += ", and no edit by hand was seen on any rank"
         cause = _causes.unknown(group, found, seen)
-    elif len(cause.ranks) < len(group.members):
+    elif len(cause.ranks) < len(group.members) and not cause.everybody:
         return cause
     return _of_other_parameters(group, found, cause)
 

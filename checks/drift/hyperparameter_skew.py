@@ -136,6 +136,25 @@ def _set_by_hand(
     return next((spot for spot in spots if spot is not None), None)
 
 
+def _line_of_some(group: Replicas) -> tuple[list[int], SchedulerStep, Location] | None:
+    """A line that steps a scheduler on some ranks, beside those that do on all of them."""
+    lines: dict[int, dict[str, tuple[SchedulerStep, Location]]] = {
+        n: {
+            str(at): (call, at)
+            for call in m.rank.of(SchedulerStep)
+            if (at := m.rank.location(call.site)) is not None
+        }
+        for n, m in group.members.items()
+    }
+    common = set.intersection(*(set(found) for found in lines.values()))
+    line = min({line for found in lines.values() for line in found} - common, default=None)
+    if line is None or not common:
+        return None
+    on = [n for n, found in lines.items() if line in found]
+    call, at = lines[on[0]][line]
+    return on, call, at
+
+
 def _why(
     group: Replicas, ranks: tuple[int, ...], option: str, first: int
 ) -> tuple[Location | None, str, str, tuple[Related, ...], str]:
@@ -156,6 +175,10 @@ def _why(
         spot = members[stepping[0]].rank.location(call.site)
         label = f"only {ranks_do(stepping, 'come')} here"
         return spot, label, text, related, SCHEDULE_ALIKE
+    if (besides := _line_of_some(group)) is not None:
+        on, call, spot = besides
+        text = f"{call.kind}.step is called here too on {ranks_text(on)} only"
+        return spot, f"only {ranks_do(on, 'come')} here", text, related, SCHEDULE_ALIKE
     alike = len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls.values()}) == 1
     plateau = any("Plateau" in c.kind for mine in calls.values() for c in mine)
     if by_hand is not None and alike and not plateau:

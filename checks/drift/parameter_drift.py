@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _by_hand, _causes
+from . import _by_hand, _causes, _unshared
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -30,8 +31,9 @@ class ParameterDrift(Check):
     Parameters that differ between ranks which should hold equal copies, to the last bit: weights
     loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
     not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
-    compared afterwards; nothing is communicated for it. Also of models without a wrapper, where
-    every rank exchanges all of the gradients by hand and the copies were seen to stay equal so.
+    compared afterwards; nothing is communicated for it. Also of models without a wrapper whose
+    gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
+    that differ from the start; gradients that the exchange leaves out in every step.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -45,9 +47,11 @@ class ParameterDrift(Check):
     ## When it stays quiet
     Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
-    Without a wrapper also: gradients of which a part stays local, or that are exchanged in less
-    than half of the steps since they part, unless the exchange stops for good after more than half
-    of all; point-to-point exchange; copies that are equal again later.
+    Without a wrapper also: gradients that are exchanged in less than half of the steps since they
+    part, unless the exchange stops for good after more than half of all; point-to-point exchange;
+    copies that are equal again later. Gradients of whole layers that are never exchanged while
+    those of the others are (heads of their own) are a note: a layer whose weight is exchanged and
+    whose bias is not is an error.
     Copies that differ only when the run is over are a note.
     """
 
@@ -58,7 +62,7 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
-        if not groups and _by_hand.compared(run):
+        if not groups and (_by_hand.compared(run) or _unshared.compared(run)):
             return None
         if not groups:
             return NO_COPIES
@@ -70,6 +74,8 @@ class ParameterDrift(Check):
         yield from each_model(run, self._judge)
         for parting in _by_hand.partings(run):
             yield self.finding(**_by_hand.told(run, parting))
+        for told in _unshared.told(run):
+            yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:
@@ -94,7 +100,8 @@ class ParameterDrift(Check):
         steps = divergence(group, "parameters")
         found = steps or divergence(group, "parameters", "eval")
         if found is not None:
-            if found.healed >= 0 and not _causes.reloads(group, "weights", found.at):
+            again = found.healed >= 0 and not _causes.reloads(group, "weights", found.at)
+            if again and not _sends_parameters(group):
                 return  # averaged again by the program: local SGD
             yield self._finding(run, group, found, _cause(group, found))
             return
@@ -150,6 +157,14 @@ class ParameterDrift(Check):
             f"{when[found.point]}",
             evidence=_causes.evidence(group, found) | cause.evidence,
         )
+
+
+def _sends_parameters(group: Replicas) -> bool:
+    """Whether the optimizer itself makes parameters equal in its step: each from the rank that
+    holds its part of the state. What parts between two steps was edited all the same."""
+    member = group.any
+    seen = (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
+    return any(e.kind == "ZeroRedundancyOptimizer" for e in seen)
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,13 +12,12 @@ from ddpdoctor.events import (
     Frame,
     GroupDestroyed,
     RankExiting,
+    RankStood,
     StepDone,
     Stopped,
 )
 from ddpdoctor.findings import Location
-from ddpdoctor.run import Rank, Run, shorten
-
-from ._scene import call_failed
+from ddpdoctor.run import Call, Rank, Run, State, shorten
 
 LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
@@ -34,11 +34,12 @@ TIMED_OUT = re.compile(
 )
 CLEAN_UP_S = 5.0
 """A launcher ends the other ranks within that."""
+_JUST_BEFORE_S = 60.0
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
 TRANSLATIONS = (
-    (r"Connection (?:closed|reset)|Broken pipe", "another rank's process has ended: look at that "
-     "rank; this one only lost the connection"),
+    (r"Connection (?:closed|reset)|Broken pipe", "another rank's process ended, or destroyed its "
+     "process group: look at that rank; this one only lost the connection"),
     (r"inconsistent 0 params", "another rank is dead or late, so that nothing came from it: the "
      "models need not differ"),
     (r"Timed out waiting|Watchdog caught|wait timeout", "another rank did not come in time: look "
@@ -171,6 +172,14 @@ def failure(rank: Rank) -> Failure | None:
     return Failure(rank, rank.wall(left_at), "exit", None, status, site)
 
 
+def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
+    """When the call ended that raised this exception."""
+    last = rank.ring.last_calls[-1] if rank.ring and rank.ring.last_calls else None
+    if last is None or last.state is not State.FAILED:
+        return None
+    return last.ended if 0 <= raised.at - last.ended < _JUST_BEFORE_S else None
+
+
 def lost_peer(raised: ExceptionRaised) -> bool:
     """Whether torch raised it because another rank's process ended."""
     if raised.relayed is not None:  # a worker has no connection to other ranks
@@ -209,6 +218,36 @@ def failures(run: Run) -> list[Failure]:
     return sorted(found, key=lambda f: f.at)
 
 
+def vanished(run: Run) -> list[Failure]:
+    """Ranks that ended without a word, nobody knows how, while others only lost their peers or were
+    told to end.
+
+    Whom a launcher tells to end leaves its stacks; whom it kills because that did not help ends
+    long after the others.
+    """
+    found = failures(run)
+    if not all(_lost_others(f) or f.rank.signal == "SIGTERM" for f in found):
+        return []
+    left = {f.rank.rank for f in found}
+    ends = [
+        r.wall(r.ended.at)
+        for r in run.ranks.values()
+        if r.ended and not r.ended.silent and (r.rank in left or not r.of(RankExiting))
+    ]
+    first = min(ends, default=-math.inf)
+    return [
+        Failure(r, at, "signal")
+        for r in run.ranks.values()
+        if r.ended is not None
+        and r.ended.silent
+        and (at := r.wall(r.ended.at)) < first + CLEAN_UP_S
+    ]
+
+
+def _lost_others(f: Failure) -> bool:
+    return f.exception is not None and (lost_peer(f.exception) or timed_out(f.rank))
+
+
 def stopped(run: Run) -> bool:
     """Whether the user or the doctor ended the run, so that how ranks end says nothing."""
     return any(node.of(Stopped) for node in run.nodes.values())
@@ -230,18 +269,35 @@ def translate(message: str) -> str:
     return next((said for pattern, said in TRANSLATIONS if re.search(pattern, message)), "")
 
 
+def crash_line(run: Run, rank: Rank) -> Location | None:
+    """The user's line in which native code crashed, where faulthandler wrote that down."""
+    seen = (e for node in run.nodes.values() for e in node.of(RankStood))
+    own = (e for e in seen if e.crashed and (e.rank, e.attempt) == (rank.rank, run.attempt))
+    frame = next((e.user_frame for e in own), None)
+    if frame is None:
+        return None
+    return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
+
+
+def inside_call(rank: Rank) -> bool:
+    """Whether it was in a call when it was last heard of."""
+    return rank.ring is not None and any(call.inside for call in rank.ring.last_calls)
+
+
 def whereabouts(rank: Rank) -> Location | None:
     """The last line a rank was seen at."""
     ring = rank.ring
-    if ring is not None:
-        call = next((c for c in reversed(ring.last_calls) if c.inside), None)
-        site = next((s for s in rank.of(CallSite) if call and s.id == call.site), None)
-        if site is not None and (found := rank.location(site.places[0].site)):
-            return found
-        if found := rank.location(ring.phase_site):
-            return found
+    calls = ring.last_calls[::-1] if ring is not None else ()
+    if found := _line_of(rank, next((c for c in calls if c.inside), None)):
+        return found
+    if ring is not None and (found := rank.location(ring.phase_site)):
+        return found
     step = rank.latest(StepDone)
     if step is not None and (found := rank.location(step.site)):
         return found
-    sites = rank.of(CallSite)
-    return rank.location(sites[-1].places[0].site) if sites else None
+    return _line_of(rank, next(iter(calls), None))
+
+
+def _line_of(rank: Rank, call: Call | None) -> Location | None:
+    site = next((s for s in rank.of(CallSite) if call and s.id == call.site), None)
+    return rank.location(site.places[0].site) if site is not None else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpdoctor.events import (
     CALLERS,
     CallSite,
+    Enclosing,
     EpochBegan,
     EpochEnded,
     IndicesRead,
@@ -24,18 +26,23 @@ from ._mismatch import Parting
 Key = tuple[str, int, str]
 """File, line and function of a loop's head."""
 
+_SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
+"""A loop that has as many rounds on every rank."""
+
 
 class How(enum.Enum):
     """How a rank got out of a loop that another one is still in.
 
-    `DRY`: its loader had fewer batches. `SKIPPED`: it read all of them, and took fewer steps.
-    `BROKE`: it left the very iteration that the other is in. `OVER`: in good order, the other is in
-    a later one. `UNKNOWN`: no loader tells.
+    `DRY`: its loader had fewer batches. `SKIPPED`: it did all rounds, and in fewer of them what the
+    other does. `BROKE`: it left the very iteration that the other is in. `RAISED`: nothing but an
+    exception ends it early. `OVER`: in good order, the other is in a later one. `UNKNOWN`: no
+    loader tells.
     """
 
     DRY = enum.auto()
     SKIPPED = enum.auto()
     BROKE = enum.auto()
+    RAISED = enum.auto()
     OVER = enum.auto()
     UNKNOWN = enum.auto()
 
@@ -47,27 +54,51 @@ class Left:
     Attributes:
         ranks: who left it.
         steps: where they skipped some, for how many of their batches they took a step.
+        ways: the statements that cut a round short, or that catch what ends it; as `source` what
+            each is under.
     """
 
     ranks: list[int]
     loop: Location
     how: How
     steps: str = ""
+    ways: tuple[Location, ...] = ()
+
+    @property
+    def place(self) -> Location:
+        """The line to point at."""
+        surely = self.how in (How.SKIPPED, How.RAISED) and len(self.ways) == 1
+        return self.ways[0] if surely else self.loop
 
     @property
     def cause(self) -> str:
         """`rank 1 left the loop at train.py:8 before the others`."""
         who = ranks_text(self.ranks)
+        ways = " or ".join(f"`{w.source}` ({w})" for w in self.ways[:2])
+        short = f": {ways} leaves out the rest of one" if ways else ""
+        if self.how is How.SKIPPED and self.steps:
+            batches = f"{who} took a step for only {self.steps} batches"
+            return f"{batches} in the loop at {self.loop}{short}"
         if self.how is How.SKIPPED:
-            return f"{who} took a step for only {self.steps} batches in the loop at {self.loop}"
+            return f"{who} skipped rounds of the loop at {self.loop}{short}"
+        if self.how is How.RAISED:
+            return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
         dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
-        return f"{who} left the loop at {self.loop} before the others{dry}"
+        or_skipped = f", or skipped a round{short}" if short and self.how is How.UNKNOWN else ""
+        return f"{who} left the loop at {self.loop} before the others{dry}{or_skipped}"
 
     @property
     def label(self) -> str:
         who = ranks_text(self.ranks)
+        if self.how is How.RAISED:
+            return f"{who} caught an exception here"
         if self.how is How.SKIPPED:
-            return f"{who} skipped batches in this loop"
+            rounds = "batches in" if self.steps else "rounds of"
+            return (
+                f"{who} skipped {rounds} this loop"
+                if self.place == self.loop
+                else (f"{who} skips the rest of a round here")
+            )
         return f"{who} left this loop"
 
     @property
@@ -80,12 +111,18 @@ class Left:
             )
         if self.how is How.SKIPPED:
             return (
-                "let no rank skip a batch alone: share the condition with `all_reduce`, or take "
-                "the step with `loss * 0`"
+                f"let no rank skip a {'batch' if self.steps else 'round'} alone: share the "
+                "condition with `all_reduce`, or take the step with `loss * 0`"
+            )
+        if self.how is How.RAISED:
+            return (
+                "let an exception end the rank with a bad status (raise it again), so that the "
+                "launcher ends the others"
             )
         return (
-            "let all ranks do the same rounds of the loop: compute its bounds from values that are "
-            "equal on all of them, and share a decision to stop (`all_reduce` the condition)"
+            "let all ranks do the same rounds of the loop and make the same calls in each: compute "
+            "its bounds from values that are equal on all of them, and share a decision to stop or "
+            "to skip (`all_reduce` the condition)"
         )
 
 
@@ -111,7 +148,26 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
     """The loop that a rank left for good while another still is in a call inside of it."""
     theirs = {key for key, _, _ in _around(waiting.rank, waiting.site)}
     loops = [(head, [waiting]) for key, head, _ in _around(leaver, last) if key in theirs]
-    return _told([leaver], loops, one_function=True)
+    left = _told([leaver], loops, one_function=True)
+    if left is None or left.how is not How.UNKNOWN or not _SAME_ON_ALL.match(left.loop.source):
+        return left
+    if left.ways or _ways_out(waiting, left.loop)[1] or _depth_in(waiting, left.loop) != 0:
+        return left
+    caught = tuple(_catching(leaver, last))
+    return replace(left, how=How.RAISED, ways=caught) if caught else left
+
+
+def ways_around(made: Made) -> tuple[Location, ...]:
+    """The statements that can leave a call out of a round of the loops around it."""
+    found = []
+    for _, head, depth, around in _rounds(made.rank, made.site):
+        spot = made.location_at(depth)
+        found += [
+            Location(head.file, way.line, head.function, way.text)
+            for way in around.ways
+            if spot is not None and way.first <= spot.line <= way.last
+        ]
+    return tuple(found)
 
 
 def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
@@ -135,16 +191,70 @@ def _told(
     """
     numbers = [r.rank for r in left]
     candidate: Left | None = None
+    ways: tuple[Location, ...] = ()
+    short: Location | None = None
+    same = True
     for n, (head, stay) in enumerate(loops):
         hidden = n == 0 and _no_loader(stay[0])
         how = _agreed(_how(r, s.rank, head, hidden) for r in left for s in stay)
+        here, broken = _ways_out(stay[0], head)
+        if here and not ways and _depth_in(stay[0], head) is not None:
+            ways, short = here, head
         if how is How.OVER:
             candidate = None
         elif how is not How.UNKNOWN:
-            return Left(numbers, head, how, _steps(left[0]) if how is How.SKIPPED else "")
+            skipped = how is How.SKIPPED
+            return Left(numbers, head, how, _steps(left[0]) if skipped else "", ways)
         elif not (one_function and candidate and _apart(candidate.loop, head)):
-            candidate = Left(numbers, head, how)
+            candidate = Left(numbers, head, how, ways=ways)
+            same = same and not broken and _SAME_ON_ALL.match(head.source) is not None
+    if candidate and candidate.ways and short and same:
+        return replace(candidate, loop=short, how=How.SKIPPED)
     return candidate
+
+
+def _ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
+    """The statements that leave out a call in a loop, and whether one ends the loop."""
+    key = (loop.file, loop.line, loop.function)
+    inside = [
+        (depth, site, around)
+        for site in made.rank.of(CallSite)
+        for at, _, depth, around in _rounds(made.rank, site)
+        if at == key
+    ]
+    spots = [made.rank.location(site.places[depth].site) for depth, site, _ in inside]
+    lines = [spot.line for spot in spots if spot is not None]
+    found = {
+        way.line: Location(loop.file, way.line, loop.function, way.text)
+        for _, _, around in inside
+        for way in around.ways
+        if any(way.first <= line <= way.last for line in lines)
+    }
+    return tuple(found.values()), any(around.broken for _, _, around in inside)
+
+
+def _depth_in(made: Made, loop: Location) -> int | None:
+    """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
+    for depth, place in enumerate(_places(made)):
+        spot = made.rank.location(place.site)
+        for around in place.inside:
+            if spot and (spot.file, around.line) == (loop.file, loop.line):
+                return depth
+            if around.text.startswith(("if ", "elif ", "else:", "except")):
+                return None
+    return None
+
+
+def _catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
+    """The handler around a call, in any function, that catches what is raised there."""
+    for place in site.places if site else ():
+        spot = rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith("try:"):
+                for way in around.ways:
+                    yield Location(spot.file, way.line, spot.function, way.text)
+                if around.ways:
+                    return
 
 
 def _no_loader(made: Made) -> bool:
@@ -165,12 +275,17 @@ def _agreed(hows: Iterable[How]) -> How:
 
 def _around(rank: Rank, site: CallSite | None) -> Iterator[tuple[Key, Location, int]]:
     """The loops around a call, innermost first, with the number of their place in it."""
+    for key, head, depth, _ in _rounds(rank, site):
+        yield key, head, depth
+
+
+def _rounds(rank: Rank, site: CallSite | None) -> Iterator[tuple[Key, Location, int, Enclosing]]:
     for depth, place in enumerate(site.places if site else ()):
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
             if spot and around.text.startswith(("for ", "while ")):
                 head = Location(spot.file, around.line, spot.function, around.text)
-                yield (spot.file, around.line, spot.function), head, depth
+                yield (spot.file, around.line, spot.function), head, depth, around
 
 
 def _has_left(made: Made, still: Made, loop: Key) -> bool:
@@ -233,7 +348,7 @@ def _how(left: Rank, stay: Rank, loop: Location, hidden: bool) -> How:
     elif now.began.batches < 0 or same.ended.batches < now.began.batches:
         how = How.DRY
     else:
-        how = How.SKIPPED if _skipped(left, same) > _skipped(stay, now) else How.OVER
+        how = How.SKIPPED if _skipped(left, mine) > _skipped(stay, theirs) else How.OVER
     if hidden and (how not in (How.DRY, How.SKIPPED) or same is not mine[-1]):
         return How.UNKNOWN
     return how
@@ -252,16 +367,20 @@ def _iterations(rank: Rank, loop: Location | None) -> list[_Iteration]:
     return found
 
 
-def _skipped(rank: Rank, iteration: _Iteration) -> int:
-    """Batches of an iteration that no step followed, as far as that is on record."""
-    number = iteration.began.loader, iteration.began.epoch
-    told = iteration.ended or next(
-        (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number), None
-    )
-    return told.batches - told.backwards if told else 0
+def _skipped(rank: Rank, iterations: list[_Iteration]) -> int:
+    """Batches that no backward followed, of iterations in which one did, as far as is on record."""
+    skipped = 0
+    for iteration in iterations:
+        number = iteration.began.loader, iteration.began.epoch
+        told = iteration.ended or next(
+            (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number), None
+        )
+        if told is not None and told.backwards:
+            skipped += told.batches - told.backwards
+    return skipped
 
 
 def _steps(rank: Rank) -> str:
-    """`3 of 6`, of the last iteration that ran dry."""
-    told = next((e for e in reversed(rank.of(EpochEnded)) if e.exhausted), None)
-    return f"{told.backwards} of its {told.batches}" if told else "some"
+    """`3 of its 6`, of the last iteration in which it skipped one."""
+    ended = [e for e in rank.of(EpochEnded) if e.exhausted and 0 < e.backwards < e.batches]
+    return f"{ended[-1].backwards} of its {ended[-1].batches}" if ended else "some"

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ddpdoctor.events import CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
 from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
 
@@ -334,14 +334,34 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     """The branch that only the ranks at fault took: its text says so, or the others are past it in
     the same step and never made that call."""
     place = parting.place
-    if (said := condition(place)) is not None:
-        return said
-    found = branch(place)
-    if found is None:
+    said = condition(place)
+    found = said or branch(place)
+    if found is None or around_all(parting, *found):
         return None
+    if said is not None:
+        return said
     rest = [m for r, m in parting.made.items() if r not in parting.odd]
     plain = found[1].text.startswith(("if ", "elif "))
     return found if plain and rest and all(_passed(m, place, found[0]) for m in rest) else None
+
+
+def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
+    """Whether every rank is inside of a statement around the call that is pointed at: it parts
+    nobody."""
+    spot = parting.place.rank.location(place.site)
+    return spot is not None and all(
+        is_inside(made.rank, made.site, spot.file, statement.line) for made in parting.made.values()
+    )
+
+
+def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
+    """Whether a place that communicates, or a line that led to it, is inside the statement at that
+    line."""
+    return any(
+        enclosing.line == line and (at := rank.location(place.site)) and at.file == file
+        for place in (site.places if site else ())
+        for enclosing in place.inside
+    )
 
 
 def _passed(made: Made, call: Made, inside: Place) -> bool:

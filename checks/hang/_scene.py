@@ -16,17 +16,18 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     RankStood,
+    Signature,
     StallSeen,
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Call, Phase, Rank, Run, State, shorten
 
+from ._failures import call_failed, lost_peer
 from ._log import Book, GroupKey, Made, book
 
 STALL_S = 10.0
 """What counts as a stall where no monitor was there to learn it."""
 QUIET_S = 1.0
-_JUST_BEFORE_S = 60.0
 
 DOING = {
     Phase.START: "starting",
@@ -38,6 +39,9 @@ DOING = {
     Phase.INIT: "in init_process_group",
     Phase.LEAVING: "leaving",
 }
+
+_KNOWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT)
+"""Phases that have a line of their own while they last."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,23 @@ class Stand:
         return self.rank.location(self.phase_site)
 
     @property
+    def surely(self) -> bool:
+        """Whether it was at that line, and not only seen there last: in the program's own code
+        nothing but a stack tells."""
+        if (self.made is not None and self.made.location) or (self.stood and self.stood.user_frame):
+            return True
+        return self.phase in _KNOWN
+
+    @property
     def doing(self) -> str:
         """In words, with the line."""
         where = self.location
-        at = f" at {where}" if where else ""
+        at = f"{' at' if self.surely else ', last seen at'} {where}" if where else ""
         if self.gone:
             return "gone"
         if self.stopped:
-            return f"stopped by a signal (SIGSTOP){at}"
+            held = self.stood is not None and self.stood.state == "t"
+            return f"{'held by a debugger' if held else 'stopped by a signal (SIGSTOP)'}{at}"
         if self.made is not None:
             return f"in {self.made.place}"
         what = DOING.get(self.phase, "") if self.phase is not None else "not seen in torch"
@@ -164,17 +177,28 @@ def failures(rank: Rank) -> Iterator[float]:
     raised = rank.exception
     if raised is not None:
         yield call_failed(rank, raised) or raised.at
+    elif (lost := _swallowed(rank)) is not None:
+        yield lost
     ended = rank.ended
     if ended and not ended.by_launcher and (ended.signal is not None or ended.status):
         yield ended.at
 
 
-def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
-    """When the call ended that raised this exception."""
-    last = rank.ring.last_calls[-1] if rank.ring and rank.ring.last_calls else None
-    if last is None or last.state is not State.FAILED:
+def _swallowed(rank: Rank) -> float | None:
+    """When the first call failed of those in which a rank lost another one, where its program
+    caught that and went on, and no later call came through. Waiting for others at the end is not
+    missed."""
+    raised = rank.latest(ExceptionRaised)
+    if raised is None or not raised.caught or rank.exception or not lost_peer(raised):
         return None
-    return last.ended if 0 <= raised.at - last.ended < _JUST_BEFORE_S else None
+    failed = None
+    for call in reversed(rank.ring.calls if rank.ring else ()):
+        if call.state is State.FAILED:
+            failed = call
+        elif call.state is not State.VOID:
+            break
+    meant = next((s.op for s in rank.of(Signature) if failed and s.id == failed.signature), "")
+    return failed.ended if failed and not meant.endswith("barrier") else None
 
 
 def _first_failure(run: Run) -> float | None:

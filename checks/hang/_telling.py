@@ -7,7 +7,7 @@ from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Made
 from ._loops import left_loop
-from ._mismatch import Parting, branch, condition, describe_sides
+from ._mismatch import Parting, around_all, branch, condition, describe_sides
 from ._scene import QUIET_S, Scene, Stand, scene
 
 
@@ -26,14 +26,16 @@ def related(parting: Parting, place: Made) -> tuple[Related, ...]:
     """The lines of the other ranks, and the branch that parted them."""
     found = []
     shown = {parting.location}
-    branched = condition(place) or branch(place)
+    heads = (h for h in (condition(place), branch(place)) if h is not None)
+    branched = next((h for h in heads if not around_all(parting, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
-        here = parting.location
-        if spot is not None and not (here and here.line == branched[1].line):
+        here, line = parting.location, branched[1].line
+        pointed_at = here is not None and here.line == line
+        if spot is not None and not pointed_at:
             head = type(spot)(
                 file=spot.file,
-                line=branched[1].line,
+                line=line,
                 function=spot.function,
                 source=branched[1].text.partition("  # ")[0]
                 if branched[1].text.startswith("else")
@@ -42,7 +44,7 @@ def related(parting: Parting, place: Made) -> tuple[Related, ...]:
             found.append(Related("the branch that leads there", head))
     left = left_loop(parting)
     if left is not None:
-        found.append(Related(left.label, left.loop))
+        found.append(Related(left.label, left.place))
     for side, made in describe_sides(parting):
         where = made.location_at(parting.depth)
         if where is not None and where not in shown:
@@ -82,17 +84,20 @@ def _progress(run: Run, parting: Parting) -> Evidence:
 
 
 def standing(now: Scene, parting: Parting, ranks: list[int]) -> Evidence:
-    """`stuck`: every rank concerned waits, or is gone, and none has made progress."""
+    """`stuck`: every rank concerned waits, or is gone, and none has made progress. Where they got
+    past that call all the same: where all ranks of a stall wait somewhere."""
     stands = [now.stands[r] for r in ranks if r in now.stands]
     members = [s for r, s in now.stands.items() if r in parting.key.ranks]
     waiting = [s for s in members if _waits_near(s, parting)]
+    if not waiting and now.stall is not None:
+        stands, waiting = list(now.stands.values()), now.blocked
     stuck = bool(waiting) and all(
         s.gone or (s.blocked and s.still_s >= QUIET_S) for s in (*members, *stands)
     )
     if not stuck:
         return {"stuck": False}
     found: Evidence = {"stuck": True, "waited_s": round(max(s.still_s for s in waiting), 2)}
-    began = [s.rank.wall(s.call.began) for s in members if s.call is not None]
+    began = [s.rank.wall(s.call.began) for s in (*members, *waiting) if s.call is not None]
     if now.stall is not None and began:
         found["time_to_verdict_s"] = round(now.at - max(began), 2)
     return found

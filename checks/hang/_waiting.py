@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ddpdoctor.events import Signature
 from ddpdoctor.findings import Evidence
@@ -16,29 +17,61 @@ _RECEIVES = ("recv", "irecv", "recv_object_list")
 
 def awaited(scene: Scene, stand: Stand) -> list[Stand]:
     """The ranks without which this one cannot leave its call."""
-    call, made = stand.call, stand.made
+    call = stand.call
     if call is None or stand.gone:
         return []
     if call.index >= 0:
         return scene.absent(stand)
-    peer = scene.stands.get(call.peer)
-    if peer is None or made is None:
+    return _unique(m.peer for m in unanswered(scene, stand))
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Messages between two ranks: one has begun `mine` of them, the other `theirs` to match."""
+
+    peer: Stand
+    sends: bool
+    mine: int
+    theirs: int
+
+
+def unanswered(scene: Scene, stand: Stand) -> list[Unanswered]:
+    """The messages of a point-to-point call that the other side has not begun."""
+    call, made = stand.call, stand.made
+    if call is None or made is None or call.index >= 0:
         return []
-    sends = made.signature.op in _SENDS
-    mine = _count(stand, _SENDS if sends else _RECEIVES, call.peer)
-    theirs = _count(peer, _RECEIVES if sends else _SENDS, stand.rank.rank)
-    return [peer] if theirs < mine else []
+    found = []
+    signature = made.signature
+    for sends, single, ops in (
+        (True, signature.sends, _SENDS),
+        (False, signature.receives, _RECEIVES),
+    ):
+        peers = {call.peer} if signature.op in ops else set(single)
+        for peer in (scene.stands.get(p) for p in sorted(peers)):
+            if peer is None:
+                continue
+            mine = _count(stand, sends, peer.rank.rank)
+            theirs = _count(peer, not sends, stand.rank.rank)
+            if theirs < mine:
+                found.append(Unanswered(peer, sends, mine, theirs))
+    return found
 
 
-def _count(stand: Stand, ops: tuple[str, ...], peer: int) -> int:
-    """Point-to-point calls with a peer that were not given up."""
+def _count(stand: Stand, sends: bool, peer: int) -> int:
+    """Messages to, or from, a peer that were begun and not given up, but for the present call."""
     ring = stand.rank.ring
-    known = {s.id: s.op for s in stand.rank.of(Signature)}
-    calls = ring.calls if ring else ()
-    return sum(
-        c.peer == peer and known.get(c.signature) in ops and c.state is not State.FAILED
-        for c in calls
-    )
+    known = {s.id: s for s in stand.rank.of(Signature)}
+    total = 0
+    for call in ring.calls if ring else ():
+        now = stand.call is not None and call.number == stand.call.number
+        made = known.get(call.signature)
+        if made is None or (call.state is State.FAILED and not now):
+            continue
+        if made.op in (_SENDS if sends else _RECEIVES):
+            total += call.peer == peer
+        else:
+            total += (made.sends if sends else made.receives).count(peer)
+    return total
 
 
 def graph(scene: Scene) -> dict[int, list[int]]:

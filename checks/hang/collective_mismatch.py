@@ -10,6 +10,7 @@ from ddpdoctor.run import Run
 
 from ._loops import left_loop
 from ._mismatch import Parting, entered, partings
+from ._rounds import left_out
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related, sides_text
 from ._waiting import across_groups, cycle, victims
@@ -87,23 +88,40 @@ class CollectiveMismatch(Check):
 
     def _tell_ring(self, now: Scene, ring: list[Stand]) -> Finding:
         """Every rank is in a collective of another group than the one it waits for."""
-        first = ring[0]
         told = ", ".join(f"rank {s.rank.rank} is {s.doing} of {s.key}" for s in ring)
-        other = next((s.location for s in ring if s.location != first.location), None)
+        skipped = left_out(now, ring)
+        first, other = (skipped.waiting, skipped.stand) if skipped else (ring[0], ring[1])
+        where, op = other.rank.rank, first.made.signature.op if first.made else "it"
+        number = f"call {first.call.index if first.call else -1} of {first.key}"
+        same = other.location == first.location
         return self.finding(
-            ranks=tuple(sorted(s.rank.rank for s in ring)),
+            ranks=(where,) if skipped else tuple(sorted(s.rank.rank for s in ring)),
             subjects=tuple(sorted({s.made.signature.op for s in ring if s.made})),
             location=first.location,
-            label=f"rank {first.rank.rank} waits here",
-            related=(Related("the other rank here", other),) if other else (),
-            summary=f"ranks use their groups in opposite order: {told}",
-            cause="each waits in one group for a rank that waits in another; none of them can ever "
-            "finish",
-            fix="use the groups in one order on all ranks",
+            label=f"rank {where} did not make this call"
+            if skipped
+            else f"rank {first.rank.rank} waits here",
+            related=()
+            if same or other.location is None
+            else (Related(f"rank {where} is here", other.location),),
+            summary=f"rank {where} left out {number}: {told}"
+            if skipped
+            else f"ranks wait for each other in different groups: {told}",
+            cause=f"rank {where} made a call of that group before each of its last "
+            f"{skipped.rounds} calls of {other.made.place if other.made else 'that line'}, and "
+            "none before this one; none of them can ever finish"
+            if skipped
+            else "each waits in one group for a rank that waits in another: they use the groups in "
+            "different order, or one of them left a call out; none of them can ever finish",
+            fix=f"make every rank of the group call {op} at the same place in each round, or none"
+            if skipped
+            else "use the groups in one order on all ranks, and make each call on every rank of "
+            "its group",
             fix_kind=FixKind.CHECK,
             evidence={
-                "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
+                "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
                 "stuck": not now.failed,
+                **({"earlier_rounds": skipped.rounds} if skipped else {}),
                 **victims(ring),
             },
             at=now.at - max(s.still_s for s in ring),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.events import CallSite, CommHook, Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._mismatch import Parting, describe_sides, partings
+from ._scene import Scene, Stand, scene
 from ._telling import evidence, related
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
@@ -34,7 +35,8 @@ class CollectiveShapeMismatch(Check):
     ## What it finds
     At one number of one group all ranks make the same call, but with another number of elements,
     dtype, kind of device, root or reduce operation. Found from the arguments, whether the run
-    hangs, aborts, or goes on.
+    hangs, aborts, or goes on. The same of DDP's own averaging, where the ranks gave a model
+    different communication hooks and came to a stop in a backward.
 
     ## Why it hurts
     On gloo a different dtype or reduce operation ends with wrong numbers and no error; a different
@@ -59,10 +61,13 @@ class CollectiveShapeMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for parting in partings(run):
+        parted = partings(run)
+        for parting in parted:
             other = "op" in parting.differs or parting.shifted or parting.elsewhere
             if parting.key.name != "new_group" and not other:
                 yield self._tell(run, parting)
+        if not parted and (hooked := _hooked_apart(run)):
+            yield self._tell_hooks(scene(run), *hooked)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
@@ -89,3 +94,56 @@ class CollectiveShapeMismatch(Check):
             at=min((m.rank.wall(m.call.began) for m in parting.made.values() if m.call),
                    default=run.started),
         )  # fmt: skip
+
+    def _tell_hooks(self, now: Scene, waiting: Stand, hooks: dict[int, CommHook | None]) -> Finding:
+        """Ranks average one model's gradients with different hooks, and stopped in doing so."""
+        sides: dict[str, list[int]] = {}
+        for rank, hook in hooks.items():
+            sides.setdefault(hook.name if hook else "", []).append(rank)
+        odd = min(sides.values(), key=lambda side: (len(side), hooks[side[0]] is None))
+        told = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
+        placed = next(r for r in (*odd, *hooks) if hooks[r] is not None)
+        here = hooks[placed]
+        waits = waiting.location
+        return self.finding(
+            ranks=tuple(odd),
+            subjects=tuple(name for name in sides if name),
+            location=now.stands[placed].rank.location(here.site) if here else None,
+            label=f"registered on {ranks_text(sides[here.name])}" if here else "",
+            related=(Related(f"{ranks_text([waiting.rank.rank])} averages here", waits),)
+            if waits
+            else (),
+            summary=f"ranks average the gradients of one model with different communication hooks: "
+            f"{told}",
+            cause="a hook decides in which dtype and shape a rank sends its gradients, and the "
+            "others receive them in theirs; the run came to its end in such a backward",
+            fix="register the same hook on every rank, right after the model is wrapped",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "model": here.model if here else -1,
+                "hooks": {str(r): h.name if h else "none" for r, h in hooks.items()},
+                "stuck": not now.failed,
+            },
+            at=now.at,
+        )
+
+
+def _hooked_apart(run: Run) -> tuple[Stand, dict[int, CommHook | None]] | None:
+    """Who is in a backward, and the hooks that the ranks gave the last model of its group in which
+    they differ, where the run failed or stands still."""
+    now = scene(run)
+    stands = now.stands.values()
+    within = [s for s in stands if s.made and s.made.signature.op == "DDP backward"]
+    if not within or not (now.failed or now.stall):
+        return None
+    key = within[0].key
+    known: dict[int, dict[int, CommHook | None]] = {}
+    for stand in stands:
+        own = {h.model: h for h in stand.rank.of(CommHook)}
+        for wrapped in stand.rank.of(Wrapped):
+            if now.known.key(stand.rank, wrapped.group) == key:
+                known.setdefault(wrapped.model, {})[stand.rank.rank] = own.get(wrapped.model)
+    apart = [
+        h for _, h in sorted(known.items()) if len({x.name if x else "" for x in h.values()}) > 1
+    ]
+    return (within[0], apart[-1]) if apart else None

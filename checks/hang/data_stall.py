@@ -16,6 +16,15 @@ from ._waiting import merged_stacks, missing, victims, waiting_for
 
 WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
 
+WORKERS = (
+    'start the workers with `multiprocessing_context="forkserver"`, open files and locks inside '
+    "the worker, and pass `timeout=60` to the DataLoader"
+)
+NO_WORKERS = (
+    "see what this line waits for on that rank (a file, a lock, the network) and give it a limit; "
+    "with `num_workers=1` and `timeout=60` the DataLoader itself raises where no batch comes"
+)
+
 
 class DataStall(Check):
     """A rank waits for a batch that does not come
@@ -86,25 +95,29 @@ class DataStall(Check):
         first = stuck[0]
         ranks = tuple(s.rank.rank for s in stuck)
         waiting = [s for one in stuck for s in waiting_for(now, one)]
-        where = first.rank.location(first.phase_site) or first.location
         loader = _loader(first.rank)
+        workers = loader is None or bool(loader.workers)
+        loop = first.rank.location(first.phase_site)
+        where = (loop or first.location) if workers else (first.location or loop)
         here = next((s.made.location for s in waiting if s.made), None)
         others = sorted({s.rank.rank for s in waiting})
         who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
         waited = max(s.still_s for s in stuck)
         verb = "waits" if len(ranks) == 1 else "wait"
+        related = [Related(f"{who} here", here)] if here else []
+        if loop is not None and loop != where:
+            related.insert(0, Related("the loop over the loader", loop))
         return self.finding(
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
             subjects=(loader.dataset,) if loader else (),
             location=where,
             label=f"no batch for {waited:.0f} s",
-            related=(Related(f"{who} here", here),) if here else (),
+            related=tuple(related),
             summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
             + _workers_text(first.stood, loader),
             cause=_cause(first.stood, loader),
-            fix='start the workers with `multiprocessing_context="forkserver"`, open files and '
-            "locks inside the worker, and pass `timeout=60` to the DataLoader",
+            fix=WORKERS if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={
                 **_workers(first.stood),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ddpdoctor.events import ExceptionRaised, InitEntered, ProcessEnded
@@ -9,8 +10,6 @@ from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Sever
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
 from ._failures import Failure, at_teardown, cut, failures, left_waiting, stopped, translate
-
-AFTERMATH_S = 0.5
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 
@@ -47,6 +46,11 @@ class FirstFailure(Check):
         own = [f for f in rest if f.kind in ("exception", "exit")]
         died = [f for f in rest if f.kind == "signal"]
         lost = [f for f in rest if f.kind == "lost"]
+        unseen = _unseen(run)
+        if unseen and unseen[0].wall < min((f.at for f in (*own, *died)), default=math.inf):
+            if not stopped(run):
+                yield self._tell_unseen(unseen[0], [*own, *lost, *died])
+            return
         if died and (not own or died[0].at < own[0].at):
             return  # told by rank-died
         if own and _told_to_stop(own[0]):
@@ -57,8 +61,6 @@ class FirstFailure(Check):
             yield self._tell_lost(run, lost)
         elif aborts:
             yield self._tell_abort(aborts)
-        if not found and not stopped(run):
-            yield from self._unseen(run)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or mine.evidence.get("consequence"):
@@ -99,7 +101,7 @@ class FirstFailure(Check):
                 "message": message[:2000],
                 **_traceback(first),
                 **({"stuck": True} if left_waiting(run, ranks) else {}),
-                **_aftermath(first, others),
+                **_aftermath(first.at, others),
                 **_named_by_torchrun(run, ranks),
             },
             at=first.at,
@@ -139,26 +141,36 @@ class FirstFailure(Check):
             at=aborts[0].at,
         )
 
-    def _unseen(self, run: Run) -> Iterable[Finding]:
-        """A rank that the probe did not reach ended with an error."""
-        ends = [
-            e
-            for node in run.nodes.values()
-            for e in node.of(ProcessEnded)
-            if e.attempt == run.attempt and e.rank in run.unobserved and not e.by_launcher
-        ]
-        bad = sorted((e for e in ends if e.status or e.signal), key=lambda e: e.wall)
-        if bad:
-            how = f"exit status {bad[0].status}" if bad[0].status else f"signal {bad[0].signal}"
-            yield self.finding(
-                ranks=(bad[0].rank,),
-                summary=f"rank {bad[0].rank} ended first, with {how}",
-                cause="the probe did not reach this process, so that its exception is not known",
-                fix="look at its output: `--log-dir logs --redirects 3` keeps one file per rank",
-                fix_kind=FixKind.TEMPLATE,
-                evidence={"status": bad[0].status, "signal": bad[0].signal},
-                at=bad[0].wall,
-            )
+    def _tell_unseen(self, end: ProcessEnded, followers: list[Failure]) -> Finding:
+        """A rank that left no record ended with an error before any other."""
+        how = f"exit status {end.status}" if end.status else f"signal {end.signal}"
+        late = ranks_text(f.rank.rank for f in followers)
+        follow = f"; what {late} reported follows from it" if followers else ""
+        return self.finding(
+            ranks=(end.rank,),
+            summary=f"rank {end.rank} ended first, with {how}",
+            cause="there is no record of this process (the probe did not reach it, or its files "
+            f"are gone), so that its exception is not known{follow}",
+            fix="look at its output: `--log-dir logs --redirects 3` keeps one file per rank",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "status": end.status,
+                "signal": end.signal,
+                **_aftermath(None, followers),
+            },
+            at=end.wall,
+        )
+
+
+def _unseen(run: Run) -> list[ProcessEnded]:
+    """Bad ends of ranks that left no record, as the launcher saw them, the earliest first."""
+    ends = [
+        e
+        for node in run.nodes.values()
+        for e in node.of(ProcessEnded)
+        if e.attempt == run.attempt and e.rank in run.unobserved and not e.by_launcher
+    ]
+    return sorted((e for e in ends if e.status or e.signal), key=lambda e: e.wall)
 
 
 def _caught(first: Failure) -> str:
@@ -238,8 +250,9 @@ def _traceback(first: Failure) -> Evidence:
     return {"called_by": by} if by else {}
 
 
-def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
-    """What the other ranks reported, equal ones folded, with the seconds after the first."""
+def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
+    """What the other ranks reported, equal ones folded, with the seconds after the first where it
+    is known when that failed."""
     rows: dict[str, list[Failure]] = {}
     for f in others:
         text = f.rank.signal or f.text if f.kind == "signal" else f.text
@@ -251,7 +264,7 @@ def _aftermath(first: Failure, others: list[Failure]) -> Evidence:
             {
                 "ranks": fold_ranks(f.rank.rank for f in fs),
                 "reported": cut(text, 160),
-                "after_s": round(min(f.at for f in fs) - first.at, 3),
+                **({} if first is None else {"after_s": round(min(f.at for f in fs) - first, 3)}),
             }
             for text, fs in rows.items()
         ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import MemoryLimit, NodeSample, RankSample
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from ._failures import Failure, at_teardown, failures, whereabouts
+from ._failures import (
+    Failure,
+    at_teardown,
+    crash_line,
+    failures,
+    inside_call,
+    vanished,
+    whereabouts,
+)
 from ._scene import scene
 from ._waiting import victims
 
@@ -16,7 +24,7 @@ GIB = 1 << 30
 MEANINGS = {
     "SIGKILL": "killed from outside: by the kernel for lack of memory, a scheduler, or a person",
     "SIGSEGV": "crashed in native code (an extension, a driver, too deep recursion)",
-    "SIGABRT": "aborted by native code; gloo does that when ranks pass different shapes or dtypes",
+    "SIGABRT": "aborted by native code",
     "SIGBUS": "touched memory that is not there: /dev/shm or a disk is full",
     "SIGTERM": "told to end from outside (a scheduler, a time limit, `kill`)",
     "SIGFPE": "an arithmetic fault in native code",
@@ -25,13 +33,19 @@ MEANINGS = {
     "SIGINT": "interrupted from outside",
 }
 
+UNKNOWN = (
+    "nobody saw how this process ended, only that the others lost it: killed from outside (by the "
+    "kernel for lack of memory, a scheduler, or a person)"
+)
+
 
 class RankDied(Check):
     """A rank's process was ended by a signal
 
     ## What it finds
     Ranks that a signal ended, with what the signal means, where they were, and how their memory
-    went. A kill for lack of memory is confirmed by the kernel's own counter, where it is readable.
+    went; suspected where nobody saw the signal. A kill for lack of memory is confirmed by the
+    kernel's own counter, where it is readable.
 
     ## Why it hurts
     The process leaves no traceback. The other ranks fail with connection errors that look like the
@@ -52,6 +66,9 @@ class RankDied(Check):
     severity = Severity.ERROR
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        if silent := vanished(run):
+            yield self._tell(run, silent)
+            return
         found = failures(run)
         died = [f for f in found if f.kind == "signal" and not at_teardown(run, f)]
         if not died:
@@ -69,28 +86,32 @@ class RankDied(Check):
 
     def _tell(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]
-        rank, name = first.rank, first.rank.signal or "a signal"
-        ranks = tuple(f.rank.rank for f in died)
+        rank, name = first.rank, first.rank.signal
+        how = f"died of {name}" if name else "ended without a word"
+        ranks = tuple(sorted(f.rank.rank for f in died))
         memory = _memory(run, rank)
         starved = bool(memory.get("oom_kills"))
-        where = whereabouts(rank)
+        crashed = crash_line(run, rank)
+        where = crashed or whereabouts(rank)
+        there = bool(crashed) or inside_call(rank)
         rest = [s for s in scene(run).stands.values() if s.rank.rank not in ranks and s.blocked]
         return self.finding(
             ranks=ranks,
             steps=Steps.of([rank.steps]) if rank.steps else None,
-            subjects=(name,),
+            confidence=Confidence.PROVEN if name else Confidence.SUSPECTED,
+            subjects=(name,) if name else (),
             location=where,
-            label=f"{ranks_text([rank.rank])} was last seen here",
-            summary=f"{ranks_text(ranks)} died of {name}"
+            label=f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
+            summary=f"{ranks_text(ranks)} {how}"
             + (" for lack of memory" if starved else "")
             + (f" at step {rank.steps}" if rank.steps else "")
-            + (f", in {where}" if where else ""),
+            + (f", {'in' if there else 'last seen at'} {where}" if where else ""),
             cause="the kernel ended it for lack of memory: its counter of such kills went up"
             if starved
-            else MEANINGS.get(name, f"ended by {name}"),
-            fix=_fix(name, starved),
+            else _meaning(name, rank),
+            fix=_fix(name, starved, rank, bool(crashed)),
             fix_kind=FixKind.CHECK,
-            evidence={"signal": name, **memory, **victims(rest)},
+            evidence={**({"signal": name} if name else {}), **memory, **victims(rest)},
             at=first.at,
         )
 
@@ -112,14 +133,31 @@ def _memory(run: Run, rank: Rank) -> Evidence:
     return told
 
 
-def _fix(name: str, starved: bool) -> str:
+def _meaning(name: str | None, rank: Rank) -> str:
+    if name is None:
+        return UNKNOWN
+    known = MEANINGS.get(name, f"ended by {name}")
+    if name == "SIGABRT" and inside_call(rank):
+        return f"{known}; gloo does that when ranks pass different shapes or dtypes"
+    return known
+
+
+def _fix(name: str | None, starved: bool, rank: Rank, crashed: bool) -> str:
     if starved:
         return (
             "use less host memory on that rank: fewer DataLoader workers, data sets loaded once or "
             "memory-mapped, `torch.load(..., mmap=True)`"
         )
+    if name is None:
+        return "look at what its launcher printed of this rank's end, and at `dmesg`"
     if name == "SIGKILL":
         return "look at `dmesg` and the scheduler's log for who sent it; watch the memory figures"
     if name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE"):
-        return "run the line above alone; rank-R.stacks.txt holds the Python stack at the crash"
+        if not crashed:
+            return (
+                "look in its output for `Fatal Python error` and the stack below it, or run it "
+                "with `python -X faulthandler`"
+            )
+        stem = rank.path.stem if rank.path else f"rank-{rank.rank}"
+        return f"run the line above alone; {stem}.stacks.txt holds the Python stack at the crash"
     return "find out who sent the signal: a time limit, a scheduler, another program"

@@ -10,10 +10,10 @@ from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import lines
-from ._loops import Left, apart_since, loop_of_leaver
-from ._mismatch import condition, on_rank
+from ._loops import How, Left, apart_since, loop_of_leaver
+from ._mismatch import condition, is_inside, on_rank
 from ._scene import QUIET_S, Scene, Stand, scene
-from ._waiting import gone, victims, waiting_for
+from ._waiting import gone, unanswered, victims, waiting_for
 
 FIX = (
     "let all ranks do the same number of steps (`DistributedSampler`, `drop_last=True`), share the "
@@ -25,8 +25,8 @@ class RankExitedEarly(Check):
     """A rank is done and has left while the others still wait for it
 
     ## What it finds
-    Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`)
-    while others are in a collective that needs them.
+    Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`), or
+    destroyed their process group, while others are in a collective that needs them.
 
     ## Why it hurts
     On gloo the ranks that stay get `Connection closed by peer` and are blamed by torchrun; on NCCL
@@ -84,29 +84,30 @@ class RankExitedEarly(Check):
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
         related += [Related("the branch that leads there", only)] if only else []
         since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
-        leave = "leaves" if len(ranks) == 1 else "leave"
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
         still = all(s.still_s >= QUIET_S for s in waiting)
         who = ranks_text(ranks)
+        leaves, ended = _leaving(left)
+        lacks = _lacks(now, left[0], first)
         cause = (
-            f"only some ranks enter `{only.source}`; {who} ended with status 0 without"
+            f"only some ranks enter `{only.source}`; {who} {ended} without"
             if only
-            else f"{who} made fewer calls and ended with status 0"
+            else f"{who} {ended} {lacks}"
         )
+        if loop and loop.ways:
+            cause = f"{loop.cause}; {cause}"
+        if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
+            cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"
         return self.finding(
             ranks=ranks,
             subjects=(first.made.signature.op,) if first.made else (),
             location=spot or here,
             label=label if spot else f"{ranks_text(others)} waited here",
             related=tuple(related),
-            summary=f"{ranks_text(ranks)} {leave} while {ranks_text(others)} still "
+            summary=f"{who} {leaves} while {ranks_text(others)} still "
             f"wait{'s' if len(others) == 1 else ''} for it in {call}",
             cause=f"{cause}; the errors of {ranks_text(others)} are consequences",
-            fix=f"call it on every rank: move it out of `{only.source}`"
-            if only
-            else loop.fix
-            if loop
-            else FIX,
+            fix=_fix(only, loop, leaves, first),
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
@@ -117,6 +118,50 @@ class RankExitedEarly(Check):
             },
             at=now.at,
         )
+
+
+def _leaving(left: list[Stand]) -> tuple[str, str]:
+    """What they do while others wait, and how they ended: their processes may have gone on."""
+    if all(s.rank.of(RankExiting) or s.rank.exit_code == 0 for s in left):
+        return "leaves" if len(left) == 1 else "leave", "ended with status 0"
+    did = "destroyed its process group" if len(left) == 1 else "destroyed their process groups"
+    return did, did
+
+
+def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
+    """What it did not do before it left."""
+    if waiting.call is None or waiting.call.index >= 0:
+        return "without that call"
+    lacking = next((m for m in unanswered(now, waiting) if m.peer is leaver), None)
+    rings = [s.rank.ring for s in (leaver, waiting)]
+    if lacking is None or any(r is None or r.count > len(r.calls) for r in rings):
+        return "while messages were under way"  # or the first are overwritten
+    one, other = leaver.rank.rank, waiting.rank.rank
+    match = "received" if lacking.sends else "sent"
+    did = "sends" if lacking.sends else "receives"
+    here, there = ("from", "to") if lacking.sends else ("to", "from")
+    return (
+        f"without a match: it {match} {lacking.theirs} messages {here} rank {other}, which {did} "
+        f"{lacking.mine} {there} rank {one}"
+    )
+
+
+def _fix(only: Location | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
+    if only:
+        return f"call it on every rank: move it out of `{only.source}`"
+    if loop:
+        return loop.fix
+    if waiting.call is not None and waiting.call.index < 0:
+        return (
+            "let every receive have its send on the other rank, and every send its receive; let "
+            "the ranks meet (`dist.barrier()`) before they leave"
+        )
+    if leaves.startswith("destroyed"):
+        return (
+            "destroy the group when no rank communicates any more: make the same calls on every "
+            "rank before `destroy_process_group()`"
+        )
+    return FIX
 
 
 def _lost(run: Run, now: Scene) -> list[Stand]:
@@ -151,11 +196,12 @@ def _only_some(leaver: Rank, stand: Stand) -> Location | None:
             return None
         found = condition(stand.made)
         spot = stand.rank.location(found[0].site) if found else None
-        return (
-            Location(spot.file, found[1].line, spot.function, found[1].text)
-            if (found and spot)
-            else None
-        )
+        if found is None or spot is None:
+            return None
+        line = found[1].line
+        if any(is_inside(leaver, site, spot.file, line) for site in leaver.of(CallSite)):
+            return None  # the other was in there, too
+        return Location(spot.file, line, spot.function, found[1].text)
     raised = stand.rank.exception
     for frame in reversed(raised.frames if raised else ()):
         if head := on_rank(frame.inside):
@@ -179,11 +225,14 @@ def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | N
         return spot, "left here", None
     last = _last_call(rank, rank.of(CallSite))
     loop = loop_of_leaver(rank, last, waiting.made) if waiting.made else None
+    messages = waiting.call is not None and waiting.call.index < 0
+    if messages and (loop is None or loop.how is How.UNKNOWN):
+        return None, "", None  # a message that was not sent is in no call of the leaver's
     if loop is not None:
-        return loop.loop, loop.label, loop
+        return loop.place, loop.label, loop
     destroyed = rank.latest(GroupDestroyed)
     if destroyed and (spot := rank.location(destroyed.site)):
-        return spot, "already here", None
+        return spot, "destroyed it here", None
     return None, "", None
 
 

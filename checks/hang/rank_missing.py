@@ -74,14 +74,13 @@ class RankMissing(Check):
             confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
             subjects=(first.made.signature.op,) if first.made else (),
             location=where or here,
-            label=f"{ranks_text(ranks)} {be} here" if where else "never reached",
+            label=_label(absent[0], ranks),
             related=(Related(f"{ranks_text(others)} {have} waited here", here),) if here else (),
             summary=f"{ranks_text(ranks)} {does} come to {call}, "
             f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
             f"{it} {be} {absent[0].doing}",
             cause=_cause(absent[0], why),
-            fix="see what the line does on that rank; if it is right and only slow, give the others"
-            " more time: `init_process_group(..., timeout=timedelta(hours=2))`",
+            fix=_fix(absent[0]),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
@@ -96,9 +95,32 @@ class RankMissing(Check):
         )
 
 
+def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
+    if not stand.location:
+        return "never reached"
+    one = len(ranks) == 1
+    if stand.surely:
+        return f"{ranks_text(ranks)} {'is' if one else 'are'} here"
+    return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
+
+
+def _fix(stand: Stand) -> str:
+    if stand.stopped and stand.stood is not None:
+        node = f" on {stand.rank.node}" if stand.rank.node else ""
+        if stand.stood.state == "t":
+            return f"let the debugger that holds process {stand.stood.pid}{node} go on"
+        return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and find out who stopped it"
+    return (
+        "see what the line does on that rank; if it is right and only slow, give the others more "
+        "time: `init_process_group(..., timeout=timedelta(hours=2))`"
+    )
+
+
 def _cause(stand: Stand, why: str) -> str:
     if stand.stopped:
-        return "its process was stopped by a signal (SIGSTOP, a debugger, Ctrl-Z) and does nothing"
+        if stand.stood is not None and stand.stood.state == "t":
+            return "a debugger holds its process, which does nothing"
+        return "its process was stopped by a signal (`kill -STOP`, Ctrl-Z) and does nothing"
     busy = stand.stood is not None and stand.stood.cpu > BUSY
     what = "it computes all the time" if busy else "it waits there and uses no CPU time"
     if stand.stood is None:

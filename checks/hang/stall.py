@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import FlightLog
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Related,
+    Severity,
+    Steps,
+)
 from ddpdoctor.run import Run, ranks_text
 
+from ._loops import ways_around
+from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
 from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, victims
 
@@ -17,17 +28,18 @@ class Stall(Check):
 
     ## What it finds
     A run that stands still without a rank that the others wait for: all ranks are in the same
-    collective (the network, or the devices), all are in their own code, or they wait for each other
-    in a ring (`recv` on both sides). The stacks are merged:
-    equal ones are shown once, the least progressed first.
+    collective (the network, or the devices), all are in their own code, they wait for each other
+    in a ring (`recv` on both sides), or have left the group and do not end (a thread that is no
+    daemon). The stacks are merged: equal ones are shown once, the least progressed first.
 
     ## Why it hurts
     The job holds its machines and does nothing.
 
     ## How to fix it
-    A ring: let one side send first, or use `batch_isend_irecv`. All in one collective: look at the
-    network and, on GPUs, at peer-to-peer access (`NCCL_P2P_DISABLE=1` tells). Otherwise the stacks
-    say where the program is.
+    A ring: let one side send first, or use `batch_isend_irecv`; where a rank left out a message
+    that it sent in every earlier round, it is named with the line. All in one collective: look at
+    the network and, on GPUs, at peer-to-peer access (`NCCL_P2P_DISABLE=1` tells). Otherwise the
+    stacks say where the program is.
 
     ## When it stays quiet
     Pauses for evaluation and checkpoints: the stall time is learned from the run.
@@ -46,36 +58,97 @@ class Stall(Check):
         if ring:
             yield self._ring(now, [now.stands[r] for r in ring])
         elif now.stall is not None and not missing(now) and not gone(now) and not in_init(now):
-            yield self._still(now)
+            stands = [s for s in now.stands.values() if not s.gone]
+            left = [s for s in now.stands.values() if s.stood and s.stood.at >= now.stall.at]
+            if stands:
+                yield self._still(now, stands)
+            elif left:
+                yield self._leaving(now, left)
 
     def _ring(self, now: Scene, ring: list[Stand]) -> Finding:
         first = ring[0]
-        ranks = tuple(sorted(s.rank.rank for s in ring))
         told = ", ".join(
             f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}"
             for s, o in zip(ring, [*ring[1:], ring[0]], strict=True)
         )
+        told = f"ranks wait for each other, so that none can go on: {told}"
+        evidence: Evidence = {
+            "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
+            "stuck": not now.failed,
+            **victims(ring),
+            "stacks": merged_stacks(now),
+        }
+        at = now.at - max(s.still_s for s in ring)
+        if missed := unsent(now, ring):
+            return self._unsent(missed, told, evidence, at)
         return self.finding(
             severity=Severity.ERROR,
-            ranks=ranks,
+            ranks=tuple(sorted(s.rank.rank for s in ring)),
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
-            summary=f"ranks wait for each other, so that none can go on: {told}",
+            summary=told,
             cause="every one of them waits for a message that is only sent afterwards",
             fix="let one side send first and the other receive first, or use "
             "`dist.batch_isend_irecv`",
             fix_kind=FixKind.CHECK,
-            evidence={
-                "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
-                "stuck": not now.failed,
-                **victims(ring),
-                "stacks": merged_stacks(now),
-            },
-            at=now.at - max(s.still_s for s in ring),
+            evidence=evidence,
+            at=at,
         )
 
-    def _still(self, now: Scene) -> Finding:
-        stands = [s for s in now.stands.values() if not s.gone]
+    def _unsent(self, missed: Unsent, told: str, evidence: Evidence, at: float) -> Finding:
+        """The order was right in all earlier rounds: in this one a rank left out its call."""
+        rank, waiting = missed.stand.rank.rank, missed.waiting.rank.rank
+        made = missed.made
+        ways = ways_around(made)
+        where = ways[0] if len(ways) == 1 else made.location
+        spots = (
+            (f"rank {rank} called {made.signature.op} here before", made.location),
+            (f"rank {waiting} waits here", missed.waiting.location),
+        )
+        return self.finding(
+            severity=Severity.ERROR,
+            ranks=(rank,),
+            subjects=(made.signature.op,),
+            location=where,
+            label=f"rank {rank} left out its {made.signature.op}",
+            related=tuple(Related(label, spot) for label, spot in spots if spot and spot != where),
+            summary=f"rank {rank} left out {made.place}, for which rank {waiting} waits: {told}",
+            cause=f"rank {rank} made that call in each of its last {missed.rounds} rounds, and in "
+            "this one it did not",
+            fix=f"make the call in every round, or leave it out on rank {waiting} as well",
+            fix_kind=FixKind.CHECK,
+            evidence={**evidence, "earlier_rounds": missed.rounds},
+            at=at,
+        )
+
+    def _leaving(self, now: Scene, stands: list[Stand]) -> Finding:
+        """Nobody communicates any more, and these processes do not end."""
+        ranks = [s.rank.rank for s in stands]
+        threads = {t for s in stands if s.stood and s.stood.joins_threads for t in s.stood.threads}
+        waited = max(s.still_s for s in stands)
+        return self.finding(
+            ranks=tuple(ranks),
+            confidence=Confidence.SUSPECTED,
+            location=stands[0].location,
+            label="the last that was seen of it",
+            summary=f"{ranks_text(ranks)} left the process group and did not end in {waited:.0f} s",
+            cause="the main thread is over, and Python waits for threads that are no daemons: "
+            + ", ".join(sorted(threads))
+            if threads
+            else "the stacks say where it is",
+            fix="end these threads before the program does, or make them with `daemon=True`"
+            if threads
+            else "look at the lines in the stacks",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "waited_s": round(waited, 1),
+                "hang_after_s": round(now.hang_after, 1),
+                "stacks": merged_stacks(now),
+            },
+            at=now.at - waited,
+        )
+
+    def _still(self, now: Scene, stands: list[Stand]) -> Finding:
         waited = max((s.still_s for s in stands), default=0.0)
         calls = {(s.key, s.call.index, s.made.signature.op) for s in stands if s.call and s.made}
         together = len(calls) == 1 and all(s.blocked for s in stands)

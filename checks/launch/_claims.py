@@ -33,6 +33,20 @@ class Claim:
         told = self.given_rank >= 0 and self.given_world > 0
         return told and (self.rank, self.world_size) != (self.given_rank, self.given_world)
 
+    def at_launchers(self) -> bool:
+        """Whether it meets the others where the launcher said."""
+        told = self.process.started.environment if self.process.started else {}
+        return self.event.rendezvous == f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
+
+
+def unentered(run: Run) -> str | None:
+    """Why nothing is known of how the ranks met, where that is so."""
+    if run.any(InitEntered):
+        return None
+    if run.any(GroupReady):
+        return "init_process_group was called before the examination began"
+    return "init_process_group was never called"
+
 
 def processes(run: Run) -> Iterator[Rank]:
     """Every process that recorded, also those that share a rank."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import InitEntered
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from ._claims import Claim, claims, meetings
+from ._claims import Claim, claims, meetings, unentered
 
 _LOCAL = ("localhost", "127.", "::1", "[::1]", "tcp://localhost", "tcp://127.", "file:")
 
@@ -43,13 +42,13 @@ class RankMismatch(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.any(InitEntered) else "init_process_group was never called"
+        return unentered(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for members in meetings(claims(run)).values():
             problem = _problem(members, run)
             if problem is not None:
-                yield self._tell(members, problem)
+                yield self._tell(run, members, problem)
                 return  # later meetings stumble over the first
 
     def explains(self, mine: Finding, other: Finding) -> bool:
@@ -58,7 +57,7 @@ class RankMismatch(Check):
         # Where no group came to exist, whatever else went wrong came of it.
         return mine.evidence.get("groups formed") == 0 and other.code.startswith("DDP6")
 
-    def _tell(self, members: list[Claim], problem: tuple[str, list[Claim]]) -> Finding:
+    def _tell(self, run: Run, members: list[Claim], problem: tuple[str, list[Claim]]) -> Finding:
         text, wrong = problem
         first = wrong[0]
         ranks = {c.process.rank for c in wrong}
@@ -76,6 +75,7 @@ class RankMismatch(Check):
             evidence={
                 "processes": [_row(c) for c in members],
                 "groups formed": sum(c.ready for c in members),
+                "stuck": run.stall is not None and _all_came(members),
             },
             at=first.process.wall(first.event.at),
         )
@@ -130,6 +130,16 @@ def _started(members: list[Claim]) -> int:
     launched = any(c.given_world > 0 for c in members)
     local = all(c.event.rendezvous.startswith(_LOCAL) for c in members)
     return counts.pop() if len(counts) == 1 and local and not launched else 0
+
+
+def _all_came(members: list[Claim]) -> bool:
+    """Whether nobody else can come: every process there is waits, at an address of the launcher's
+    own that no other launcher knows."""
+    if any(c.ready for c in members):
+        return False
+    if spawned := _started(members):
+        return len(members) >= spawned
+    return all(len(members) >= c.given_world > 0 and c.at_launchers() for c in members)
 
 
 def _cause(wrong: list[Claim]) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, InitEntered, RankStood
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, shorten
+from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, shorten
+
+from ._claims import unentered
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 
@@ -17,7 +19,8 @@ class RendezvousStall(Check):
     ## What it finds
     Ranks that wait in `init_process_group` for others that do not come: they are still in
     something else before it, they ended, or there are fewer of them than `world_size` says. Names
-    who came, who did not, and where these are.
+    who came, who did not, and where these are. Also ranks that are all there and do not meet: at
+    a `tcp://` address where, under torchrun, nobody listens.
 
     ## Why it hurts
     `init_process_group` waits for everybody, half an hour by default, and then every rank that did
@@ -37,7 +40,7 @@ class RendezvousStall(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.any(InitEntered) else "init_process_group was never called"
+        return unentered(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         waiting = [r for r in run.ranks.values() if _waits(r)]
@@ -49,10 +52,40 @@ class RendezvousStall(Check):
         stalled, gave_up = run.stall is not None, [r for r in waiting if _gave_up(r)]
         if absent and (stalled or gave_up):
             yield self._tell(run, waiting, absent, world)
+        elif stalled and len(waiting) == len(run.ranks):
+            yield self._nobody_answers(waiting)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in ("stall", "rank-missing") or (
             other.check == "first-failure" and not set(mine.ranks) & set(other.ranks)
+        )
+
+    def _nobody_answers(self, waiting: list[Rank]) -> Finding:
+        """All are there, and they do not meet."""
+        first = waiting[0]
+        entered = first.latest(InitEntered)
+        place = entered.rendezvous if entered else ""
+        ranks = [r.rank for r in waiting]
+        alone = all(_no_store(r) for r in waiting)
+        return self.finding(
+            ranks=tuple(ranks),
+            confidence=Confidence.SUSPECTED,
+            subjects=("init_process_group",),
+            location=first.location(entered.site) if entered else None,
+            label=f"meets at {place}",
+            summary=f"{ranks_do(ranks, 'wait')} in init_process_group at {place}; no rank is "
+            "missing, and the group does not form",
+            cause="under torchrun no rank opens a store: torchrun's own is at MASTER_ADDR and "
+            "MASTER_PORT, and at this address nobody listens"
+            if alone
+            else "rank 0 cannot be reached at this address, or something else listens there",
+            fix="leave `init_method=` out, or give `env://`: torchrun has set the address"
+            if alone
+            else "check the address, that the port is free on rank 0's machine, and that the other "
+            "machines reach it",
+            fix_kind=FixKind.CHECK,
+            evidence={"came": fold_ranks(ranks), "meets_at": place},
+            at=first.wall(entered.at) if entered else 0.0,
         )
 
     def _tell(
@@ -105,6 +138,16 @@ class RendezvousStall(Check):
 def _waits(rank: Rank) -> bool:
     """Whether a rank entered `init_process_group` and did not get its group."""
     return bool(rank.of(InitEntered)) and not rank.of(GroupReady)
+
+
+def _no_store(rank: Rank) -> bool:
+    """Whether it is to meet the others somewhere else than at torchrun's store, which all ranks
+    expect to be there."""
+    entered, told = rank.latest(InitEntered), rank.started.environment if rank.started else {}
+    own = f"tcp://{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
+    elastic = told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = entered.rendezvous if entered else ""
+    return elastic and place.startswith("tcp://") and place != own
 
 
 def expected_world(rank: Rank) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
+
+import msgspec
 
 from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
 from . import _models as models
+
+ENOUGH = 0.5
+"""Numbers exchanged per step and parameter that may be gradients."""
 
 
 class ModelNotWrapped(Check):
@@ -28,7 +34,7 @@ class ModelNotWrapped(Check):
     `model = DistributedDataParallel(model)` before the optimizer is built, and call that.
 
     ## When it stays quiet
-    Gradients or parameters that are exchanged by hand (each alone, as one buffer, in hooks, or
+    Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, or
     averaged now and then); FSDP and tensor parallelism; pipelines; training on one rank only;
     ranks that hold different models. Where ranks agree bit for bit without exchanging anything
     (same data, same seed) it is a note.
@@ -48,9 +54,15 @@ class ModelNotWrapped(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
+        together: dict[object, list[Finding]] = {}
         for optimizer in sorted(optimizers):
             for alike in _alike(run, optimizer):
-                yield from self._judge(run, optimizer, alike)
+                for finding in self._judge(run, optimizer, alike):
+                    place = finding.location or optimizer
+                    key = (place, finding.summary, finding.ranks, finding.subjects)
+                    together.setdefault(key, []).append(finding)
+        for first, *others in together.values():
+            yield _with(first, others)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return mine.severity is Severity.ERROR and other.check in (
@@ -68,7 +80,7 @@ class ModelNotWrapped(Check):
             return  # equal again: synchronised by means that were not seen
         if common and len(apart) == len(common):
             yield self._tell(run, alike, Severity.ERROR, common, moved)
-        elif len(common) > 1 and not apart and not moved:
+        elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
 
     def _tell(
@@ -107,6 +119,17 @@ class ModelNotWrapped(Check):
         )
 
 
+def _with(first: Finding, others: list[Finding]) -> Finding:
+    """Models that one line makes, one after the other, are told together."""
+    if not others:
+        return first
+    return msgspec.structs.replace(
+        first,
+        summary=f"{first.summary}; and so with {len(others)} more that this line makes",
+        evidence=first.evidence | {"models": len(others) + 1},
+    )
+
+
 def _loose(count: int) -> str:
     """Parameters that stand in no module."""
     return "a parameter of no module" if count == 1 else f"a set of {count} parameters"
@@ -136,6 +159,16 @@ def _exchanged(rank: Rank, event: Unwrapped) -> bool:
     model = event.kind, event.parameters
     same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
     return any(s.exchanged for s in rank.of(UnwrappedState) if s.optimizer in same)
+
+
+def _talk(alike: dict[Rank, Unwrapped]) -> bool:
+    """Whether so much is exchanged in the steps that gradients may be among it."""
+    for rank, event in alike.items():
+        size = sum(prod(p.shape) for p in event.parameters)
+        last = max(_states(rank, event.optimizer), key=lambda s: s.step)
+        if last.elements >= ENOUGH * size * max(1, last.step):
+            return True
+    return False
 
 
 def _made(rank: Rank, optimizer: int) -> int:

@@ -18,10 +18,11 @@ class OptimizerParameterMismatch(Check):
     """The optimizer does not hold the parameters that are trained
 
     ## What it finds
-    Parameters of a wrapped model that get gradients, that are in no optimizer and that nothing
-    changes; and beside them parameters in an optimizer that are not trained. The usual ways:
-    the optimizer was built before the model was copied or a layer re-created, or the parameter
-    groups forgot a part.
+    Parameters of a wrapped model, or of one that `fully_shard` was applied to, that get gradients,
+    that are in no optimizer and that nothing changes; and beside them parameters in an optimizer
+    that are not trained. The usual ways: the optimizer was built before the model was copied or
+    sharded or a layer re-created, or the parameter groups forgot a part. (Of a sharded model it is
+    told only where the optimizer holds parameters that are in no module any more.)
 
     ## Why it hurts
     The layer stays as it was initialised, or the optimizer polishes a layer that is not used. The
@@ -43,12 +44,13 @@ class OptimizerParameterMismatch(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        if not models.numbers(run):
+        if not models.numbers(run) and not run.any(Ownership):
             return models.NO_DDP
         return None if run.training_ranks() else "no optimizer step seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for model in models.numbers(run):
+        sharded = {e.model for r in run.ranks.values() for e in r.of(Ownership) if e.model < 0}
+        for model in [*models.numbers(run), *sorted(sharded, reverse=True)]:
             seen = {r: e for r in run.ranks.values() if (e := _latest(r, model)) is not None}
             if seen:
                 yield self._tell(run, model, seen)
@@ -56,7 +58,8 @@ class OptimizerParameterMismatch(Check):
     def _tell(self, run: Run, model: int, seen: dict[Rank, Ownership]) -> Finding:
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
-        assert wrapped is not None
+        kind = wrapped.kind if wrapped else event.module
+        wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
         bad = bool(event.stale) or few
         spot = rank.location(event.site)
@@ -65,14 +68,13 @@ class OptimizerParameterMismatch(Check):
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(s for s in (0, max(r.steps for r in seen) - 1)),
             subjects=event.missing,
-            location=spot or rank.location(event.made) or rank.location(wrapped.site),
+            location=spot or rank.location(event.made) or rank.location(wrap_site),
             label=_label(event),
-            related=models.related(
-                rank, (("made here", event.made), ("wrapped here", wrapped.site))
-            ),
+            related=models.related(rank, (("made here", event.made), ("wrapped here", wrap_site))),
             summary=f"{_summary(event)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(event, wrapped.kind),
+            cause=_cause(event, kind),
             fix="build the optimizer last, from `model.parameters()`"
+            + ("" if wrapped else ", after `fully_shard`")
             if event.stale
             else "give the optimizer the rest of the parameters; what is to stay as it is: "
             "`requires_grad_(False)` before the wrap",
@@ -107,6 +109,11 @@ def _summary(event: Ownership) -> str:
 
 
 def _cause(event: Ownership, kind: str) -> str:
+    if event.stale and event.model < 0:
+        return (
+            f"{event.kind} was built before `fully_shard`, which put sharded parameters into "
+            f"{kind} in the place of those that the optimizer holds"
+        )
     if event.stale:
         return (
             f"{event.kind} was built from parameters that are no longer those of {kind}: the model "

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, ranks_text
 
 from . import _graphs as graphs
 from . import _models as models
@@ -85,8 +85,7 @@ class RankDependentGraph(Check):
             location=spot,
             label=label,
             related=models.related(rank, (("wrapped here", wrapped.site),)),
-            summary=f"{models.some(names)} of {wrapped.kind} got no gradient at step {event.step} "
-            f"{models.on_ranks(run, without)}, but did on the others",
+            summary=_summary(run, wrapped, event.step, left, without, names),
             cause=_cause(wrapped, parts, allowed),
             fix=_fix(parts[0], allowed),
             fix_kind=FixKind.CHECK,
@@ -97,6 +96,32 @@ class RankDependentGraph(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _summary(
+    run: Run,
+    wrapped: Wrapped,
+    step: int,
+    left: dict[int, set[int]],
+    without: list[int],
+    names: tuple[str, ...],
+) -> str:
+    if len(without) < len(left):
+        return (
+            f"{models.some(names)} of {wrapped.kind} got no gradient at step {step} "
+            f"{models.on_ranks(run, without)}, but did on the others"
+        )
+    common = set.intersection(*left.values())
+    groups = equal_ranks({r: tuple(sorted(missing - common)) for r, missing in left.items()})
+    own = [
+        f"{models.some(models.names_of(wrapped, sorted(left[g[0]] - common)))} on {ranks_text(g)}"
+        for g in groups
+    ]
+    more = f"; and so on, {len(own)} different sets" if len(own) > 3 else ""
+    return (
+        f"the ranks used different parameters of {wrapped.kind} at step {step}, none of them all: "
+        f"no gradient came to {'; '.join(own[:3])}{more}"
+    )
 
 
 def _spot(

@@ -101,6 +101,8 @@ def _label(event: NonFinite) -> str:
         return f"is given {event.value}"
     if event.kind == "loss":
         what = f"{event.operation} gives " if event.operation else ""
+        if event.entered:
+            return f"{event.value} arises here, before {event.module or event.entered}"
         return f"{what}{event.value}"
     return f"{event.value} in a {event.kind}"
 
@@ -130,6 +132,8 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
     if event.kind in ("parameter", "buffer"):
         return f"{event.kind}s of {ranks} are not finite at step {event.step} ({some})"
     made = f": {event.operation} made it" if event.operation else ""
+    if event.entered:
+        made = f": it came into {event.module or event.entered}"
     after = f" after {event.module}" if event.operation and event.module else ""
     return f"the first {value} is in the loss of {ranks} at step {event.step}{made}{after}"
 
@@ -138,6 +142,12 @@ def _cause(event: NonFinite, rank: Rank) -> str:
     if event.kind == "input":
         rows = f", in rows {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
         return f"{', '.join(event.names)} held it before the forward{rows}"
+    if event.kind == "loss" and event.entered:
+        into = f" of {event.module}" if event.module else ""
+        return (
+            f"inputs and parameters were finite; what `{event.entered}`{into} was given was not: "
+            "it arose on the way there, in numbers that need no gradient"
+        )
     if event.kind == "loss" and not event.operation:
         return (
             "it arose on the way to the loss; by which operation the graph does not tell: what is "

@@ -200,7 +200,7 @@ class RankSession:
         return True
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The block ends; recording does too."""
+        """The block ends; recording does too. Where it raised, the report comes later."""
         if not self._ours or self._failed:
             return
         try:
@@ -208,11 +208,10 @@ class RankSession:
 
             self._blocks += 1
             self._prepared = False
-            if self._counter is not None:
-                self._counter.close()
             self._place = self._counter = None
             probe.leave(error, trace)
-            self._wait_for_report(REPORT_S)
+            if error is None:  # else the others may be waiting for this process to end
+                self._wait_for_report(REPORT_S)
         except Exception as problem:
             self._give_up(problem)
 

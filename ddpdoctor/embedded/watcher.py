@@ -23,7 +23,7 @@ from ..events import RankExiting
 from ..launch import ending
 from ..monitor import Monitor
 from ..run import Recording, Run
-from ..runfolder import RunFolder
+from ..runfolder import RunFolder, RunInfo
 from .meeting import reported
 
 TICK_S = 0.25
@@ -171,11 +171,21 @@ class Watcher:
         run = Recording(self.folder).refresh(self.folder.attempts()[-1])
         codes = [r.exit_code or 0 for r in run.ranks.values()]
         info = self.folder.read_info()
-        status = max(codes, default=0)
+        unsaved = None
         if info is not None and self.orders.owns_info:
-            self.folder.write_info(ending.ended(info, run, status, self.stopped_by))
-        report = ending.examine(self.folder, self.options)
+            unsaved = _ended(info, run, max(codes, default=0), self.stopped_by)
+            with ending.reported("run.json"):
+                self.folder.write_info(unsaved)
+                unsaved = None
+        report = ending.examine(self.folder, self.options, unsaved)
         ending.publish(self.folder, report, self.options)
+
+
+def _ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:
+    """How it ended; the launcher's status is seen by nobody, and only the ranks' are known."""
+    info = ending.ended(info, run, status, stopped_by)
+    unknown = status == 0 and info.outcome != "completed"
+    return msgspec.structs.replace(info, exit_code=None) if unknown else info
 
 
 def _alive(pid: int) -> bool:

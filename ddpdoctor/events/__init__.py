@@ -17,6 +17,7 @@ from .calls import (
     FlightLog,
     Place,
     Signature,
+    Way,
 )
 from .codec import decode, encode
 from .communication import SyncTimes
@@ -30,6 +31,7 @@ from .data import (
     LoaderSeen,
     Payload,
     SamplerRefused,
+    ShardedOver,
 )
 from .devices import (
     DataParallelMade,
@@ -45,6 +47,7 @@ from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
 from .model import (
     Bypassed,
+    CommHook,
     ModulesSkipped,
     ParametersChanged,
     ParameterUse,
@@ -100,6 +103,7 @@ __all__ = [
     "CallSite",
     "Carried",
     "Clipped",
+    "CommHook",
     "ContentRead",
     "Digests",
     "Edited",
@@ -161,6 +165,7 @@ __all__ = [
     "Relayed",
     "Replica",
     "SamplerRefused",
+    "ShardedOver",
     "ScalerStep",
     "SchedulerStep",
     "SearchCost",
@@ -184,6 +189,7 @@ __all__ = [
     "UnusedParameters",
     "Unwrapped",
     "UnwrappedState",
+    "Way",
     "Worker",
     "Wrapped",
     "ZeroGradients",

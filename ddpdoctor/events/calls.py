@@ -15,6 +15,7 @@ class Signature(Event, frozen=True, tag="signature"):
         device: its type (`cpu`, `cuda`).
         root: global rank of source or destination, -1 where there is none.
         ranks: members, for `new_group`.
+        sends, receives: the other sides of a batch's messages, one for each.
     """
 
     id: int
@@ -26,6 +27,8 @@ class Signature(Event, frozen=True, tag="signature"):
     root: int = -1
     shape: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -41,11 +44,32 @@ class Signature(Event, frozen=True, tag="signature"):
         return f"{self.op}({', '.join(parts)})" if parts else self.op
 
 
-class Enclosing(Part, frozen=True):
-    """A statement around a line (part of `Place`)."""
+class Way(Part, frozen=True):
+    """A statement that leaves out lines: `continue`, or the handler of an exception.
+
+    Attributes:
+        line: its own, or that of the handler; text: the statement that it is under.
+        first, last: the lines that it leaves out, or may leave out.
+    """
 
     line: int
     text: str
+    first: int
+    last: int
+
+
+class Enclosing(Part, frozen=True):
+    """A statement around a line (part of `Place`).
+
+    Attributes:
+        ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
+        broken: of a loop, whether a statement in it ends the loop.
+    """
+
+    line: int
+    text: str
+    ways: tuple[Way, ...] = ()
+    broken: bool = False
 
 
 class Place(Part, frozen=True):

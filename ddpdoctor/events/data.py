@@ -237,3 +237,15 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     fed: bool
     drawn: int = -1
     training: bool = True
+
+
+class ShardedOver(Event, frozen=True, tag="sharded-over"):
+    """`fully_shard` was given a mesh of several dimensions that holds all ranks: it shards over one
+    and replicates over another, and every rank is to read data of its own.
+
+    Attributes:
+        ranks: all of the mesh; `groups` are this rank's, one for each dimension.
+    """
+
+    ranks: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...] = ()

@@ -16,7 +16,8 @@ class Replica(Event, frozen=True, tag="replica"):
         ranks: global ranks of the model's process group.
         parameters: positions in `Wrapped.parameters`, packed; what `Digests` count through.
         broadcast: DDP copies rank 0's buffers before each forward.
-        hook: name of DDP's communication hook, empty for none.
+        hook: name of DDP's communication hook, empty for none; averages: False for one that is
+            not known to average gradients.
         left_out: why this replica is not to be compared (`local SGD`, ...), empty where it is.
     """
 
@@ -26,6 +27,7 @@ class Replica(Event, frozen=True, tag="replica"):
     parameters: str
     broadcast: bool = True
     hook: str = ""
+    averages: bool = True
     left_out: str = ""
 
 
@@ -119,8 +121,10 @@ class Edited(Event, frozen=True, tag="edited"):
         step: of the optimizer. `changed` False: not any more.
         ratio: gradients now by gradients before, where that is one number for all that were
             looked at; 0 where it is not.
-        site: the user's line that did it, -1 where it was not traced.
+        site: the user's line that did it, -1 where it was not traced; more: other lines that did.
         functions: what was called meanwhile (`clip_grad_norm_`).
+        beside: something else than these functions changed them, too.
+        undone: `changed` False, but they were changed and put back.
         divisor: the world size as written, where the line divides by it.
     """
 
@@ -133,6 +137,9 @@ class Edited(Event, frozen=True, tag="edited"):
     site: int = -1
     functions: tuple[str, ...] = ()
     divisor: str = ""
+    more: tuple[int, ...] = ()
+    beside: bool = False
+    undone: bool = False
 
 
 class Clipped(Event, frozen=True, tag="clipped"):

@@ -57,7 +57,10 @@ class GroupReady(Event, frozen=True, tag="group-ready"):
 
 
 class GroupDestroyed(Event, frozen=True, tag="group-destroyed"):
-    """`destroy_process_group` returned; `name` is empty for "all groups"."""
+    """`destroy_process_group` was called, and did it; `name` is empty for "all groups".
+
+    Its peers lose their connections before it returns: `at` is when it was called.
+    """
 
     name: str = ""
     site: int = -1

@@ -230,6 +230,13 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             on the default group. `completed` are the steps before this one of which that is true.
         averaged: steps so far, this one included, before which the parameters themselves were
             handed to collectives.
+        shared: steps so far, this one included, of which at least half of the gradients, by their
+            elements, were handed to collectives before it.
+        elements: floating-point numbers handed to collectives so far, first step not included.
+        each: digests one by one, of the gradients and then of the parameters, in the order of
+            `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
+            gradients were handed over for this step, as told by memory and size (packed), `other`
+            the elements of what else was, and `exchange_site` the line of such a call.
         last: taken when the run was over, after `step` steps; the gradients mean nothing.
     """
 
@@ -241,6 +248,12 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     complete: bool = False
     completed: int = 0
     averaged: int = 0
+    shared: int = 0
+    elements: int = 0
+    each: str = ""
+    handed: str = ""
+    other: int = 0
+    exchange_site: int = -1
     last: bool = False
 
 
@@ -292,6 +305,21 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
     unsynced_site: int = -1
     site: int = -1
     forward_site: int = -1
+
+
+class CommHook(Event, frozen=True, tag="comm-hook"):
+    """The program gave a wrapped model a communication hook, which averages in DDP's place.
+
+    Attributes:
+        name: of the function or class, with the last part of its module's.
+    """
+
+    model: int
+    name: str
+    site: int = -1
+
+    def describe(self) -> str:
+        return f"model {self.model}: communication hook {self.name}"
 
 
 class ZeroGradients(Event, frozen=True, tag="zero-gradients"):

@@ -52,6 +52,7 @@ class ProcessEnded(Event, frozen=True, tag="process-ended"):
         status: exit status, None where a signal ended it or nobody could tell.
         signal: the signal that ended it.
         by_launcher: it was the launcher that ended it, cleaning up after another's failure.
+        silent: nobody could tell how, and it left no stacks, as it would where it was told to end.
         wall: seconds since the epoch.
     """
 
@@ -62,6 +63,7 @@ class ProcessEnded(Event, frozen=True, tag="process-ended"):
     signal: int | None = None
     by_launcher: bool = False
     attempt: int = 0
+    silent: bool = False
 
 
 class ProcessState(Event, frozen=True, tag="process-state"):

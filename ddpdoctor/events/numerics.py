@@ -17,6 +17,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         names: of the inputs, parameters or buffers; for a gradient, of the parameters nearest to
             the loss that got it.
         module, operation: where in the graph it arose, empty where that cannot be told.
+        entered: the operation that was given it as a constant: what made it needed no gradient.
         rows: positions in the batch of an input.
         site: the backward; origin_site: the line that made it, as near as it is known.
         applied: the optimizer stepped with gradients that were not finite.
@@ -32,6 +33,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     count: int = 0
     module: str = ""
     operation: str = ""
+    entered: str = ""
     rows: tuple[int, ...] = ()
     applied: bool = True
 

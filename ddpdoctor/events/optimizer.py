@@ -55,6 +55,8 @@ class Ownership(Event, frozen=True, tag="ownership"):
     """Whether the optimizers hold what is trained of a wrapped model. Recorded when it changes.
 
     Attributes:
+        model: number of the wrapped model; below 0 for one that `fully_shard` was applied to, whose
+            class is `module`.
         kind: class of the optimizer; `site` the line that made it; `held` parameters it holds.
         missing: parameters that got gradients, that no optimizer holds and nothing else changed;
             `made` is the line that made the first of them. Empty: all is well again.
@@ -66,6 +68,7 @@ class Ownership(Event, frozen=True, tag="ownership"):
     model: int
     kind: str
     step: int
+    module: str = ""
     missing: tuple[str, ...] = ()
     trained: int = 0
     held: int = 0

@@ -47,13 +47,14 @@ class Worker(Part, frozen=True):
 
 
 class RankStood(Event, frozen=True, tag="rank-stood"):
-    """Where a rank was when the run stood still.
+    """Where a rank was when the run stood still, or when native code crashed in it.
 
     Attributes:
+        crashed: the stack is the one at the crash, of the thread that met it.
         state: letter of `/proc/<pid>/stat`.
         cpu: share of one core that its main thread used or waited for in the last second or so.
         frames: the main thread's stack, innermost first; empty where it could not be taken.
-        threads: names of innermost functions of other Python threads.
+        threads: of other Python threads, the innermost function of the user's, or else of all.
     """
 
     rank: int
@@ -64,8 +65,14 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     threads: tuple[str, ...] = ()
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
+    crashed: bool = False
 
     @property
     def user_frame(self) -> StackFrame | None:
         """The innermost line of the user's."""
         return next((f for f in self.frames if f.user), None)
+
+    @property
+    def joins_threads(self) -> bool:
+        """The program is over, and Python waits for threads that are no daemons."""
+        return any(f.function == "_shutdown" and "threading" in f.file for f in self.frames)

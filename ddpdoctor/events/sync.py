@@ -65,7 +65,7 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
     Told once per line of the backward.
 
     Attributes:
-        divisor: the number.
+        step: since which it may have been; divisor: the number.
         site: the user's line that divides, -1 where it could not be found; `backward_site`.
         expression: the divisor as written.
     """

@@ -64,35 +64,37 @@ def _gave_up(run: Run, rank: int) -> bool:
     return raised is not None and any(text in raised.message for text in texts)
 
 
-def examine(folder: RunFolder, options: Options) -> Report:
-    """The report on the last attempt, with what was wrong in earlier ones."""
+def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None) -> Report:
+    """The report on the last attempt, with what was wrong in earlier ones.
+
+    Args:
+        unsaved: how the run ended, where that could not be written to its folder.
+    """
     checks = registry.select(options.select, options.ignore)
     recording = Recording(folder)
-    return join_attempts(
-        [
-            (run, diagnose(run, checks, folder=str(folder.path)))
-            for run in map(recording.refresh, folder.attempts())
-        ]
-    )
+    runs = [recording.refresh(attempt) for attempt in folder.attempts()]
+    if unsaved is not None:
+        runs[-1].info = unsaved
+    return join_attempts([(run, diagnose(run, checks, folder=str(folder.path))) for run in runs])
 
 
 def publish(folder: RunFolder, report: Report, options: Options) -> None:
     """Write the report to every place it belongs; one that fails does not take the others."""
     from .. import render
 
-    with _reported("findings.json"):
+    with reported("findings.json"):
         write_private(folder.findings_path, report.to_json())
     for attempt in folder.attempts():
         for rank, path in folder.rank_files(attempt):
-            with _reported(path.stem + ".log"):
+            with contextlib.suppress(OSError):  # it says what the report says
                 _append_to_log(path.with_suffix(".log"), rank, report.findings)
     _drop_empty_dumps(folder)
     render.console(report, stream=sys.stderr, quiet=options.quiet)
     if options.json:
-        with _reported(str(options.json)):
+        with reported(str(options.json)):
             render.write_json(report, options.json)
     if options.html:
-        with _reported(str(options.html)):
+        with reported(str(options.html)):
             render.write_html(report, options.html)
 
 
@@ -138,7 +140,8 @@ def _append_to_log(path: os.PathLike[str], rank: int, findings: Sequence[Finding
     concerned = [f for f in findings if rank in f.ranks or not f.ranks]
     lines = ["", "findings that concern this rank:" if concerned else "no finding for this rank"]
     for f in concerned:
-        place = f" ({f.location})" if f.location else ""
+        said = f.location is None or str(f.location) in f.summary
+        place = "" if said else f" ({f.location})"
         lines += [
             f"  {f.severity.value}[{f.code}] {f.check}: {printable(f.summary)}{place}",
             f"    cause: {printable(f.cause)}",
@@ -150,8 +153,9 @@ def _append_to_log(path: os.PathLike[str], rank: int, findings: Sequence[Finding
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
+    """Say that `what` could not be written, and go on."""
     try:
         yield
     except OSError as error:
-        say(f"cannot write {what}: {error.strerror}")
+        say(f"cannot save {what}: {error.strerror}")

@@ -57,8 +57,11 @@ class Session:
         try:
             run = Recording(self.folder).refresh(self.folder.attempts()[-1])
             self.info = ending.ended(self.info, run, status, stopped_by)
-            self.write_info()
-            report = ending.examine(self.folder, self.options)
+            unsaved: RunInfo | None = self.info
+            with ending.reported("run.json"):
+                self.write_info()
+                unsaved = None
+            report = ending.examine(self.folder, self.options, unsaved)
             ending.publish(self.folder, report, self.options)
         except Exception as error:  # training's status must come through whatever we got wrong
             ending.say(f"the report failed ({error!r}); the records are in {self.folder.path}")

@@ -14,7 +14,9 @@ import time
 from typing import Any
 
 from ..events import FlightEntry, FlightLog
+from ..held import Held, apart
 from ..ring import RingWriter, ask_address
+from . import stacks
 from .recorder import Recorder, recorder
 from .torch_private import flight_recorder
 
@@ -24,19 +26,38 @@ KEPT = 64
 def listen(active: Recorder, ring: RingWriter) -> None:
     """Start answering; where that is impossible, hangs are judged without the flight recorder."""
     try:
-        ears = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         nonce = int.from_bytes(os.urandom(7), "little")
-        ears.bind(ask_address(os.getpid(), nonce))
-        _thread.start_new_thread(_serve, (ears, os.getpid()))
+        address = ask_address(os.getpid(), nonce)
+        _thread.start_new_thread(_serve, (_Ears(address), address, os.getpid()))
         ring.answers(nonce)
     except (OSError, RuntimeError, AttributeError) as error:
         active.trouble("answers", error, "collectives that DDP issues itself, in a hang")
 
 
-def _serve(ears: socket.socket, pid: int) -> None:
+class _Ears:
+    """The socket, which the program may close or replace like any descriptor."""
+
+    def __init__(self, address: str) -> None:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(fileno=apart(made.detach()))
+        self._held = Held(self._socket.fileno())
+        self._socket.bind(address)
+
+    def hear(self) -> bool:
+        """Wait for a question; False where the socket is the program's by now."""
+        if not self._held.ours():
+            self._socket.detach()
+            return False
+        self._socket.recv(16)
+        return True
+
+
+def _serve(ears: _Ears, address: str, pid: int) -> None:
     while True:
         try:
-            ears.recv(16)
+            if not ears.hear():
+                ears = _Ears(address)
+                continue
         except OSError:
             return
         active = recorder()
@@ -49,6 +70,7 @@ def _serve(ears: socket.socket, pid: int) -> None:
 
 
 def _tell(active: Recorder) -> None:
+    stacks.keep()
     text = flight_recorder()
     if text is None:
         return

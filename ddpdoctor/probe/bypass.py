@@ -80,6 +80,7 @@ def install() -> None:
     _following[:] = (
         moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
         moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
+        moments.closure_ends.subscribe(_judge, lost=LOST, awake=False),
         moments.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
     )
     moments.leaving.subscribe(_leaving, lost=LOST)
@@ -154,6 +155,11 @@ def _users(active: Recorder, function: Any) -> bool:
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
+    if not step.closure:  # else what it applies is yet to come
+        _judge(active, step)
+
+
+def _judge(active: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     suspects = [(m, k) for m, k in list(_known.items()) if k.suspect is not None]
     if optimizer is None or not suspects:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import time
@@ -19,7 +18,7 @@ from .moments import Backward, Forward, Step
 from .patching import around, refused, replace
 from .recorder import Recorder, guarded, recorder
 from .tape import tape
-from .torch_private import joins
+from .torch_private import joins, sequence_number
 
 LOST = "collectives, and with them mismatches and hangs"
 
@@ -40,6 +39,8 @@ class Kind:
     sized: bool = True
     p2p: bool = False
 
+
+BATCH = "batch_isend_irecv"
 
 KINDS = {
     "all_reduce": Kind("all_reduce", "tensor", reduces=True),
@@ -69,7 +70,7 @@ KINDS = {
     "irecv": Kind("irecv", "tensor", root="src", p2p=True),
     "send_object_list": Kind("send_object_list", root="dst", p2p=True),
     "recv_object_list": Kind("recv_object_list", root="src", p2p=True),
-    "batch_isend_irecv": Kind("batch_isend_irecv", p2p=True),
+    BATCH: Kind(BATCH, p2p=True),
 }
 
 
@@ -114,7 +115,6 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     read = _reader(original, kind)
     part = f"calls.{kind.op}"
 
-    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = None if _depth.inside else recorder()
         number = failure = None
@@ -148,7 +148,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
             active.own_ns += time.perf_counter_ns() - began
         return result
 
-    return passed_over(wrapper)
+    return passed_over(wrapper, original)
 
 
 def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
@@ -166,6 +166,9 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     def read(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         given = len(args)
         group = args[group_at] if group_at < given else kwargs.get("group")
+        messages = _batched(args, kwargs) if kind.op == BATCH else ()
+        if messages:
+            group = messages[0].group
         number = 0 if group is None else groups.number_of(group)
         tensor = None
         if kind.tensor:
@@ -187,11 +190,24 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
             )
             root = _root(group, named, in_group, kind.p2p)
         site = written.here()
+        if messages:
+            sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
+            return written.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:
             return written.point_to_point(number, kind.op, site, root)
         return written.collective(number, kind.op, site, tensor, kind.sized, reduce_op, root)
 
     return read
+
+
+def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The messages of a batch."""
+    given = args[0] if args else kwargs.get("p2p_op_list")
+    return tuple(given) if isinstance(given, (list, tuple)) else ()
+
+
+def _peers(messages: tuple[Any, ...], op: str) -> tuple[int, ...]:
+    return tuple(int(m.peer) for m in messages if m.op.__name__ == op)
 
 
 def _tensors(given: Any) -> tuple[Any, ...]:
@@ -281,18 +297,19 @@ def _watch_waits(c10d: Any) -> None:
             waits.waited(time.monotonic() - began)
         return result
 
-    wait.__doc__ = original.__doc__
-    replace(c10d.Work, "wait", passed_over(wait))
+    replace(c10d.Work, "wait", passed_over(wait, original))
 
 
 class _Open:
-    """Calls of wrapped models that have begun: group or look (None in a routine step), and call.
+    """Calls of wrapped models that have begun.
 
+    `forwards`: model, call, and torch's count of the group's collectives before it, where nothing
+    else tells whether there was one. `backwards`: look (None in a routine step), and call.
     `buffers`: there are models whose forwards broadcast them.
     """
 
     buffers = False
-    forwards: list[tuple[int, int]] = []
+    forwards: list[tuple[Model, int, int]] = []
     backwards: list[tuple[Look | None, int]] = []
 
 
@@ -316,13 +333,18 @@ def _wrapped(active: Recorder, model: Model) -> None:
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
-    """A forward that will broadcast the buffers is a collective of its group."""
+    """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
+    first backward had them, is a collective of its group."""
     written = active.tape or tape(active)
     if written is None:
         return
-    ddp, group = forward.wrapper, forward.model.group
-    if _Open.buffers and group >= 0 and not joins(ddp) and ddp.will_sync_module_buffers():
-        _Open.forwards.append((group, written.of_model(group, "DDP forward", forward.frame)))
+    ddp, model = forward.wrapper, forward.model
+    if (_Open.buffers or model.rebuilds) and model.group >= 0 and not joins(ddp):
+        broadcasts = _Open.buffers and ddp.will_sync_module_buffers()
+        if broadcasts or _rebuilds(forward):
+            call = written.of_model(model.group, "DDP forward", forward.frame)
+            before = -1 if broadcasts else sequence_number(getattr(ddp, "process_group", None))
+            _Open.forwards.append((model, call, before))
     written.ring.phase(Phase.FORWARD, forward.site)
 
 
@@ -330,13 +352,24 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     written = active.tape or tape(active)
     if written is None:
         return
-    if _Open.forwards and _Open.forwards[-1][0] == forward.model.group:
-        _, call = _Open.forwards.pop()
-        state = State.DONE if forward.error is None else State.FAILED
-        written.ring.mark(call, state, moved=False)
-        if forward.error is not None:
+    if _Open.forwards and _Open.forwards[-1][0] is forward.model:
+        model, call, before = _Open.forwards.pop()
+        group = getattr(forward.wrapper, "process_group", None)
+        if before >= 0 and sequence_number(group) == before:
+            written.void(call)
+        elif forward.error is not None:
+            written.ring.mark(call, State.FAILED, moved=False)
             process.call_failed(active, call, forward.error)
+        else:
+            written.ring.mark(call, State.DONE, moved=False)
+        if forward.error is None and _rebuilds(forward):
+            model.rebuilds = False
     written.ring.phase(Phase.USER, forward.site)
+
+
+def _rebuilds(forward: Forward) -> bool:
+    model = forward.model
+    return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:

@@ -18,6 +18,7 @@ from .modules import birth_site, parameter_site, registrations
 from .moments import Backward, Forward, Subscriptions
 from .patching import around
 from .recorder import Recorder
+from .references import Reference
 from .resolving import setting_in_frames
 
 LOST = "parameters that change after the wrap"
@@ -189,7 +190,7 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
         site = -1 if module is None else parameter_site(module, last)
         if site < 0 and module is not None:
             site = birth_site(module)
-        watch.found.append(Change(kind, names, [weakref.ref(p) for _, p in listed], site))
+        watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
 
 
 def _forward_failed(active: Recorder, forward: Forward) -> None:

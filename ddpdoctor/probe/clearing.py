@@ -12,6 +12,7 @@ from .digests import readable
 from .gradients import some, versions
 from .moments import Backward, Step, Subscriptions
 from .recorder import Recorder
+from .references import Reference
 from .torch_private import shard
 
 LOST = "whether gradients are cleared"
@@ -33,7 +34,7 @@ class Watched:
     """
 
     def __init__(self, parameters: list[Any]) -> None:
-        self.parameters = [weakref.ref(p) for p in some(parameters)]
+        self.parameters = [Reference(p) for p in some(parameters)]
         self.before: list[tuple[int, int]] = []
         self.filled: weakref.ref[Any] | None = None
         self.cleared = True

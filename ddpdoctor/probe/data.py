@@ -7,8 +7,8 @@ import time
 import weakref
 from typing import Any
 
-from ..events import EpochBegan, SamplerRefused
-from . import identity, moments, randomness, samplers
+from ..events import EpochBegan, SamplerRefused, ShardedOver
+from . import identity, modules, moments, randomness, samplers
 from .contents import Fingerprints
 from .frames import passed_over, unframe
 from .moments import Forward, Loading, Step
@@ -16,7 +16,7 @@ from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, current, run_hook
 from .samplers import innermost, integer, length, weak
-from .torch_private import may_share_inputs, sequence_number
+from .torch_private import group_ranks, may_share_inputs, sequence_number, sharding_mesh
 
 LOST = "what each rank read from its DataLoaders"
 
@@ -254,7 +254,6 @@ def _watch_batches(base: Any) -> None:
     readings, clock = _data.readings, time.perf_counter_ns
     state, grad_enabled = _data, torch.is_grad_enabled
 
-    @functools.wraps(next_index)
     def _next_index(self: Any) -> Any:
         try:
             index = next_index(self)
@@ -266,7 +265,6 @@ def _watch_batches(base: Any) -> None:
             reading.given.append(index)
         return index
 
-    @functools.wraps(next_batch)
     def __next__(self: Any) -> Any:
         active = current.recorder
         if active is None:
@@ -306,9 +304,12 @@ def _watch_batches(base: Any) -> None:
         active.own_ns += clock() - now
         return batch
 
-    for name, wrapper in (("_next_index", _next_index), ("__next__", __next__)):
+    for name, wrapper, original in (
+        ("_next_index", _next_index, next_index),
+        ("__next__", __next__, next_batch),
+    ):
         wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
-        replace(base, name, passed_over(wrapper))
+        replace(base, name, passed_over(wrapper, original))
 
 
 def _loading(active: Recorder) -> Loading:
@@ -362,10 +363,23 @@ def _step_due(active: Recorder, step: Step) -> None:
         _data.optimizers_seen.add(step.known.number)
         optimizer = step.optimizer()
         groups = optimizer.param_groups if optimizer is not None else ()
-        if any(may_share_inputs(p) for g in groups for p in g["params"]):
-            _data.sharded = True
+        _tell_sharding(active, [p for g in groups for p in g["params"]])
     if _data.gone:
         _close_gone(active)
+
+
+def _tell_sharding(active: Recorder, parameters: list[Any]) -> None:
+    if not any(hasattr(p, "device_mesh") for p in parameters):
+        return
+    meshes = [m for module in modules.living() if (m := sharding_mesh(module)) is not None]
+    if any(may_share_inputs(p, meshes) for p in parameters):
+        _data.sharded = True
+        return
+    mesh = next(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
+    if mesh.ndim > 1 and mesh in meshes:
+        groups = (group_ranks(mesh.get_group(n)) for n in range(mesh.ndim))
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        active.emit(ShardedOver(at=time.monotonic(), ranks=ranks, groups=tuple(groups)), vital=True)
 
 
 def _settle(active: Recorder) -> None:

@@ -5,7 +5,6 @@ Such a program has no process group, so making the wrapper is what makes the pro
 
 from __future__ import annotations
 
-import functools
 import importlib
 import time
 import weakref
@@ -67,7 +66,6 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
     wrapper = _wrapper()
     watched = vars(wrapper)["__init__"]
 
-    @functools.wraps(watched)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if recorder() is None:
             try:
@@ -80,7 +78,7 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             unframe(error)
             raise
 
-    replace(wrapper, "__init__", passed_over(__init__))
+    replace(wrapper, "__init__", passed_over(__init__, watched))
 
 
 def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from .moments import Forward, Step
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
-from .torch_private import comm_hook, group_ranks, joins
+from .torch_private import averages, comm_hook, group_ranks, joins
 
 LOST = "drift of gradients, parameters and buffers"
 
@@ -159,7 +159,9 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
     wrapper = holding.model.ddp()
     if wrapper is None:
         return
-    hook = comm_hook(wrapper)
+    hook, average = comm_hook(wrapper), averages(wrapper)
+    if hook:
+        exchanges.hook_seen(average)
     if "localsgd" in hook.lower():
         watch.left_out = "its communication hook is local SGD"
     watch.broadcast = bool(getattr(wrapper, "broadcast_buffers", True))
@@ -172,6 +174,7 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
             parameters=pack(holding.positions),
             broadcast=watch.broadcast,
             hook=hook,
+            averages=average,
             left_out=watch.left_out,
         )
     )

@@ -7,6 +7,7 @@ be blamed on the rank that made it, and on the line.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ..events import Clipped, Edited
@@ -39,12 +40,19 @@ only where the next edit is due, if they come as regularly as the last two."""
 
 
 class Taken:
-    """Some tensors as they were."""
+    """Some tensors as they were.
+
+    Attributes:
+        latest: digests after the last of torch's functions that may change them.
+        beside: something else changed them before that.
+    """
 
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
         self.positions = positions
-        self.numbers = digests(tensors)
+        self.numbers = self.latest = digests(tensors)
         self.values = _values(tensors) if sampled else []
+        self.versions = [] if sampled else [_version(t) for t in tensors]
+        self.beside = False
 
 
 class Followed:
@@ -53,8 +61,8 @@ class Followed:
     def __init__(self) -> None:
         self.gradients: Taken | None = None
         self.parameters: dict[int, Taken] = {}
-        self.told: dict[tuple[str, int], tuple[bool, float, int]] = {}
-        self.sites: dict[str, int] = {}
+        self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self.sites: dict[str, tuple[int, ...]] = {}
         self.divisors: dict[str, str] = {}
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
@@ -75,6 +83,7 @@ class _Edits:
         self.models: dict[Model, Followed] = {}
         self.functions: dict[str, None] = {}
         self.calls: dict[int, int] = {}
+        self.depth = 0
         self.spent_ns = 0
 
 
@@ -91,8 +100,10 @@ def install() -> None:
     _edits.__init__()  # type: ignore[misc]
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         if hasattr(clip_grad, name):
-            around((clip_grad, utils), name, before=_clipping(name), lost="clipping of gradients")
-    around(torch.amp.GradScaler, "unscale_", before=_unscaling, lost=LOST)
+            owners = (clip_grad, utils)
+            lost = "clipping of gradients"
+            around(owners, name, before=_clipping(name), after=_changed, lost=lost)
+    around(torch.amp.GradScaler, "unscale_", before=_unscaling, after=_changed, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
     moments.pulse.subscribe(_pulse, lost=LOST)
     _looking[:] = (
@@ -104,7 +115,7 @@ def install() -> None:
 
 def _clipping(name: str) -> Any:
     def before(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _edits.functions[name] = None
+        _changing(name)
         site = active.site()
         call = _edits.calls.get(site, 0)
         _edits.calls[site] = call + 1
@@ -117,7 +128,42 @@ def _clipping(name: str) -> Any:
 
 
 def _unscaling(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _edits.functions["unscale_"] = None
+    _changing("unscale_")
+
+
+def _changing(name: str) -> None:
+    """A function of torch's is about to change gradients: what changed them before was another."""
+    _edits.functions[name] = None
+    _edits.depth += 1
+    if _edits.depth > 1:
+        return
+    began = time.perf_counter_ns()
+    for model, taken in _taken():
+        taken.beside |= _gradients_now(model, taken) != taken.latest
+    _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _changed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _edits.depth = max(0, _edits.depth - 1)
+    if _edits.depth:
+        return
+    began = time.perf_counter_ns()
+    for model, taken in _taken():
+        taken.latest = _gradients_now(model, taken)
+        tracer = _followed(model).tracer
+        if tracer is not None and tracer.kind == "gradients":
+            tracer.pass_over()
+    _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _taken() -> Iterator[tuple[Model, Taken]]:
+    for model, followed in _edits.models.items():
+        if followed.gradients is not None:
+            yield model, followed.gradients
+
+
+def _gradients_now(model: Model, taken: Taken) -> list[int]:
+    return digests([_gradient(model, p) for p in taken.positions])
 
 
 def _followed(model: Model) -> Followed:
@@ -162,6 +208,7 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _edits.functions.clear()
+    _edits.depth = 0
     if backward.error is not None:
         return
     for model in backward.models:
@@ -230,28 +277,33 @@ def _tell(
         if old != new
     ]
     changed = bool(differing)
+    functions = tuple(_edits.functions) if changed and kind == "gradients" else ()
+    beside = bool(functions) and (before.beside or now.numbers != before.latest)
+    undone = [] if changed else _rewritten(before, now)
     ratio = _ratio(before, now) if changed and kind == "gradients" else 0.0
     if followed.tracer is not None and followed.tracer.kind == kind:
         found = followed.tracer.stop()
         followed.tracer = None
-        if found is not None and changed:
+        if found and (changed or undone):
             followed.wanted.pop(kind, None)
-            followed.sites[kind] = active.sites.number(*found)
-            code, line = found
+            followed.sites[kind] = tuple(active.sites.number(*place) for place in found)
+            code, line = found[0]
             followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
-    if changed and kind not in followed.sites and not _edits.functions:
-        followed.wanted[kind] = differing[0]
+    by_hand = undone or (differing if beside or not functions else [])
+    if by_hand and kind not in followed.sites:
+        followed.wanted[kind] = by_hand[0]
         last = followed.changed_at.get(kind, active.step)
         followed.expected[kind] = 2 * active.step - last
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
-    site = followed.sites.get(kind, -1) if changed else -1
-    if followed.told.get(key, (False, 0.0, -1)) == (changed, ratio, site):
+    sites = followed.sites.get(kind, ()) if changed or undone else ()
+    state = (changed, ratio, sites, beside, bool(undone))
+    if followed.told.get(key, (False, 0.0, (), False, False)) == state:
         return
     if followed.count >= TOLD_AT_MOST:
         return
     followed.count += 1
-    followed.told[key] = (changed, ratio, site)
+    followed.told[key] = state
     active.emit(
         Edited(
             at=time.monotonic(),
@@ -261,11 +313,24 @@ def _tell(
             step=step.number,
             changed=changed,
             ratio=ratio,
-            site=site,
-            functions=tuple(_edits.functions) if changed else (),
+            site=sites[0] if sites else -1,
+            more=sites[1:],
+            functions=functions,
+            beside=beside,
+            undone=bool(undone),
             divisor=followed.divisors.get(kind, "") if changed else "",
         )
     )
+
+
+def _rewritten(before: Taken, now: Taken) -> list[int]:
+    versions = zip(before.positions, before.versions, now.versions, strict=False)
+    return [position for position, old, new in versions if old != new]
+
+
+def _version(tensor: Any) -> int:
+    """How often torch has seen it change in place; -1 where it does not count."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _values(tensors: list[Any]) -> list[float]:

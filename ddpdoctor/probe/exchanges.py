@@ -14,6 +14,9 @@ from .torch_private import sequence_number
 LOST = "gradients that are synchronised by hand"
 
 KEPT = 20_000
+SITES_KNOWN = 3
+"""Steps in which the line of an exchange is looked up."""
+
 ENOUGH = 0.5
 """Share of the elements that must have been exchanged to count as a synchronisation."""
 
@@ -35,10 +38,31 @@ class Exchange(NamedTuple):
     memory: int
 
 
+class Handed(NamedTuple):
+    """What collectives carried of some gradients since the backward.
+
+    Attributes:
+        positions: those that were handed over themselves or as copies, by memory and size.
+        other: elements of what else was.
+        every: all of them were, be it in flat buffers, on the default group and on no other.
+        most: by elements, `ENOUGH` of them were.
+    """
+
+    positions: tuple[int, ...] = ()
+    other: int = 0
+    every: bool = False
+    most: bool = False
+
+
 class _Window:
     """Since the last backward ended (`recent`), and since the step before (`earlier`).
 
     Attributes:
+        within: inside a backward, where all of DDP's communication hooks (`hooks`) are known to
+            average gradients.
+        stepped: an optimizer has stepped since; others may step yet before the next backward.
+        elements: floating-point numbers that were ever handed over, first step not included.
+        site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
     """
@@ -46,10 +70,20 @@ class _Window:
     def __init__(self) -> None:
         self.recent: list[Exchange] = []
         self.earlier: list[Exchange] = []
+        self.within: list[Exchange] = []
+        self.hooks: set[bool] = set()
+        self.stepped = False
+        self.elements = 0
+        self.site = -1
         self.calls = 0
         self.uncounted = False
         self.sequence = -1
         self.special = ""
+
+    def begin(self) -> None:
+        """Something happens after the step."""
+        if self.stepped:
+            self.recent, self.earlier, self.within, self.stepped = [], [], [], False
 
 
 _window = _Window()
@@ -68,6 +102,7 @@ def install() -> None:
 
 def _called(active: Recorder, call: Call) -> None:
     _following.wake()
+    _window.begin()
     if call.p2p:
         _window.special = _window.special or "point-to-point"
     elif call.group == 0:
@@ -76,10 +111,16 @@ def _called(active: Recorder, call: Call) -> None:
         _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
     if call.op not in CARRY_VALUES:
         return
-    kept = _window.recent if autograd.since(active.step) else _window.earlier
+    after_backward = autograd.since(active.step)
+    kept = _window.recent if after_backward else _window.earlier
+    if autograd.running() and _window.hooks == {True}:
+        kept = _window.within
+    if after_backward and active.step < SITES_KNOWN:
+        _window.site = active.site()
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             kept.append(Exchange(call.group, tensor.numel(), tensor.untyped_storage().data_ptr()))
+            _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 _window.special = "all-to-all"
             elif autograd.running():
@@ -87,18 +128,20 @@ def _called(active: Recorder, call: Call) -> None:
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
+    _window.begin()
     if _window.recent:
         _window.earlier += _window.recent
         _window.recent = []
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
-    _window.recent, _window.earlier = [], []
+    _window.stepped = True
     _window.uncounted = False
     _window.calls = 0
     # Only asked where nothing is wrapped.
     _window.sequence = -1 if models.live() else sequence_number(_world())
     if models.live():
+        _window.begin()
         _following.rest()
 
 
@@ -120,6 +163,11 @@ def unseen() -> bool:
     return sequence_number(_world()) - _window.sequence > _window.calls
 
 
+def hook_seen(averages: bool) -> None:
+    """A model has a communication hook, which is known to average gradients or is not."""
+    _window.hooks.add(averages)
+
+
 def before_backward() -> bool:
     """Whether anything was exchanged between the last step and the last backward."""
     return bool(_window.earlier)
@@ -139,35 +187,44 @@ def gradients_exchanged(parameters: Sequence[Any]) -> bool:
     return _covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
 
 
-def every_gradient_exchanged(parameters: Sequence[Any]) -> bool:
-    """Whether all of the gradients were handed to collectives on the default group, and on no
-    other, since the backward: each, a copy of each, or one buffer of them all."""
-    if _window.special or gradient_groups() != {0}:
-        return False
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    total = sum(g.numel() for g in gradients)
-    carried: Counter[int] = Counter()
-    copies: Counter[int] = Counter()
-    for exchange in _window.recent:
-        if exchange.memory in own:
-            continue
-        if total <= exchange.elements <= FLAT[1] * total:
-            return True
-        carried[exchange.memory] += exchange.elements
-        copies[exchange.elements] += 1
+def handed(parameters: Sequence[Any]) -> Handed:
+    """What was handed over of the gradients of these parameters, some of which may be None."""
+    if not _window.recent:
+        return Handed()
+    gradients = {
+        i: p.grad for i, p in enumerate(parameters) if p is not None and p.grad is not None
+    }
+    own = {p.untyped_storage().data_ptr() for p in parameters if p is not None}
+    memory = {i: g.untyped_storage().data_ptr() for i, g in gradients.items()}
     held: Counter[int] = Counter()
-    for gradient in gradients:
-        held[gradient.untyped_storage().data_ptr()] += gradient.numel()
+    for i, gradient in gradients.items():
+        held[memory[i]] += gradient.numel()
+    carried: Counter[int] = Counter()
     # Of gradients that share one memory, a part may have been exchanged.
-    for gradient in gradients:
-        memory = gradient.untyped_storage().data_ptr()
-        if carried[memory] >= held[memory]:
-            continue
-        if not copies[gradient.numel()]:
-            return False
-        copies[gradient.numel()] -= 1
-    return bool(gradients)
+    sizes: Counter[tuple[int, int]] = Counter()
+    for exchange in _window.recent:
+        if exchange.memory not in own:
+            place = exchange.memory if exchange.memory in held else 0
+            carried[place] += exchange.elements
+            sizes[place, exchange.elements] += 1
+    found = []
+    for i, gradient in gradients.items():
+        size = gradient.numel()
+        if carried[memory[i]] < held[memory[i]]:
+            place = memory[i] if sizes[memory[i], size] else 0
+            if not sizes[place, size]:
+                continue
+            sizes[place, size] -= 1
+        found.append(i)
+    total = sum(held.values())
+    told = sum(gradients[i].numel() for i in found)
+    other = sum(size * count for (place, size), count in sizes.items() if not place)
+    flat = other if other <= FLAT[1] * total else 0
+    every = bool(total) and not _window.special and gradient_groups() == {0}
+    whole = told == total or total - told <= other <= total - told + (FLAT[1] - 1) * total
+    return Handed(
+        tuple(found), other, every and whole, bool(total) and told + flat >= ENOUGH * total
+    )
 
 
 def parameters_averaged(parameters: Sequence[Any]) -> bool:
@@ -180,6 +237,16 @@ def parameters_averaged(parameters: Sequence[Any]) -> bool:
     return any(e.memory in own for e in _window.recent)
 
 
+def elements() -> int:
+    """How many floating-point numbers were handed to collectives since the first step."""
+    return _window.elements
+
+
+def site() -> int:
+    """The line of an exchange between a backward and a step, -1 where there was none early on."""
+    return _window.site
+
+
 def gradient_groups() -> set[int]:
     """The groups of the exchanges since the backward."""
     return {e.group for e in _window.recent}
@@ -187,17 +254,17 @@ def gradient_groups() -> set[int]:
 
 def values_exchanged(parameters: Sequence[Any]) -> bool:
     """Whether collectives since the last step carried these parameters, or as much as they are."""
-    return _covers([*_window.recent, *_window.earlier], parameters)
+    return _covers([*_window.recent, *_window.earlier, *_window.within], parameters)
 
 
 def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
-    """Whether the exchanged tensors are these tensors, copies of them, or a buffer of them all."""
+    """Whether the exchanged tensors are these tensors, copies of them, or buffers of them all."""
     total = sum(t.numel() for t in tensors)
     if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
         return False
     memory = {t.untyped_storage().data_ptr() for t in tensors}
     sizes = Counter(t.numel() for t in tensors)
-    elements = 0
+    elements = other = 0
     for exchange in exchanges:
         if exchange.memory in memory:
             elements += exchange.elements
@@ -206,4 +273,8 @@ def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
             elements += exchange.elements
         elif FLAT[0] * total <= exchange.elements <= FLAT[1] * total:
             elements += exchange.elements
+        else:
+            other += exchange.elements
+    if FLAT[0] * total <= other <= FLAT[1] * total:
+        elements += other
     return elements >= ENOUGH * total

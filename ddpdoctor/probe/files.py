@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..events import FileLocked, FileRead, FileWritten
-from . import meetings, moments
+from . import meetings, moments, stacks
 from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
@@ -125,6 +125,7 @@ def _locked(active: Recorder, file: Any, operation: Any) -> None:
 
 
 def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
+    stacks.keep()  # before a number that was its own is given to another file
     if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
         return
     kind = flags & os.O_ACCMODE

@@ -3,7 +3,10 @@ warnings), and to look at variables leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import functools
+import inspect
 import sys
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
@@ -23,17 +26,40 @@ def unframe(error: BaseException) -> None:
         BaseException.with_traceback(error, trace.tb_next)
 
 
-def passed_over(wrapper: Any) -> Any:
-    """Have `warnings` pass over a wrapper, so that `stacklevel` still means the user's line.
+def passed_over(wrapper: Any, original: Any) -> Any:
+    """Have `warnings` pass over a wrapper, so that `stacklevel` still means the user's line; it is
+    pickled, printed and inspected as the original.
 
-    It passes over the frames of the import system, which it knows by the names of their files.
+    Warnings pass over the frames of the import system, which they know by the names of their files.
     """
+    wrapper.__annotations__ = {}
+    functools.update_wrapper(wrapper, original)
+    with contextlib.suppress(TypeError, ValueError):  # what C++ has made may have none
+        wrapper.__signature__ = inspect.signature(original)
     code = wrapper.__code__
     if code not in _passed_over:
         name = f"{code.co_filename}(importlib._bootstrap)"
         _passed_over[code] = code.replace(co_filename=name)
     wrapper.__code__ = _passed_over[code]
     return wrapper
+
+
+def named(original: Any, name: str) -> Any:
+    """A method of a C++ class, for a wrapper to call.
+
+    Where a class of the user's derives from that class without a method of that name, C++ takes
+    the wrapper for one and calls it, unless the call comes from a method of that name.
+    """
+
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
+
+    method.__code__ = method.__code__.replace(co_name=name)
+    return passed_over(method, original)
 
 
 def out_of_reach(code: CodeType) -> bool:

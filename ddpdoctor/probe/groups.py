@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..events import GroupDestroyed, GroupReady, InitEntered
@@ -47,12 +47,12 @@ def install() -> None:
 
     _groups.numbers.clear()
     _groups.created = 0
-    around(_holders(), "new_group", before=_new_entered, after=_new_ready, lost=LOST)
-    around(_holders(), "split_group", after=_split_ready, lost=LOST)
+    around(holders(), "new_group", before=_new_entered, after=_new_ready, lost=LOST)
+    around(holders(), "split_group", after=_split_ready, lost=LOST)
     around((c10d, dist), "destroy_process_group", before=_destroying, after=_destroyed, lost=LOST)
 
 
-def _holders() -> tuple[Any, ...]:
+def holders() -> tuple[Any, ...]:
     """The modules that have the functions under their names; meshes make groups of their own."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -68,7 +68,7 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
     """Let `init_process_group` make this process a rank, before it can block."""
     import torch.distributed.distributed_c10d as c10d
 
-    around(_holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
+    around(holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
     watched = c10d.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -83,11 +83,8 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             unframe(error)
             raise
 
-    passed_over(init_process_group)
-    init_process_group.__wrapped__ = watched  # type: ignore[attr-defined]
-    init_process_group.__doc__ = watched.__doc__
-    replace(c10d, "init_process_group", init_process_group)
-    for holder in _holders()[1:]:
+    passed_over(init_process_group, watched)
+    for holder in holders():
         replace(holder, "init_process_group", init_process_group)
 
 
@@ -167,10 +164,15 @@ def _init_ready(active: Recorder, _: Any, result: Any, error: BaseException | No
         _tell_ready(active, dist.group.WORLD)
 
 
-def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The ranks that `new_group` was given; None for all, and for what can be read only once."""
     ranks = args[0] if args else kwargs.get("ranks")
+    return None if ranks is None or isinstance(ranks, Iterator) else tuple(ranks)
+
+
+def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (
-        tuple(ranks) if ranks is not None else None,
+        asked_for(args, kwargs),
         bool(kwargs.get("use_local_synchronization", False)),
         str(kwargs.get("group_desc") or ""),
     )
@@ -217,16 +219,20 @@ def _tell_ready(
     )
 
 
-def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _destroying(
+    active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, float]:
     import torch.distributed as dist
 
     group = args[0] if args else kwargs.get("group")
-    return "" if group is None or group is dist.group.WORLD else group_name(group)
+    everything = group is None or group is dist.group.WORLD
+    return "" if everything else group_name(group), time.monotonic()
 
 
-def _destroyed(active: Recorder, name: str, result: Any, error: BaseException | None) -> None:
+def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
-        active.emit(GroupDestroyed(at=time.monotonic(), name=name, site=active.site()))
+        name, began = token
+        active.emit(GroupDestroyed(at=began, name=name, site=active.site()))
         if not name:
             _groups.numbers.clear()
             _groups.created = 0

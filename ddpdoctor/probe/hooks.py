@@ -46,6 +46,7 @@ def install(activate: Activate) -> list[Missing]:
         phases,
         process,
         reduction,
+        references,
         routine,
         search_cost,
         surroundings,
@@ -97,6 +98,7 @@ def install(activate: Activate) -> list[Missing]:
         unwrapped,
         ownership,
         reduction,
+        references,
         zeros,
     ):
         try:

@@ -47,6 +47,9 @@ class Told:
 class _Known:
     def __init__(self) -> None:
         self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.set_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
@@ -58,15 +61,29 @@ _known = _Known()
 
 def install() -> None:
     import torch.amp
-    from torch.optim import lr_scheduler
+    from torch.optim import Optimizer, lr_scheduler
 
     _known.__init__()  # type: ignore[misc]
+    around(Optimizer, "__init__", before=_making, after=_made, lost=LOST)
     moments.step_due.subscribe(_step_due, lost=LOST)
     around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
     around(torch.amp.GradScaler, "update", before=_scaler_updates, lost=LOST)
     for kind in vars(lr_scheduler).values():
         if isinstance(kind, type) and "step" in vars(kind):
             around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
+
+
+def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _made(active: Recorder, optimizer: Any, result: Any, error: BaseException | None) -> None:
+    if optimizer is not None and error is None:
+        _known.made[optimizer] = _groups(optimizer)
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
 
 
 def _step_due(active: Recorder, step: Step) -> None:
@@ -76,10 +93,10 @@ def _step_due(active: Recorder, step: Step) -> None:
     told = step.known.notes.get(Told)
     if told is None:
         told = step.known.notes[Told] = Told()
-    before, now = told.groups, [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
-    if before == now:
+    now = _groups(optimizer)
+    if told.groups == now:
         return
-    set_sites = _set_sites(active, before, now) if before else {}
+    set_sites = _set_sites(active, told.groups or _known.made.pop(optimizer, []), now)
     told.groups = now
     active.emit(
         Hyperparameters(

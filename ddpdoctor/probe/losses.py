@@ -41,7 +41,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 class _Losses:
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
-        self.suspected: set[int] = set()
+        self.suspected: dict[int, int] = {}
         self.told: set[int] = set()
         self.following = False
         self.batches: dict[Model, tuple[int, str, float]] = {}
@@ -69,7 +69,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
     if not forward.grad_enabled:
         return
-    wanted = _losses.suspected - _losses.told and _losses.followed < FOLLOWED_AT_MOST
+    wanted = _losses.suspected.keys() - _losses.told and _losses.followed < FOLLOWED_AT_MOST
     if wanted and not _losses.following:
         _losses.following = anomaly_mode(True)
         _losses.followed += 1
@@ -167,7 +167,7 @@ def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, mo
         return
     text = made_at(node)
     if text is None:
-        _losses.suspected.add(backward.site)
+        _losses.suspected.setdefault(backward.site, active.step)
         _sizing.wake()
         return
     _losses.told.add(backward.site)
@@ -183,7 +183,7 @@ def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, mo
         LossScaled(
             at=time.monotonic(),
             model=model.number,
-            step=active.step,
+            step=_losses.suspected.get(backward.site, active.step),
             divisor=divisor,
             site=active.sites.place(file, int(line), function),
             backward_site=backward.site,

@@ -6,13 +6,13 @@ import os
 import resource
 import sys
 import time
-import weakref
 from typing import Any
 
 from ..events import MemoryHeld, MemorySample
 from . import forwards, holders, moments
 from .moments import Backward, Forward, Step, Subscriptions, nothing
 from .recorder import Recorder
+from .references import Reference
 
 LOST = "memory of this rank, step by step"
 
@@ -95,7 +95,7 @@ def _watch(tensor: Any) -> None:
     """Count it as long as it lives: of what every step makes, only what is kept adds up."""
     made = _memory.made
     if len(made) < 4 * SUSPICIOUS_LOSSES or _alive() < 2 * SUSPICIOUS_LOSSES:
-        made.append(weakref.ref(tensor))
+        made.append(Reference(tensor))
 
 
 def _alive() -> int:

@@ -15,6 +15,7 @@ from .modules import birth_site, parameter_site
 from .moments import Forward
 from .patching import around
 from .recorder import Recorder
+from .references import Reference
 from .resolving import setting_in_frames
 
 LOST = "models wrapped in DistributedDataParallel"
@@ -42,6 +43,8 @@ class Model:
         group: number of the process group, -1 where it is not known.
         forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
             were under `no_sync`, last at `unsynced_site`.
+        rebuilds: DDP has yet to order its buckets as the first backward had them, which it does in
+            the next forward with gradients.
         armed: a forward has told DDP to average in the next backward, and none has done so yet.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
@@ -57,7 +60,7 @@ class Model:
         self.group = -1
         self.names: list[str] = []
         self.trainable: list[bool] = []
-        self.parameters = [weakref.ref(p) for p in parameters]
+        self.parameters = [Reference(p) for p in parameters]
         self.expected = expected
         self.sample = gradients.some(expected)
         self.sampled = [self.parameters[position] for position in self.sample]
@@ -65,6 +68,7 @@ class Model:
         self.find_unused = False
         self.static_graph = False
         self.bucket_view = False
+        self.rebuilds = False
         self.forwards = 0
         self.pending = 0
         self.pending_sync = self.armed = False
@@ -332,6 +336,7 @@ def _join(active: Recorder, model: Model, wrapper: Any) -> None:
     model.find_unused = bool(wrapper.find_unused_parameters)
     model.static_graph = bool(wrapper.static_graph)
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
+    model.rebuilds = model.static_graph or not model.find_unused
     _models.by_wrapper[wrapper] = model
     moments.wrapped.happens(active, model)
 

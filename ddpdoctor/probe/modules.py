@@ -59,11 +59,7 @@ def install() -> None:
             unframe(error)
             raise
 
-    passed_over(__init__)
-    __init__.__wrapped__ = original  # type: ignore[attr-defined]
-    __init__.__doc__ = original.__doc__
-    __init__.__qualname__ = original.__qualname__
-    replace(torch.nn.Module, "__init__", __init__)
+    replace(torch.nn.Module, "__init__", passed_over(__init__, original))
     hooks = torch.nn.modules.module
     on_restore(hooks.register_module_parameter_registration_hook(_registered).remove)
 
@@ -91,7 +87,7 @@ def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
     """Names of parameters by identity, and the outermost modules that hold them, the one that
     holds the most first; as far as the modules are known."""
     wanted = {id(p) for p in parameters}
-    known = list(_births.lines)
+    known = living()
     children = {id(c) for m in known for c in m._modules.values() if c is not None}
     names: dict[int, str] = {}
     roots = []
@@ -106,9 +102,14 @@ def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
     return names, [module for _, module in roots]
 
 
+def living() -> list[Any]:
+    """All modules that exist, as far as they are known."""
+    return list(_births.lines)
+
+
 def in_some_module(parameter: Any) -> bool:
     """Whether a living module has this parameter."""
-    return any(parameter is held for m in list(_births.lines) for held in m._parameters.values())
+    return any(parameter is held for m in living() for held in m._parameters.values())
 
 
 def registrations() -> int:

@@ -32,11 +32,13 @@ _COMMON = ("div", "mul", "add", "sub", "mean", "sum")
 
 
 class Origin:
-    """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it."""
+    """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it.
+    Or `entered`, the operation that was given it as a constant, which the graph does not know."""
 
-    def __init__(self, operation: str = "", parameter: str = "") -> None:
+    def __init__(self, operation: str = "", parameter: str = "", entered: str = "") -> None:
         self.operation = operation
         self.parameter = parameter
+        self.entered = entered
 
     @property
     def module(self) -> str:
@@ -81,6 +83,8 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
         elif wrong.get(node) and found is None:
             found = node
     origin = _maker(found, wrong[found]) if found is not None else start
+    if origin is None:
+        return Origin("", _nearest(found, names), _operation(found))
     if hidden and not hidden.isdisjoint(_nodes(origin)):
         return Origin()  # it may have come from there
     return Origin(_operation(origin), _nearest(origin, names))
@@ -101,7 +105,9 @@ def _nodes(start: Any) -> list[Any]:
 
 _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other": 1,
            "_saved_mat2": 1, "_saved_weight": 1}  # fmt: skip
-"""Saved inputs by their position among those that have a gradient to pass on."""
+"""Saved inputs by their position among those that may have a gradient to pass on."""
+
+_BEHIND_THE_BIAS = ("_saved_mat1", "_saved_mat2")
 
 
 def _wrong(node: Any, hidden: set[Any]) -> str:
@@ -142,15 +148,15 @@ def _makes_infinity(node: Any) -> bool:
 
 
 def _maker(node: Any, said: str) -> Any:
-    """The node that returned it: the one itself, or the one that gave it its input."""
+    """The node that returned it: the one itself, or the one that gave it its input; None where that
+    was a constant, which has no node."""
     if said == "result":
         return node
     sources = [c for c, _ in node.next_functions]
-    position = _INPUTS.get(said, -1)
+    position = _INPUTS.get(said, -1) + (said in _BEHIND_THE_BIAS and "addmm" in _operation(node))
     if 0 <= position < len(sources):
-        # A constant has no node of its own: it was the operation that brought it in.
         source = sources[position]
-        return node if source is None or _is_leaf(source) else source
+        return node if source is not None and _is_leaf(source) else source
     inner = [c for c in sources if c is not None and not _is_leaf(c)]
     return inner[0] if inner else node
 
@@ -173,16 +179,37 @@ def _nearest(node: Any, names: dict[int, str]) -> str:
     return ""
 
 
+_MAKERS = ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div", "pow", "exp")
+
+
+def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
+    """(file, line, function) of what may have made numbers non-finite that were finite, in the
+    `forward` that calls the module of that name, before it does: if in one line only."""
+    owner, _, last = name.rpartition(".")
+    codes = _forwards(model.get_submodule(owner), alone=True)
+    called = [place for code in codes for place in _matches(code, re.compile(rf"\b{last}\b"))]
+    if not called or not last.isidentifier():
+        return None
+    first = min(line for _, line, _ in called)
+    patterns = [re.compile(_IN_SOURCE.get(o, rf"\b{o}_?\(")) for o in _MAKERS]
+    places = {place for code in codes for p in patterns for place in _matches(code, p)}
+    found = [place for place in places if place[1] < first]
+    return found[0] if len(found) == 1 else None
+
+
+def _forwards(module: Any, *, alone: bool = False) -> set[CodeType]:
+    modules = (module,) if alone else module.modules()
+    codes = (getattr(getattr(type(m), "forward", None), "__code__", None) for m in modules)
+    return {code for code in codes if code is not None}
+
+
 def line_of_operation(
     operation: str, module: Any, frame: FrameType | None
 ) -> tuple[str, int, str] | None:
     """(file, line, function) where the user's code uses an operation, if in one place only: in a
     `forward` of the model, or else in the file that calls backward."""
     pattern = re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
-    forwards = {
-        getattr(getattr(type(m), "forward", None), "__code__", None) for m in module.modules()
-    }
-    found = {place for code in forwards if code for place in _matches(code, pattern)}
+    found = {place for code in _forwards(module) for place in _matches(code, pattern)}
     if not found and frame is not None and operation not in _COMMON:
         found = set(_in_file(frame, pattern))
     return found.pop() if len(found) == 1 else None

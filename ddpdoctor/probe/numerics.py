@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from .modules import named_roots
 from .moments import Backward, Forward, Step, Subscriptions
 from .nonfinite_origin import finite
 from .recorder import Recorder, shielded
+from .references import Reference
 from .torch_private import compiling
 
 LOST = "where NaN and infinity come from"
@@ -96,7 +96,7 @@ def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, An
     found: list[tuple[int | str, Any]] = []
     for name, value in named:
         if hasattr(value, "untyped_storage"):
-            found.append((name, weakref.ref(value)))
+            found.append((name, Reference(value)))
         elif isinstance(value, dict):
             found += _tensors((str(k), v) for k, v in value.items())
         elif isinstance(value, (list, tuple)):
@@ -189,7 +189,7 @@ def _sample(model: Model) -> Any:
         early = [model.parameters[i]() for i in model.expected[:FIRST_PARAMETERS]]
         there = [p for p in early if p is not None and p.requires_grad]
         known = _state.samples[model] = (
-            weakref.ref(min(there, key=lambda p: p.numel())) if there else ()
+            Reference(min(there, key=lambda p: p.numel())) if there else ()
         )
     return known() if known else None
 
@@ -245,7 +245,10 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         operation=origin.operation,
         module=origin.module,
         names=(origin.parameter,) if origin.parameter else (),
-        origin_site=_origin_site(active, origin.operation, live, frame, root),
+        entered=origin.entered,
+        origin_site=_origin_site(active, origin.operation, live, frame, root)
+        if not origin.entered
+        else _maker_site(active, live, origin.module, base.forward_site),
     )
 
 
@@ -287,6 +290,12 @@ def _origin_site(active: Recorder, operation: str, live: list[Model], frame: Any
     if frame is None:
         return -1
     return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+
+
+def _maker_site(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
+    inner = live[0].inner() if len(live) == 1 and module else None
+    place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
+    return otherwise if place is None else active.sites.place(*place)
 
 
 def _value(root: Any) -> str:

@@ -14,8 +14,10 @@ from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
 from .routine import Expected, Stage, routine
+from .torch_private import pre_hooks_after
 
 LOST = "optimizer steps"
+_LAST = "ddpdoctor"
 
 STEPS_IN_FULL = 2000
 JOINED_S, JOINED_LATER_S = 0.1, 1.0
@@ -120,11 +122,25 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """The first hook before a step, before those of the user's that may still edit gradients."""
+    if (active := current.recorder) is None:
+        return
+    if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
+        others.pop(_LAST, None)
+        others[_LAST] = _last_pre_hook
+    else:
+        run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
+
+
+def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Among the optimizer's own hooks, for as long as a step takes."""
     if (active := current.recorder) is not None:
         run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
+        others.pop(_LAST, None)
     if (active := current.recorder) is not None:
         run_hook(active, "optimizer-step", LOST, _ends, optimizer)
 

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+import weakref
 from typing import Any
 
 from ..events import Ownership
 from . import models, moments, optimizers
 from .digests import ABSENT, digests
 from .models import Model
-from .modules import birth_site, in_some_module, parameter_site
+from .modules import birth_site, in_some_module, living, parameter_site
 from .moments import Step
 from .recorder import Recorder
+from .torch_private import fully_sharded, fully_shards
 
 LOST = "optimizers that hold the wrong parameters"
 
 
 class Watch:
-    """What is known of one model.
+    """What is known of one model, or of one that `fully_shard` was applied to.
 
     Attributes:
+        number: of the model; below 0 where it has no wrapper.
         missing: parameters with gradients that no optimizer holds: name to what they were.
         told: what was recorded last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.missing: dict[str, tuple[int, int]] = {}
         self.told: tuple[object, ...] = ((), 0)
         self.step = -1
 
 
-_watches: defaultdict[Model, Watch] = defaultdict(Watch)
+_watches: dict[Model, Watch] = {}
+_sharded: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
     _watches.clear()
+    _sharded.clear()
     moments.step_due.subscribe(_step_due, lost=LOST)
     moments.pulse.subscribe(_pulse, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
@@ -53,7 +58,18 @@ def _step_due(active: Recorder, step: Step) -> None:
     for model in models.live():
         # Gradients may be left from training that is over.
         if model.backward_step == active.step:
-            _compare(active, model, _watches[model], held, step)
+            watch = _watches.setdefault(model, Watch(model.number))
+            _compare(active, model.inner(), watch, held, step)
+    for module in _sharded_roots():
+        watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
+        _compare(active, module, watch, held, step)
+
+
+def _sharded_roots() -> list[Any]:
+    """The outermost modules that `fully_shard` was applied to."""
+    every = [m for m in living() if fully_sharded(m)] if fully_shards() else []
+    within = {id(part) for m in every for part in m.modules() if part is not m}
+    return [m for m in every if id(m) not in within]
 
 
 def _pulse(active: Recorder, step: Step) -> None:
@@ -61,13 +77,10 @@ def _pulse(active: Recorder, step: Step) -> None:
         return
     for model, watch in _watches.items():
         if model.backward_step == active.step - 1 and watch.missing:  # a run may have one step only
-            _compare(active, model, watch, optimizers.held(), step)
+            _compare(active, model.inner(), watch, optimizers.held(), step)
 
 
-def _compare(
-    active: Recorder, model: Model, watch: Watch, held: dict[int, Any], step: Step
-) -> None:
-    inner = model.inner()
+def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], step: Step) -> None:
     optimizer = step.optimizer()
     if inner is None or optimizer is None:
         return
@@ -86,15 +99,19 @@ def _compare(
     mine = {id(p) for p in inner.parameters()}
     holder = _holder(optimizer, mine)
     stale = _stale(holder, mine)
+    if watch.number < 0:
+        # Whose gradients these are is not known: the optimizer has to hold what is of no module.
+        stale = [p for p in stale if not in_some_module(p)] if unchanged else []
+        unchanged = unchanged if stale else []
     told = (tuple(unchanged), len(stale))
     if told != watch.told:
         watch.told, watch.step = told, active.step
-        _tell(active, model, unchanged, len(trained), holder, stale)
+        _tell(active, watch.number, inner, unchanged, len(trained), holder, stale)
 
 
 def _state(parameter: Any) -> tuple[int, int]:
     """Equal as long as nothing changes the parameter. By hand, through `.data`, counts too."""
-    (digest,) = digests([parameter])
+    (digest,) = digests([getattr(parameter, "_local_tensor", parameter)])
     return digest or ABSENT, parameter._version
 
 
@@ -122,14 +139,14 @@ def _stale(optimizer: Any, mine: set[int]) -> list[Any]:
 
 def _tell(
     active: Recorder,
-    model: Model,
+    number: int,
+    inner: Any,
     missing: list[str],
     trained: int,
     optimizer: Any,
     stale: list[Any],
 ) -> None:
-    inner = model.inner()
-    owners = dict(inner.named_modules()) if inner is not None else {}
+    owners = dict(inner.named_modules())
     site = -1
     if missing:
         owner, _, last = missing[0].rpartition(".")
@@ -140,8 +157,9 @@ def _tell(
     active.emit(
         Ownership(
             at=time.monotonic(),
-            model=model.number,
+            model=number,
             kind=type(optimizer).__name__,
+            module=type(inner).__name__.removeprefix("FSDP"),
             step=active.step,
             missing=tuple(missing),
             trained=trained,
@@ -157,15 +175,15 @@ def _tell(
 def _leaving(active: Recorder, _: None) -> None:
     """Whatever no optimizer held is forgiven where one holds it at the end."""
     held = optimizers.held()
-    for model, watch in _watches.items():
-        inner = model.inner()
+    watched = [(model.inner(), watch) for model, watch in _watches.items()]
+    for inner, watch in [*watched, *_sharded.items()]:
         if inner is None or not watch.told[0]:
             continue
         still = {n for n, p in inner.named_parameters() if id(p) not in held}
         if held and not still.intersection(watch.missing):
             active.emit(
                 Ownership(
-                    at=time.monotonic(), model=model.number, kind="", step=active.step, trained=0
+                    at=time.monotonic(), model=watch.number, kind="", step=active.step, trained=0
                 ),
                 vital=True,
             )

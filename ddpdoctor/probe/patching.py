@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .frames import passed_over, unframe
+from .frames import named, passed_over, unframe
 from .recorder import Failure, Recorder, current, run_hook
-from .torch_private import compiler_in_use, skip_frames, uncompiled
+from .torch_private import compiler_in_use, scripted_as, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Recorder, Any, Any, BaseException | None], None]
@@ -22,8 +21,11 @@ _undo: list[tuple[Any, str, Any]] = []
 def replace(owner: Any, name: str, new: Any) -> None:
     """Set an attribute and remember the old one for `restore`."""
     namespace = vars(owner)
-    _undo.append((owner, name, namespace.get(name, getattr(owner, name))))
+    old = namespace.get(name, getattr(owner, name))
+    _undo.append((owner, name, old))
     setattr(owner, name, new)
+    if (forget := scripted_as(new, old)) is not None:
+        on_restore(forget)
 
 
 def around(
@@ -51,15 +53,16 @@ def around(
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
+    foreign = isinstance(holders[0], type) and not isinstance(original, FunctionType)
+    call = named(original, name) if foreign else original
     part = f"{holders[0].__name__}.{name}"
     hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
 
-    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = current.recorder
         if active is None or (only is not None and not only()):
             try:
-                return original(*args, **kwargs)
+                return call(*args, **kwargs)
             except BaseException as error:
                 unframe(error)
                 raise
@@ -75,7 +78,7 @@ def around(
             if type(token) is Failure:
                 token, failure = None, token.error
         try:
-            result = original(*args, **kwargs)
+            result = call(*args, **kwargs)
         except BaseException as error:
             if not (failure and refused(error)):
                 if failure is not None:
@@ -90,7 +93,7 @@ def around(
             run(active, part, lost, after, token, result, None)
         return result
 
-    passed_over(wrapper)
+    passed_over(wrapper, original)
     if not _wrappers:
         _wrappers.append(wrapper)
     wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]

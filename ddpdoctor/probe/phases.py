@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..ring import Phase, State
-from . import moments
+from . import groups, moments
 from .patching import around
 from .recorder import Recorder
 from .tape import NEW_GROUPS, tape
@@ -25,10 +25,9 @@ def install() -> None:
         (moments.leaving, Phase.LEAVING),
     ):
         moment.subscribe(_enters(phase), lost=LOST)
-    both = (c10d, dist)
-    around(both, "init_process_group", before=_joins, after=_goes_on, lost=LOST)
-    around(both, "new_group", before=_makes_group, after=_made_group, lost=LOST)
-    around(both, "destroy_process_group", before=_destroys, after=_goes_on, lost=LOST)
+    around(groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
+    around(groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
+    around((c10d, dist), "destroy_process_group", before=_destroys, after=_goes_on, lost=LOST)
 
 
 def _enters(phase: Phase) -> Any:
@@ -62,8 +61,7 @@ def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
     if written is None or local:
         return None
-    ranks = args[0] if args else kwargs.get("ranks")
-    members = () if ranks is None else tuple(sorted(int(r) for r in ranks))
+    members = tuple(sorted(int(r) for r in groups.asked_for(args, kwargs) or ()))
     return written.collective(NEW_GROUPS, "new_group", written.here(), ranks=members)
 
 

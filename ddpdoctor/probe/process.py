@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import functools
 import multiprocessing.process
 import os
-import signal
 import sys
-import threading
 import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ..events import ExceptionRaised, Frame, RankExiting
-from . import moments
+from . import moments, stacks
 from .frames import passed_over, unframe
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
 from .relayed import relayed
 from .sites import USER
-from .tape import enclosing
-
-STACK_SIGNAL = signal.SIGRTMAX - 3
-"""Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
+from .statements import enclosing
 
 MESSAGE_LIMIT = 8000
 FRAME_LIMIT = 60
+_STARTERS = 5
+"""At most so many frames start a program (`python -m` has some of its own)."""
 
 
 class _Ending:
@@ -41,7 +36,6 @@ class _Ending:
     """The last call that raised, by its number, and what."""
     told = False
     stays = False
-    stacks: Any = None
 
 
 _ending = _Ending()
@@ -51,7 +45,7 @@ def install(active: Recorder) -> None:
     """Watch the end of this process. Chains to whatever the user installed before."""
     global _ending
     _ending = _Ending()
-    _watch_stacks(active)
+    stacks.watch(active)
     _wrap_excepthook()
     _wrap_exits()
     atexit.register(_leaving)
@@ -59,6 +53,7 @@ def install(active: Recorder) -> None:
 
 def uninstall() -> None:
     atexit.unregister(_leaving)
+    stacks.drop()
 
 
 def failed() -> bool:
@@ -70,19 +65,6 @@ def leave() -> None:
     """The rank is done, though its process, and its groups, may go on."""
     _ending.stays = True
     _leaving()
-
-
-def _watch_stacks(active: Recorder) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return
-    path = active.directory / f"{active.stem}.stacks.txt"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    _ending.stacks = os.fdopen(fd, "w")
-    faulthandler.register(STACK_SIGNAL, _ending.stacks, all_threads=True)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        faulthandler.register(signal.SIGTERM, _ending.stacks, all_threads=True, chain=True)
-    if not faulthandler.is_enabled():
-        faulthandler.enable(_ending.stacks)
 
 
 def _wrap_excepthook() -> None:
@@ -121,13 +103,17 @@ def _wrap_exits() -> None:
             unframe(error)
             raise
 
-    replace(sys, "exit", exit)
-    replace(os, "_exit", _exit)
-    replace(multiprocessing.process.BaseProcess, "run", run_and_note)
+    for owner, name, original, wrapper in (
+        (sys, "exit", leave, exit),
+        (os, "_exit", vanish, _exit),
+        (multiprocessing.process.BaseProcess, "run", run, run_and_note),
+    ):
+        replace(owner, name, passed_over(wrapper, original))
+    _exit.__module__ = "os"  # its own, `posix`, still has the original
 
 
 def _note_exit(active: Recorder, status: Any) -> None:
-    known = status if isinstance(status, int) else 0 if status is None else 1
+    known = int(status or 0) if isinstance(status, int | None) else 1
     _ending.how, _ending.status = "sys.exit", known
     _note_site(active)
     handled = sys.exc_info()[1]
@@ -217,8 +203,31 @@ def _leaving() -> None:
     if _ending.told or recorder() is None:
         return
     _ending.told = True
+    guarded("exception", _look_at_the_last, lost="the exception that ended this rank")
     guarded("leaving", lambda active: moments.leaving.happens(active, None))
     guarded("leaving", _tell_end)
+
+
+def _look_at_the_last(active: Recorder) -> None:
+    """A hook that the program put in the place of ours hid what ended it; Python keeps that."""
+    error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+    if error is None or _ending.how == "exception" or not _left_the_program(trace):
+        return
+    status = _ending.status
+    note_exception(error, trace)
+    _ending.status = status or _ending.status
+
+
+def _left_the_program(trace: TracebackType | None) -> bool:
+    """Whether an exception came out of the main module itself, and not of what is typed in it."""
+    for _ in range(_STARTERS):
+        if trace is None:
+            return False
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            return not frame.f_code.co_filename.startswith("<")
+        trace = trace.tb_next
+    return False
 
 
 def _tell_end(active: Recorder) -> None:
@@ -255,8 +264,7 @@ def watch_spawned(module: Any) -> None:
     def _wrap(fn: Any, i: int, args: Any, error_file: str) -> Any:
         return original(_Noted(fn), i, args, error_file)
 
-    _wrap.__qualname__, _wrap.__module__ = original.__qualname__, original.__module__
-    replace(module, "_wrap", _wrap)
+    replace(module, "_wrap", passed_over(_wrap, original))
     _count_spawned(module)
 
 
@@ -269,7 +277,6 @@ def _count_spawned(module: Any) -> None:
 
     start = module.start_processes
 
-    @functools.wraps(start)
     def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
         os.environ[_SPAWNED] = f"{nprocs}:{os.getpid()}"
         try:
@@ -278,7 +285,7 @@ def _count_spawned(module: Any) -> None:
             unframe(error)
             raise
 
-    passed_over(start_processes)
+    passed_over(start_processes, start)
     for owner in (module, torch.multiprocessing):
         if getattr(owner, "start_processes", None) is start:
             replace(owner, "start_processes", start_processes)

@@ -38,6 +38,7 @@ class Recorder:
         off: the parts that failed too often, and are left alone.
         lock: held while records are written, and by those who have some to join.
         before_events: writes what waits to be written, before anything else is.
+        after_events: looks after what the program may have taken away.
         tape: its log of calls, once `tape` has made one; `tape_failed`: none could be made.
     """
 
@@ -59,6 +60,7 @@ class Recorder:
         self.moves = 0
         self.off: set[str] = set()
         self.before_events: Callable[[Recorder], None] | None = None
+        self.after_events: Callable[[], None] | None = None
         self.tape: Tape | None = None
         self.tape_failed = False
         self._troubles: dict[str, int] = {}
@@ -73,6 +75,8 @@ class Recorder:
             if self.before_events is not None:
                 self.before_events(self)
             self.writer.write(event, vital=vital)
+            if self.after_events is not None:
+                self.after_events()
 
     def site(self) -> int:
         """The number of the user's line that is executing."""

@@ -1,20 +1,26 @@
-"""DDP's synchronisation going wrong: marked ready twice, a static graph that is none."""
+"""DDP's synchronisation going wrong: marked ready twice, a static graph that is none; and the hooks
+that do it in DDP's place."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections import Counter
+from functools import partial
 from types import CodeType
+from typing import Any
 
-from ..events import ReadyTwice, StaticGraphBroken
+from ..events import CommHook, ReadyTwice, StaticGraphBroken
 from . import models, moments
 from .models import Model
 from .moments import Backward, Forward, Subscriptions
+from .patching import around
 from .recorder import Recorder
 from .sources import call_named
 
 LOST = "errors of DDP's synchronisation"
+
+HOOKS = "communication hooks of wrapped models"
 
 TWICE = "mark a variable ready only once"
 CHANGED = "training graph has changed"
@@ -29,11 +35,33 @@ _static = Subscriptions()
 
 
 def install() -> None:
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
     _silent.clear()
+    around(
+        DistributedDataParallel, "register_comm_hook", after=_hooked, before=_hooking, lost=HOOKS
+    )
     moments.wrapped.subscribe(_wrapped, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.backward_failed.subscribe(_backward_failed, lost=LOST)
     _static[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+
+
+def _hooking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommHook | None:
+    model = models.of_wrapper(args[0])
+    hook = args[2] if len(args) > 2 else kwargs.get("hook")
+    while isinstance(hook, partial):
+        hook = hook.func
+    if model is None or hook is None:
+        return None
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
+    return CommHook(at=time.monotonic(), model=model.number, name=name, site=active.site())
+
+
+def _hooked(active: Recorder, hook: Any, result: Any, error: BaseException | None) -> None:
+    if hook is not None and error is None:
+        active.emit(hook)
 
 
 def _wrapped(active: Recorder, model: Model) -> None:

@@ -179,6 +179,7 @@ def assignment_in_frames(
                 found
                 for found in _own(node)
                 if isinstance(found, ast.Assign)
+                and not isinstance(found.value, ast.Constant)
                 and any(_resolve(target, scope) is wanted for target in found.targets)
             ]
             if naming:

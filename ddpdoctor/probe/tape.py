@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import time
 import weakref
@@ -10,11 +9,12 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-from ..events import CALLERS, CallBlock, CallRun, CallSite, Enclosing, Place, Signature
+from ..events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
 from ..ring import RingWriter, State
 from . import answers
 from .recorder import Recorder
 from .sites import USER
+from .statements import enclosing
 
 NEW_GROUPS = -2
 """Number of the "group" in whose order new groups are created: the whole world."""
@@ -105,11 +105,20 @@ class Tape:
             self._fold(group, log)
         return self.ring.begin(group, index, signature, site, -1, moved)
 
-    def point_to_point(self, group: int, op: str, site: int, peer: int) -> int:
-        key: Key = (op,)
+    def point_to_point(
+        self,
+        group: int,
+        op: str,
+        site: int,
+        peer: int,
+        sends: tuple[int, ...] = (),
+        receives: tuple[int, ...] = (),
+    ) -> int:
+        """The same of messages between two ranks, which have no number in their group."""
+        key: Key = (op, sends, receives)
         signature = self.signatures.get(key)
         if signature is None:
-            signature = self._sign(key, op, None, False, None, -1, ())
+            signature = self._sign(key, op, None, False, None, -1, (), sends, receives)
         return self.ring.begin(group, -1, signature, site, peer)
 
     def issued(self, number: int, works: Iterable[Any]) -> None:
@@ -197,6 +206,8 @@ class Tape:
         reduce_op: Any,
         root: int,
         ranks: tuple[int, ...],
+        sends: tuple[int, ...] = (),
+        receives: tuple[int, ...] = (),
     ) -> int:
         number = self.signatures[key] = len(self.signatures)
         self.active.emit(
@@ -211,6 +222,8 @@ class Tape:
                 root=root,
                 shape=() if tensor is None else tuple(int(n) for n in tensor.shape),
                 ranks=ranks,
+                sends=sends,
+                receives=receives,
             ),
             vital=True,
         )
@@ -265,50 +278,6 @@ def _reduction(op: Any) -> str:
     return str(getattr(op, "name", None) or op).rpartition(".")[2].strip("<>").split(":")[0]
 
 
-_OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
-
-
-def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
-    """The statements around a line, innermost first, read off the indentation."""
-    lines = linecache.getlines(file)
-    if not 0 < line <= len(lines):
-        return ()
-    found = []
-    depth = _indent(lines[line - 1])
-    start = line - 1
-    if lines[line - 1].strip().startswith(("if ", "elif ", "else:")):  # `if x: f()` on one line
-        start, depth = line, depth + 1
-    for number in range(start, 0, -1):
-        text = lines[number - 1]
-        if not text.strip() or text.lstrip().startswith("#") or _indent(text) >= depth:
-            continue
-        depth = _indent(text)
-        head = text.strip().partition("  #")[0]
-        if head.startswith(("def ", "async def ", "class ")):
-            break
-        if head.startswith(_OPENS):
-            if head.startswith(("else:", "elif ")):
-                head = f"{head}  # {_opener(lines, number, depth)}"
-            found.append(Enclosing(line=number, text=head[:200]))
-    return tuple(found[:8])
-
-
-def _opener(lines: list[str], number: int, depth: int) -> str:
-    """The statement that an `else:` belongs to."""
-    for text in reversed(lines[: number - 1]):
-        if text.strip() and _indent(text) == depth:
-            head = text.strip().partition("  #")[0]
-            if head.startswith(("if ", "for ", "while ", "try:")):
-                return head
-        elif text.strip() and _indent(text) < depth:
-            break
-    return ""
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
-
-
 def tape(active: Recorder) -> Tape | None:
     """The tape of this recorder; None where its file could not be made."""
     if active.tape is None and not active.tape_failed:
@@ -320,4 +289,4 @@ def tape(active: Recorder) -> Tape | None:
     return active.tape
 
 
-__all__ = ["NEW_GROUPS", "State", "Tape", "enclosing", "tape"]
+__all__ = ["NEW_GROUPS", "State", "Tape", "tape"]

@@ -11,10 +11,15 @@
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | 2.6-2.13 | calls of compiled submodules |
 | `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
 | `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
+| `Optimizer._optimizer_step_pre_hooks` | 2.4-2.15 | gradients edited in a hook before the step |
 | `Variable._execution_engine.queue_callback` | 2.4-2.15 | which rank the others wait for |
+| `DistributedDataParallel._comm_hooks` | 2.4-2.15 | whether a hook averages, and drift under it |
 | `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
+| `FSDPModule._get_fsdp_state` | 2.6-2.15 | the same, where it also replicates; its optimizer |
+| `torch.jit._builtins._find_builtin`, `._get_builtin_table` | 2.13 | scripts that save fail |
+| `torch.utils.weakref` | 2.13 | tensors that the probe knows cannot be swapped |
 | `SavedTensor.unpack_hook` | 2.13 | what made the first NaN; losses divided by the world size |
 | `torch._C._len_torch_dispatch_stack`, `._pop...`, `._push...` | 2.13 | modes see the doctor |
 """
@@ -38,27 +43,44 @@ def sequence_number(group: Any) -> int:
 
 def fully_shards() -> bool:
     """Whether `fully_shard` was applied to any module: it makes a class for each."""
-    import sys
-
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
     kind = getattr(module, "FSDPModule", None)
     return kind is not None and bool(kind.__subclasses__())
 
 
-def may_share_inputs(parameter: Any) -> bool:
+def fully_sharded(module: Any) -> bool:
+    """Whether `fully_shard` was applied to a module."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def sharding_mesh(module: Any) -> Any:
+    """The mesh that `fully_shard` was given for a module with parameters, None for others."""
+    try:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return groups[0].mesh_info.mesh
+    except (AttributeError, IndexError):
+        return None
+
+
+def may_share_inputs(parameter: Any, meshes: list[Any]) -> bool:
     """Whether it is sharded in a way that may need equal inputs on several ranks, as in tensor
-    parallelism. `fully_shard` over all ranks does not."""
+    parallelism. `fully_shard` over all ranks, with one of these meshes, does not."""
     if type(parameter).__name__ != "DTensor":
         return False
     import torch.distributed as dist
 
     mesh = parameter.device_mesh
-    return not (fully_shards() and mesh.ndim == 1 and mesh.size() == dist.get_world_size())
+    alone = mesh in meshes or (mesh.ndim == 1 and fully_shards())
+    return not (alone and mesh.size() == dist.get_world_size())
 
 
 def group_name(group: Any) -> str:
-    """torch's own name of a group, the same on all its ranks."""
-    return str(getattr(group, "group_name", ""))
+    """torch's own name of a group, the same on all its ranks; none for one made by hand."""
+    try:
+        return str(group.group_name)
+    except (AttributeError, RuntimeError):
+        return ""
 
 
 def live_groups() -> list[tuple[str, Any]]:
@@ -176,6 +198,20 @@ def without_modes() -> Iterator[None]:
             private._push_on_torch_dispatch_stack(mode)
 
 
+def scripted_as(new: Any, old: Any) -> Callable[[], None] | None:
+    """Have TorchScript, which knows its operators by the identity of functions, take the new
+    function for the old one. Returns how to undo that, None where the old is no operator."""
+    module = sys.modules.get("torch.jit._builtins")
+    try:
+        if module is None or (operator := module._find_builtin(old)) is None:
+            return None
+        table = module._get_builtin_table()
+    except AttributeError:
+        return None
+    table[id(new)] = operator
+    return lambda: table.pop(id(new), None)
+
+
 def pause_compiler() -> Any:
     """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
     Returns what `resume_compiler` needs."""
@@ -246,6 +282,16 @@ def flight_recorder() -> str | None:
         return None
 
 
+def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
+    """The optimizer's own hooks before a step, where any hook runs after this one, which is for all
+    optimizers; None where it is the last."""
+    every = sys.modules["torch.optim.optimizer"].__dict__.get("_global_optimizer_pre_hooks")
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if own is None or not (own or (every and next(reversed(every.values())) is not hook)):
+        return None
+    return own
+
+
 def exposed_seconds(ddp: Any) -> float:
     """DDP's own average of how long a backward waits for communication after the last gradient
     was computed; 0 where it has not measured."""
@@ -263,6 +309,28 @@ def comm_hook(ddp: Any) -> str:
         return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     except (AttributeError, RuntimeError):
         return ""
+
+
+def averages(ddp: Any) -> bool:
+    """Whether DDP's communication hook, if it has one, is known to average gradients: torch's own
+    do, and those of its wrappers that are around one."""
+    hooks = getattr(ddp, "_comm_hooks", None) or ()
+    return all(_averages(hook) for hook, _ in hooks)
+
+
+def _averages(hook: Any) -> bool:
+    module, name = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+    package, _, last = str(module).rpartition(".")
+    if package != "torch.distributed.algorithms.ddp_comm_hooks":
+        return False
+    if "<locals>" not in name:
+        return last in _AVERAGING
+    inside = getattr(hook, "__closure__", None) or ()
+    hooks = [c.cell_contents for c in inside if callable(c.cell_contents)]
+    return len(hooks) == 1 and _averages(hooks[0])
+
+
+_AVERAGING = ("default_hooks", "powerSGD_hook", "quantization_hooks", "mixed_precision_hooks")
 
 
 def joins(ddp: Any) -> bool:

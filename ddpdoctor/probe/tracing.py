@@ -1,8 +1,9 @@
-"""Finds the user's line that changes a number, by looking after each line for a short while."""
+"""Finds the user's lines that change a number, by looking after each line for a short while."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -13,6 +14,9 @@ from .recorder import Recorder
 LOST = "the line that edits a tensor"
 
 LINES_AT_MOST = 3000
+FOUND_AT_MOST = 8
+MORE_S = 0.05
+"""Seconds that looking for more lines may take once one is found."""
 
 
 class Tracer:
@@ -24,7 +28,8 @@ class Tracer:
         self._number = number
         self._value = number()
         self._line: tuple[CodeType, int] | None = None
-        self._found: tuple[CodeType, int] | None = None
+        self._found: dict[tuple[CodeType, int], None] = {}
+        self._spent = 0.0
         self._frames: list[FrameType] = []
         self._lines = 0
 
@@ -47,15 +52,23 @@ class Tracer:
         sys.settrace(tracer._global)
         return tracer
 
-    def stop(self) -> tuple[CodeType, int] | None:
-        """The line after which the number had changed, None where that was not seen."""
+    def pass_over(self) -> None:
+        """What the number is now needs no line."""
+        self._value = self._number()
+
+    def stop(self) -> list[tuple[CodeType, int]]:
+        """The lines after which the number had changed, as far as that was seen."""
         self._leave()
         for frame in self._frames:
             variables(frame)  # what tracing has left on it
         self._frames.clear()
-        if self._found is None and self._lines <= LINES_AT_MOST:
+        if not self._over():
             self._look()
-        return self._found
+        return list(self._found)
+
+    def _over(self) -> bool:
+        enough = len(self._found) == FOUND_AT_MOST or self._spent > MORE_S
+        return enough or self._lines > LINES_AT_MOST
 
     def _follows(self, code: CodeType) -> bool:
         return self._active.sites.kind(code) == "user" and not out_of_reach(code)
@@ -74,7 +87,7 @@ class Tracer:
             return None
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self._found is not None or self._lines > LINES_AT_MOST:
+        if self._over():
             self._leave()
             return None
         try:
@@ -90,5 +103,10 @@ class Tracer:
         return self._local
 
     def _look(self) -> None:
-        if self._found is None and self._number() != self._value:
-            self._found = self._line
+        began = time.perf_counter()
+        number = self._number()
+        if number != self._value and self._line is not None:
+            self._value = number
+            self._found[self._line] = None
+        elif self._found:
+            self._spent += time.perf_counter() - began

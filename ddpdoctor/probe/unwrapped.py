@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from typing import Any
 
 import msgspec
 
 from ..events import Unwrapped, UnwrappedState
+from ..events.pack import pack
 from . import exchanges, models, moments, optimizers
 from .digests import capturing, sums
 from .drift import Waiting
@@ -18,6 +18,7 @@ from .modules import birth_line, birth_site, named_roots
 from .moments import Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
+from .references import Reference
 from .resolving import assignment_in_frames
 
 LOST = "models that are trained without a wrapper"
@@ -30,6 +31,9 @@ SMALL = 64
 """Parameters that are digested at every step of the first `EARLY`, and 16 times per doubling."""
 
 EARLY = 64
+EACH = "each"
+"""Stands in a state for digests that are on their way."""
+
 CHANGES_AT_MOST = 64
 """Looks because the exchange stopped or went on."""
 
@@ -41,19 +45,22 @@ class Loose:
         parameters: those that no wrapper was given.
         exchanged: by what means they were ever exchanged, empty where they never were, or only
             before the first step of all.
-        complete, completed, averaged: as in `UnwrappedState`, of the steps so far.
+        complete, completed, shared, averaged: as in `UnwrappedState`, of the steps so far.
+        handed: of the step that is about to be taken.
         changes: how often `complete` changed.
         waiting: states with digests on their way from a device.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
-        self.parameters = [weakref.ref(p) for p in parameters]
+        self.parameters = [Reference(p) for p in parameters]
         self.held = 0
         self.models = 0
         self.exchanged = ""
         self.complete = False
         self.completed = 0
+        self.shared = 0
         self.averaged = 0
+        self.handed = exchanges.Handed()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
@@ -93,10 +100,13 @@ def _follow(active: Recorder, step: Step) -> None:
     if not known.parameters or capturing():
         return
     _following.wake()
-    alive = [p for ref in known.parameters if (p := ref()) is not None]
+    every = [ref() for ref in known.parameters]
+    alive = [p for p in every if p is not None]
+    known.handed = exchanges.handed(every)
     before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
     _write(active, known, wait=False)
-    complete = not step.closure and exchanges.every_gradient_exchanged(alive)
+    complete = known.handed.every and not step.closure
+    known.shared += known.handed.most
     known.averaged += exchanges.parameters_averaged(alive)
     due = known.exchanged != before or _due(known, step.number, complete)
     known.complete = complete
@@ -119,9 +129,10 @@ def _due(known: Loose, step: int, complete: bool) -> bool:
 
 
 def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False) -> None:
-    alive = [p for ref in known.parameters if (p := ref()) is not None]
-    values, _ = sums(alive)
-    gradients, _ = sums(p.grad for p in alive)
+    every = [ref() for ref in known.parameters]
+    values, _ = sums(every)
+    gradients, _ = sums(None if p is None else p.grad for p in every)
+    closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -132,6 +143,12 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         complete=known.complete and not last,
         completed=known.completed,
         averaged=known.averaged,
+        shared=known.shared,
+        elements=exchanges.elements(),
+        each=EACH if closely else "",
+        handed=pack(known.handed.positions) if closely else "",
+        other=known.handed.other if closely else 0,
+        exchange_site=exchanges.site() if closely else -1,
         last=last,
     )
     known.waiting.append((state, Waiting(gradients), Waiting(values)))
@@ -208,7 +225,7 @@ def _exchanged(active: Recorder, known: Loose, parameters: list[Any]) -> str:
     all they take the parameters of one to begin with: that does not keep them equal."""
     if found := exchanges.special() or known.exchanged:
         return found
-    if exchanges.gradients_exchanged(parameters):
+    if known.handed.most:
         return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"
     if active.step and exchanges.values_exchanged(parameters):
         return "parameters"
@@ -221,8 +238,13 @@ def _write(active: Recorder, known: Loose, *, wait: bool) -> None:
         if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
             return
         known.waiting.pop(0)
-        digests = {"gradients": _one(gradients.values), "parameters": _one(values.values)}
-        active.emit(msgspec.structs.replace(state, **digests), vital=True)
+        told = msgspec.structs.replace(
+            state,
+            gradients=_one(gradients.values),
+            parameters=_one(values.values),
+            each=state.each and pack([*gradients.values, *values.values]),
+        )
+        active.emit(told, vital=True)
 
 
 def _one(numbers: list[int]) -> int:

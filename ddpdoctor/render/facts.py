@@ -261,8 +261,10 @@ def overhead(report: Report) -> str:
     )
 
 
-def explain_command(code: str) -> str:
-    return f"ddpdoctor explain {code}"
+def explain_command(finding: Finding) -> str:
+    """Where more is said of it; of a check that failed, what it would have looked for."""
+    broken = finding.code == "DDP001" and finding.subjects
+    return f"ddpdoctor explain {clean(finding.subjects[0] if broken else finding.code, 60)}"
 
 
 def widths(grid: Grid) -> Sequence[int]:

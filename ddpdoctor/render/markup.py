@@ -57,7 +57,7 @@ def _finding(finding: Finding, total_steps: int) -> Iterator[str]:
     yield from _block(f"help ({finding.fix_kind.value})", finding.fix)
     for effect in finding.consequences:
         yield f"- follows from it: {_text(f'{effect.code} {effect.check}: {effect.summary}')}"
-    yield f"- explain: {_code(facts.explain_command(clean(finding.code, 20)))}"
+    yield f"- explain: {_code(facts.explain_command(finding))}"
     yield ""
 
 

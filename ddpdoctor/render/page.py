@@ -74,7 +74,7 @@ def _finding(finding: Finding, total_steps: int) -> Iterator[str]:
     for effect in finding.consequences:
         told = f"{clean(effect.code)} {clean(effect.check)}: {clean(effect.summary, 500)}"
         yield _entry("follows from it", told)
-    yield _entry("explain", facts.explain_command(clean(finding.code, 20)))
+    yield _entry("explain", facts.explain_command(finding))
     yield "</dl></section>"
 
 

@@ -131,7 +131,7 @@ def about(finding: Finding, total_steps: int, width: int) -> Iterator[Text]:
     for effect in finding.consequences:
         told = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
         yield from _labelled("follows from it", told, width)
-    yield from _labelled("explain", facts.explain_command(clean(finding.code, 20)), width)
+    yield from _labelled("explain", facts.explain_command(finding), width)
 
 
 def _row(parts: list[str], width: int) -> list[str]:

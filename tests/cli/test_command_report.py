@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
+import pytest
 from commands import Caught, refused
 from recordings import started, steps, write_folder
 
@@ -82,7 +85,29 @@ def test_report_tells_what_the_records_lack(good: Path, capsys: Caught) -> None:
     assert main(["report", str(good)]) == 0
     out = capsys.readouterr().out
     assert "2 unreadable lines in the records of rank 0" in out
-    assert "the last line in the records of rank 1 is cut short" in out
+    assert "the records of rank 1 stop early" in " ".join(out.split())
+    (good / "node-0.jsonl").unlink()
+    assert main(["report", str(good)]) == 0
+    assert "the last line in the records of rank 1 is cut short" in capsys.readouterr().out
+
+
+def test_report_names_what_may_not_be_read(
+    good: Path, capsys: Caught, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = {path for path in good.glob("rank-*.jsonl") if path.stem == "rank-1"}
+    opened, allowed = os.open, os.access
+
+    def open_(path: Path, *rest: int) -> int:
+        if path in closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "access", lambda path, how: path not in closed and allowed(path, how))
+    assert main(["report", str(good)]) == 0
+    assert "missing: rank-1.jsonl may not be read (Permission denied)" in capsys.readouterr().out
+    closed.update(good.glob("rank-*.jsonl"))
+    assert "may not be read; run as the user who owns them" in refused(capsys, "report", good)
 
 
 def test_report_shows_earlier_attempts(tmp_path: Path, capsys: Caught) -> None:

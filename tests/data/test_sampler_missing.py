@@ -34,6 +34,22 @@ def test_ranks_that_read_the_same_samples() -> None:
     assert finding.evidence["same order"] is False
 
 
+@pytest.mark.parametrize(("read", "exhausted", "what"), [
+    (EVERYTHING, True, "hands out the whole data set on"),
+    (EVERYTHING[:40], True, "hands out the same 40 of 100 samples on"),
+    (EVERYTHING[:40], False, "hands out the same samples on"),
+])  # fmt: skip
+def test_a_sampler_of_the_program_keeps_its_choice(
+    read: list[int], exhausted: bool, what: str
+) -> None:
+    ranks = [
+        loader(0, [read], content=1, exhausted=exhausted, sampler="Weighted") for _ in range(2)
+    ]
+    (finding,) = examine(*ranks)
+    assert what in finding.cause
+    assert "keep Weighted" in finding.fix and "indices[rank::world_size]" in finding.fix
+
+
 def flipped(numbers: range, seed: int) -> list[Event]:
     """Samples of one data set, of which each rank flips every other one at random."""
     flips = random.Random(seed)

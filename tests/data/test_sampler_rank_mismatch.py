@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import SITES, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ExceptionRaised, SamplerRefused
+from ddpdoctor.events import Event, ExceptionRaised, SamplerRefused, ShardedOver
 from ddpdoctor.findings import Finding, Severity
 
 EVERYTHING = list(range(100))
@@ -70,6 +70,30 @@ def test_data_parallel_ranks_of_a_mesh() -> None:
         pair = (0, 1) if r < 2 else (2, 3)
         events[r] = [*prologue(4, group=pair)[:-1], *prologue(4)[-1:], *sampled(2, r // 2)]
     assert not found(SamplerRankMismatch(), make_run(events))
+
+
+def sharded_over_a_mesh(place: Callable[[int], int], *, sharing: int = 0) -> list[Finding]:
+    """Four ranks of one model: replicated over (0, 2) and (1, 3), sharded over (0, 1) and (2, 3).
+    `sharing`: groups of the same ranks as the shards that are made for something else."""
+    events = {}
+    for r in range(4):
+        copies, shards = (r % 2, r % 2 + 2), (r // 2 * 2, r // 2 * 2 + 1)
+        groups = [
+            prologue(4, wrapped=False, group=ranks)[-1]
+            for ranks in (copies, *[shards] * (1 + sharing))
+        ]
+        mesh = ShardedOver(at=0, ranks=(0, 1, 2, 3), groups=(copies, shards))
+        events[r] = [*prologue(4, wrapped=False), *groups, mesh, *sampled(2, place(r))]
+    return found(SamplerRankMismatch(), make_run(events))
+
+
+def test_sharded_and_replicated_ranks_are_all_to_read_data_of_their_own() -> None:
+    assert [f.ranks for f in sharded_over_a_mesh(lambda r: r % 2)] == [(0, 1, 2, 3)]
+    assert [f.ranks for f in sharded_over_a_mesh(lambda r: r // 2)] == [(0, 1, 2, 3)]
+
+
+def test_shards_that_are_sequence_parallel_too() -> None:
+    assert not sharded_over_a_mesh(lambda r: r // 2, sharing=1)
 
 
 def test_every_rank_evaluates_everything_on_purpose() -> None:

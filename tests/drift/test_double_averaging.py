@@ -1,12 +1,19 @@
 """DDP409 on literal events, and what the user's lines say."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 from ddpdoctor.checks.drift.double_averaging import DoubleAveraging
-from replicas import BACKWARD, LINE, run_of
+from recordings import make_run, steps
+from replicas import BACKWARD, LINE, STEP, replica, run_of
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
-from ddpdoctor.events import Edited, GradientReduced, LossScaled
+from ddpdoctor.events import Edited, GradientReduced, LossScaled, Replica
 from ddpdoctor.findings import Severity
+from ddpdoctor.probe import losses
 from ddpdoctor.probe.divisors import divided_by_world_size
+from ddpdoctor.probe.torch_private import averages
 
 SCALED = LossScaled(
     at=0, model=0, step=0, divisor=2, site=LINE, backward_site=BACKWARD, expression="world"
@@ -45,6 +52,35 @@ def test_gradients_divided_by_hand():
 ])  # fmt: skip
 def test_other_edits(event):
     assert judge(event) == []
+
+
+def test_the_first_of_the_same_edits_is_the_first_step():
+    (finding,) = judge(edit(1.0, step=2), edit(0.5, step=3), edit(0.5, divisor="world", step=5))
+    assert finding.steps.first == 3
+
+
+def test_a_communication_hook_that_may_not_average():
+    ranks = {n: [*replica(), edit(0.5, divisor="world"), *steps(4, site=STEP)] for n in range(2)}
+    assert list(DoubleAveraging().examine(make_run(ranks)))
+    ranks = {
+        n: [msgspec.structs.replace(e, averages=False) if isinstance(e, Replica) else e for e in es]
+        for n, es in ranks.items()
+    }
+    assert not list(DoubleAveraging().examine(make_run(ranks)))
+
+
+def test_torchs_own_communication_hooks_average():
+    class Wrapper:
+        def __init__(self, *hooks):
+            self._comm_hooks = [(hook, None) for hook in hooks]
+
+    def mine(state, bucket):
+        pass
+
+    halved, wrapped = default_hooks.fp16_compress_hook, default_hooks.bf16_compress_wrapper
+    assert averages(Wrapper()) and averages(Wrapper(halved)) and averages(Wrapper(wrapped(halved)))
+    for other in (mine, wrapped(mine), debugging_hooks.noop_hook):
+        assert not averages(Wrapper(other))
 
 
 def test_summed_by_hand_again():
@@ -106,3 +142,18 @@ def test_lines_that_divide_by_something_else(line, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(f"\n{line}\n")
     assert not divided_by_world_size(str(path), 2)
+
+
+def test_a_division_is_told_from_the_step_on_in_which_it_was_suspected(monkeypatch):
+    lines = iter((None, ['File "train.py", line 5, in main']))
+    monkeypatch.setattr(losses, "_losses", losses._Losses())
+    monkeypatch.setattr(losses, "made_at", lambda node: next(lines))
+    monkeypatch.setattr(losses, "classify", lambda file: "user")
+    monkeypatch.setattr(losses, "divided_by_world_size", lambda file, line: "world")
+    told = []
+    sites = SimpleNamespace(place=lambda *place: 7)
+    backward, model = SimpleNamespace(site=3), SimpleNamespace(number=0)
+    for step in (4, 5):
+        active = SimpleNamespace(step=step, emit=told.append, sites=sites)
+        losses._suspect(active, backward, None, 2, model)
+    assert [event.step for event in told] == [4]

@@ -4,7 +4,7 @@ import msgspec
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run
-from replicas import LINE, digests, equal, replica, run_of
+from replicas import LINE, OTHER, digests, equal, replica, run_of
 
 from ddpdoctor.events import Clipped, Edited, Wrapped
 from ddpdoctor.events.pack import pack
@@ -126,3 +126,30 @@ def test_subjects_of_all_optimizers_of_a_model_are_named():
         ranks[n] = [*replica()[:-1], *(e for i, rows in enumerate(halves) for e in one(i, rows))]
     (finding,) = GradientDrift().examine(make_run(ranks))
     assert finding.subjects == ("body.bias", "head.weight")
+
+
+def clip_and(number, **more):
+    """A rank that clips as all do, and one edit besides."""
+    clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=OTHER)
+    event = msgspec.structs.replace(edit(0.1, functions=("clip_grad_norm_",)), **more)
+    return [clip, event, digests("gradients", APART if number == 1 else SAME)]
+
+
+def test_who_clips_as_all_do_and_edits_besides_is_blamed():
+    ranks = {n: clip_and(n) for n in range(3)}
+    ranks[1] = clip_and(1, ratio=0.05, beside=True, site=LINE)
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    ranks[1] = clip_and(1, ratio=0.05, beside=True)
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert (finding.ranks, finding.location.line) == ((1,), 40), "not where it is clipped"
+
+
+def test_who_multiplies_by_another_number_than_most_is_blamed():
+    ranks = {
+        n: [edit(0.25 if n == 1 else 0.5), digests("gradients", APART if n == 1 else SAME)]
+        for n in range(3)
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.ranks == (1,)
+    assert "rank 1 in another way than most" in finding.cause

@@ -3,6 +3,7 @@
 import sys
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Steps
+from ddpdoctor.probe import hyperparameters
 from ddpdoctor.probe.hyperparameters import _values
 from ddpdoctor.probe.resolving import item_set_in_frames
 
@@ -47,6 +49,17 @@ def test_values_that_were_sent_as_float32():
     (finding,) = HyperparameterSkew().examine(run)
     assert finding.subjects == ("lr", "mode")
     assert "0.1 on rank 0, 0.1000001 on rank 1" in finding.summary
+
+
+def test_a_scheduler_that_one_rank_steps_at_a_line_more():
+    again = SchedulerStep(at=0, kind="StepLR", step=1, call=0, site=STEP)
+    run = run_of(
+        {0: [rate(0, 0.1), scheduled(), rate(2, 0.09)],
+         1: [rate(0, 0.1), scheduled(), again, rate(2, 0.05)]}
+    )  # fmt: skip
+    (finding,) = HyperparameterSkew().examine(run)
+    assert finding.location == run.ranks[1].location(STEP)
+    assert "rank 1 only" in finding.cause
 
 
 def test_a_scheduler_on_one_rank():
@@ -164,6 +177,26 @@ def test_options_that_differ_from_the_first_step_point_at_the_optimizer():
     later = [made, rate(0, 0.1)], [made, rate(0, 0.1), rate(2, 0.2)]
     (finding,) = HyperparameterSkew().examine(run_of(dict(enumerate(later))))
     assert finding.location.line == 40
+
+
+def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_made(monkeypatch):
+    monkeypatch.setattr(hyperparameters, "_known", hyperparameters._Known())
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    hyperparameters._made(None, optimizer, None, None)
+    changes = []
+
+    def look(active, before, now):
+        changes.append((before[0]["lr"], now[0]["lr"]))
+        return {}
+
+    monkeypatch.setattr(hyperparameters, "_set_sites", look)
+    optimizer.param_groups[0]["lr"] = 0.05
+    told = []
+    known = SimpleNamespace(notes={}, number=0)
+    step = SimpleNamespace(optimizer=lambda: optimizer, known=known, number=0, site=STEP)
+    hyperparameters._step_due(SimpleNamespace(emit=told.append), step)
+    assert changes == [(0.1, 0.05)]
+    assert told[0].groups[0]["lr"] == 0.05
 
 
 def test_schedulers_are_spoken_of_where_one_stepped():

@@ -1,5 +1,6 @@
 """DDP402 on literal events."""
 
+import msgspec
 import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
@@ -7,7 +8,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble
+from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import edits, hyperparameters, loads
@@ -75,6 +76,17 @@ def test_an_edit_on_one_rank_is_the_cause():
     assert (finding.location.line, finding.ranks) == (35, (1,))
 
 
+def test_an_edit_that_one_rank_does_not_take_back_is_the_cause():
+    whole = msgspec.structs.replace(edit(False, 1, LINE), more=(OTHER,), undone=True)
+    ranks = {
+        0: [whole, digests("parameters", SAME)],
+        1: [edit(step=1, site=LINE), digests("parameters", APART)],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert (finding.location.line, finding.ranks) == (35, (1,))
+    assert "on rank 0 line 35 puts back what they were" in finding.cause
+
+
 def test_size_and_growth_are_told():
     ranks = {
         0: [digests("parameters", SAME), sketch(1, 1.0), sketch(2, 1.0), sketch(7, 1.0)],
@@ -112,6 +124,15 @@ def test_copies_that_come_together_again_are_local_sgd():
     assert list(ParameterDrift().examine(run_of(ranks))) == []
     ranks[0].append(load(step=3))
     assert list(ParameterDrift().examine(run_of(ranks)))
+
+
+def test_copies_that_a_sharded_optimizer_sends_around_were_edited_all_the_same():
+    seen = OptimizerSeen(at=0, optimizer=0, kind="ZeroRedundancyOptimizer", site=LINE)
+    rows = [digests("parameters", {1: [1, 1, 1, n // 2], 2: [2, 2, 2, 2]}) for n in range(3)]
+    ranks = {n: [seen, rows[n]] for n in range(3)}
+    ranks[2].append(edit(step=1, site=OTHER))
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert (finding.ranks, finding.location.line, finding.steps.count) == ((2,), 35, 1)
 
 
 def test_local_sgd_that_was_recognised_is_left_out():

@@ -11,7 +11,8 @@ from wraps import group, parameters
 
 from ddpdoctor.events import Hyperparameters, Unwrapped, UnwrappedState
 from ddpdoctor.probe import exchanges, unwrapped
-from ddpdoctor.probe.exchanges import Exchange, every_gradient_exchanged, parameters_averaged
+from ddpdoctor.probe.exchanges import Exchange, parameters_averaged
+from ddpdoctor.probe.moments import Call
 
 STEPS = 12
 
@@ -191,33 +192,69 @@ def handed(tensor, group=0):
     return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
 
 
+@pytest.mark.parametrize(("hooks", "kept"), [(set(), 1), ({True}, 0), ({True, False}, 1)])
+def test_what_an_averaging_hook_exchanges_are_no_parameters(window, monkeypatch, hooks, kept):
+    monkeypatch.setattr(exchanges.autograd, "running", lambda: True)
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    made = trained(8, 3)
+    for average in hooks:
+        exchanges.hook_seen(average)
+    recorder = SimpleNamespace(step=3)
+    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert exchanges.parameters_exchanged(made) is bool(kept)
+    assert exchanges.before_backward() is bool(kept)
+    assert exchanges.values_exchanged(made)
+
+
 def test_every_gradient_alone_or_copied_or_as_one(window):
     body, head = made = trained(8, 3)
     window.recent = [handed(body.grad), handed(head.grad)]
-    assert every_gradient_exchanged(made)
+    assert exchanges.handed(made).every
     copies = [body.grad.clone(), head.grad.clone()]
     window.recent = [handed(c) for c in copies]
-    assert every_gradient_exchanged(made)
+    assert exchanges.handed(made).every
     flat = torch.zeros(11)
     window.recent = [handed(flat)]
-    assert every_gradient_exchanged(made)
+    assert exchanges.handed(made).every
     window.recent = [handed(flat, group=1)]
-    assert not every_gradient_exchanged(made)
+    assert not exchanges.handed(made).every
+    window.recent = [handed(torch.zeros(n)) for n in (7, 4)]
+    assert exchanges.handed(made).every
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_head_that_stays_local(window, shared):
     body, head = made = trained(8, 3, shared=shared)
     window.recent = [handed(body.grad)]
-    assert not every_gradient_exchanged(made)
+    assert exchanges.handed(made) == ((0,), 0, False, True)
     window.recent.append(handed(head.grad))
-    assert every_gradient_exchanged(made)
+    assert exchanges.handed(made).every
+
+
+def test_one_of_two_that_are_alike_in_size(window):
+    _, two = made = trained(8, 8)
+    window.recent = [handed(two.grad)]
+    assert exchanges.handed([None, *made]) == ((2,), 0, False, True)
+    window.recent = [handed(two.grad), handed(torch.zeros(3))]
+    assert exchanges.handed(made) == ((1,), 3, False, True)
+
+
+def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
+    _, head = trained(8, 3)
+    monkeypatch.setattr(exchanges.models, "live", list)
+    window.recent = [handed(torch.zeros(7)), handed(torch.zeros(4))]
+    exchanges._step_ends(SimpleNamespace(step=1), None)
+    assert exchanges.handed([head]).positions == ()
+    assert window.recent, "no backward yet: what was exchanged is for the next optimizer too"
+    exchanges._backward_ends(SimpleNamespace(step=1), None)
+    assert not window.recent
 
 
 def test_parameters_are_no_gradients(window):
     made = trained(8, 3)
     window.recent = [handed(p.detach()) for p in made]
-    assert not every_gradient_exchanged(made)
+    assert not exchanges.handed(made).every
     assert parameters_averaged(made)
     window.recent = [handed(p.grad) for p in made]
     assert not parameters_averaged(made)
@@ -226,7 +263,7 @@ def test_parameters_are_no_gradients(window):
 def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
-    assert not every_gradient_exchanged(made)
+    assert not exchanges.handed(made).every
 
 
 def looks_taken(count, *, parameters_held=2, complete=lambda n: True):

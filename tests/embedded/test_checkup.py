@@ -176,17 +176,23 @@ for model in (clean, faulty):
     except ddpdoctor.FaultFound as fault:
         print("found", [f.code for f in fault.findings], fault.findings[0].ranks)
 assert not hasattr(torch.autograd.backward, "__ddpdoctor__")
-dist.destroy_process_group()
+with ddpdoctor.examine(out="run", quiet=True):
+    if dist.get_rank() == 1:
+        raise ValueError("bad row")
+    all_reduce(torch.ones(2))
 """
 
 
 def test_blocks_are_examined_one_by_one_though_all_was_there_before(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(BLOCKS)
     status, printed = run(torchrun(), cwd=tmp_path)
-    assert status == 0, printed[-3000:]
+    assert status == 1, printed[-3000:]
     assert printed.count("quiet []") == 2
     assert printed.count("found ['DDP301'] (0, 1)") == 2
     assert (tmp_path / "run-2" / "run.json").exists()
+    (failure,) = reported(tmp_path / "run-3").findings
+    assert (failure.check, failure.ranks) == ("first-failure", (1,))
+    assert "ValueError: bad row" in printed, "the rank ends, though the other one waits for it"
 
 
 def test_the_monitor_killed_costs_the_report_and_nothing_else(tmp_path: Path) -> None:

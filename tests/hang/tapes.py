@@ -52,7 +52,7 @@ class Tape:
         line: int = 10,
         text: str = "",
         *,
-        inside: Sequence[tuple[int, str]] = (),
+        inside: Sequence[tuple[int, str] | Enclosing] = (),
         group: int = 0,
         state: State = State.DONE,
         peer: int = -1,
@@ -76,7 +76,9 @@ class Tape:
         place = (line, text)
         if place not in self._sites:
             number = self._sites[place] = len(self._sites)
-            around = tuple(Enclosing(line=n, text=t) for n, t in inside)
+            around = tuple(
+                i if isinstance(i, Enclosing) else Enclosing(line=i[0], text=i[1]) for i in inside
+            )
             self.events += [
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
@@ -84,7 +86,7 @@ class Tape:
                                                                   inside=around),)),
             ]  # fmt: skip
         index = -1
-        if peer < 0:
+        if peer < 0 and op != "batch_isend_irecv":
             index = self._next.get(group, 0)
             self._next[group] = index + 1
         began = self._clock if at is None else at
@@ -124,7 +126,6 @@ class Tape:
                 last = max(last, began, ended)
             clock.return_value = self.progress_at or last
             writer.phase(*self.phase)
-            writer.close()
 
 
 def run_of(

@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     CallSite,
+    Enclosing,
     EpochBegan,
     EpochEnded,
     Event,
@@ -23,6 +24,7 @@ from ddpdoctor.events import (
     LoaderSeen,
     Place,
     Site,
+    Way,
 )
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
@@ -66,6 +68,16 @@ def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: b
     assert ("only some ranks enter `if boss:`" in finding.cause) is certain
     assert 7 in [r.location.line for r in finding.related]
     assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("text", ['if __name__ == "__main__":', "if rank in members:"])
+def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
+    made = tapes()
+    made[0].call(line=8, numel=1, inside=((7, text),), state=State.BEGUN)
+    made[1].call("barrier", 10, inside=((7, text),), state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert "only some ranks" not in finding.cause
+    assert 7 not in [r.location.line for r in finding.related]
 
 
 def test_not_stuck_while_one_of_them_still_moves(tmp_path: Path) -> None:
@@ -115,8 +127,26 @@ def test_groups_entered_in_opposite_order(tmp_path: Path) -> None:
         first = 1 if rank == 0 else 2
         tape.call(line=10 + rank, group=first, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "opposite order" in finding.summary
+    assert finding.ranks == (0, 1)
+    assert "in different groups" in finding.summary
     assert finding.evidence["stuck"] is True
+
+
+@pytest.mark.parametrize("rounds", [0, 4])
+def test_a_call_of_a_group_that_one_of_its_ranks_left_out(tmp_path: Path, rounds: int) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.group(1, "1", (0, 1))
+        for _ in range(rounds):
+            tape.call(line=5, group=1).call(line=12)
+        if rank == 0:
+            tape.call(line=5, group=1, state=State.BEGUN, at=START + 5)
+        else:
+            tape.call(line=12, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert str(finding.location) == "train.py:5"
+    assert finding.ranks == ((1,) if rounds else (0, 1))
+    assert ("left out call 4 of group 1 [0, 1]" in finding.summary) is bool(rounds)
 
 
 def test_two_lines_for_one_broadcast(tmp_path: Path) -> None:
@@ -206,6 +236,19 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "left the loop at train.py:8" in finding.cause
     assert 8 in [r.location.line for r in finding.related]
+
+
+def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
+    made = tapes()
+    way = Way(line=5, text="if short:", first=6, last=12)
+    loop = (Enclosing(line=4, text="for step in range(20):", ways=(way,)),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "rank 1 skipped rounds of the loop at train.py:4: `if short:`" in finding.cause
+    assert finding.related[0].location.line == 5
 
 
 NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
-from tapes import Tape, run_of
+from recordings import site
+from tapes import START, Tape, run_of
 
+from ddpdoctor.events import CommHook, Event, ExceptionRaised, Wrapped
 from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
 from ddpdoctor.run import Run
 
 
@@ -69,3 +72,38 @@ def test_another_order_is_told_by_the_other_check(tmp_path: Path) -> None:
     made[0].call(line=8, text="r(a)", numel=3).call(line=9, text="r(b)")
     made[1].call(line=9, text="r(b)").call(line=8, text="r(a)", numel=3)
     assert found(run_of(tmp_path, made)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "ranks"),
+    [
+        (State.FAILED, ("fp16", ""), (0,)),
+        (State.FAILED, ("", "", "fp16"), (2,)),
+        (State.FAILED, ("fp16", "", "fp16"), (1,)),
+        (State.FAILED, ("fp16", "fp16"), None),
+        (State.DONE, ("fp16", ""), None),
+    ],
+)
+def test_communication_hooks_that_differ(
+    tmp_path: Path, state: State, names: tuple[str, ...], ranks: tuple[int, ...] | None
+) -> None:
+    world = len(names)
+    made = {rank: Tape(rank, world) for rank in range(world)}
+    more: dict[int, list[Event]] = {}
+    for rank, tape in made.items():
+        tape.call("DDP backward", 28, state=state, at=START + 5, lasts=1)
+        more[rank] = [
+            Wrapped(at=START, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=-1),
+            site(70, "train.py", 9, "register_comm_hook"),
+        ]  # fmt: skip
+        if names[rank]:
+            more[rank].append(CommHook(at=START, model=0, name=names[rank], site=70))
+    if state is State.FAILED:
+        more[0].append(ExceptionRaised(at=START + 6.01, kind="RuntimeError", message="boom"))
+    told = found(run_of(tmp_path, made, more=more))
+    assert [f.ranks for f in told] == ([ranks] if ranks else [])
+    for finding in told:
+        assert finding.location is not None
+        assert finding.location.line == 9
+        assert "communication hooks" in finding.summary

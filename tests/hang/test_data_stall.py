@@ -44,6 +44,20 @@ def test_workers_that_are_gone(tmp_path: Path) -> None:
     assert "1 of its 2 workers are gone" in finding.summary
 
 
+def test_without_workers_the_line_is_the_data_sets_own(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=9, state=State.BEGUN, at=START + 5)
+    made[1].now(Phase.DATA, 6, "for batch in loader:")
+    loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
+                        sampler="RandomSampler", workers=0)  # fmt: skip
+    seen = [stood(1, 33, "os.read(pipe, 1)"), stall(START + 50, START + 5)]
+    run = run_of(tmp_path, made, more={1: [loader]}, nodes={0: seen}, ended={0: -15, 1: -15})
+    (finding,) = found(run)
+    assert str(finding.location) == "train.py:33"
+    assert [str(r.location) for r in finding.related] == ["train.py:6", "train.py:9"]
+    assert "forkserver" not in finding.fix
+
+
 def test_a_slow_batch(tmp_path: Path) -> None:
     assert found(starving(tmp_path, seen=False)) == []
 

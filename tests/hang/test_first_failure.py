@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     GroupDestroyed,
     InitEntered,
     ProcessEnded,
+    ProcessStarted,
     RankExiting,
     Relayed,
 )
@@ -272,3 +273,33 @@ def test_a_long_message_is_cut_at_the_end_of_a_word() -> None:
     assert told.startswith("wordy wordy")
     assert set(told.split()) <= {"wordy", "…", "at", "step", "0"}
     assert "…" in told
+
+
+def without_a_record(status: int | None, at: float, rank_0: list[Event]) -> Run:
+    """Rank 1 left no record, and the launcher then ended rank 0."""
+    ends = [
+        ProcessEnded(at=START + at, rank=1, pid=PID + 1, status=status, wall=WALL + at),
+        ProcessEnded(at=START + 9, rank=0, pid=PID, signal=15, by_launcher=True, wall=WALL + 9),
+    ]
+    started_both = [
+        ProcessStarted(at=START, rank=r, local_rank=r, pid=PID + r, wall=WALL, world_size=2)
+        for r in range(2)
+    ]
+    nodes = {0: [*started_both, *ends]}
+    return make_run({0: rank_0}, ended=None, nodes=nodes, world_size=2)
+
+
+def test_a_rank_without_a_record_ended_first() -> None:
+    (finding,) = found(without_a_record(1, 5.5, raised(5, "RuntimeError", CLOSED)))
+    assert finding.ranks == (1,)
+    assert "ended first, with exit status 1" in finding.summary
+    assert [row["ranks"] for row in finding.evidence["consequences"]] == ["0"]  # type: ignore[attr-defined]
+    (before,) = found(without_a_record(1, 4.5, raised(5)))
+    assert before.ranks == (1,)
+
+
+def test_a_rank_without_a_record_that_was_not_first() -> None:
+    (own,) = found(without_a_record(1, 5.5, raised(5)))
+    assert own.ranks == (0,)
+    (lost,) = found(without_a_record(0, 5.5, raised(5, "RuntimeError", CLOSED)))
+    assert lost.evidence["consequence"] is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
-from tapes import START, Tape, run_of
+from tapes import START, Tape, run_of, stall
 
 from ddpdoctor.events import RankExiting
 from ddpdoctor.findings import Finding
@@ -26,6 +26,39 @@ def test_every_rank_its_own_group(tmp_path: Path) -> None:
         tape.call("new_group", 9, group=NEW, ranks=mine)
     (finding,) = found(run_of(tmp_path, made))
     assert set(finding.subjects) == {"[0, 1]", "[2, 3]"}
+
+
+def apart(working: bool = False) -> dict[int, Tape]:
+    """Ranks that made different groups, went on, and then wait in two different collectives."""
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    around = [(20, 'if __name__ == "__main__":')]
+    for rank, tape in made.items():
+        mine = (0, 1) if rank < 2 else (2, 3)
+        tape.call("new_group", 9, group=NEW, ranks=mine, inside=around)
+        tape.group(1, "1", mine)
+        where = 0 if rank in (0, 3) else 1
+        state = State.DONE if working and rank == 3 else State.BEGUN
+        tape.call(
+            "barrier" if where == 0 else "all_reduce", 11, group=where, state=state, at=START + 5
+        )
+    return made
+
+
+def test_they_got_past_it_and_wait_elsewhere(tmp_path: Path) -> None:
+    (finding,) = found(
+        run_of(tmp_path, apart(), nodes={0: [stall(START + 40, START + 5)]}, now=START + 41)
+    )
+    assert finding.evidence["stuck"] is True
+    assert not [r for r in finding.related if "branch" in r.label]
+
+
+def test_one_of_them_still_works(tmp_path: Path) -> None:
+    (finding,) = found(
+        run_of(
+            tmp_path, apart(working=True), nodes={0: [stall(START + 40, START + 5)]}, now=START + 41
+        )
+    )
+    assert finding.evidence["stuck"] is False
 
 
 def test_only_some_ranks_make_it(tmp_path: Path) -> None:

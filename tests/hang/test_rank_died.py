@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.rank_died import RankDied
-from tapes import START, WALL, Tape, run_of
+from tapes import START, WALL, Tape, run_of, stood
 
 from ddpdoctor.events import (
     ExceptionRaised,
@@ -16,7 +16,7 @@ from ddpdoctor.events import (
     RankExiting,
     RankSample,
 )
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
 
@@ -44,6 +44,37 @@ def test_killed(tmp_path: Path) -> None:
     assert finding.location.line == 12
 
 
+def test_where_it_was_is_told_only_where_that_is_known(tmp_path: Path) -> None:
+    ends = {0: [end(1, START + 6, signal=9)]}
+    (inside,) = found(run_of(tmp_path, tapes(), nodes=ends, ended=None))
+    assert inside.summary.endswith(", in train.py:12")
+    made = tapes()
+    made[1].calls.pop()
+    (after,) = found(run_of(tmp_path / "b", made, nodes=ends, ended=None))
+    assert after.summary.endswith(", last seen at train.py:9")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_crash_is_where_its_stack_says(tmp_path: Path, inside: bool) -> None:
+    made = tapes()
+    if not inside:
+        made[1].calls.pop()
+    seen = [stood(1, 20, "crash()", crashed=True), end(1, START + 6, signal=6)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert str(finding.location) == "train.py:20"
+    assert finding.location is not None
+    assert finding.location.source == "crash()"
+    assert finding.label == "rank 1 crashed here"
+    assert "rank-1.stacks.txt" in finding.fix
+    assert ("shapes" in finding.cause) is inside
+
+
+def test_ranks_that_died_one_after_the_other(tmp_path: Path) -> None:
+    ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=9)]
+    (finding,) = found(run_of(tmp_path, tapes(), nodes={0: ends}, ended=None))
+    assert finding.ranks == (0, 1)
+
+
 def test_the_kernels_counter_confirms_it(tmp_path: Path) -> None:
     seen = [
         MemoryLimit(at=START, oom_kills=2),
@@ -55,6 +86,43 @@ def test_the_kernels_counter_confirms_it(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, tapes(), nodes={0: seen}, ended=None))
     assert "lack of memory" in finding.summary
     assert (finding.evidence["memory_first_gib"], finding.evidence["memory_last_gib"]) == (1.0, 7.0)
+
+
+LOST = ExceptionRaised(
+    at=START + 6.1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:13209"
+)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_gone_without_a_word(lost: bool, tmp_path: Path) -> None:
+    others = [end(0, START + 6.3), end(2, START + 6.2, signal=15 if lost else None)]
+    made = {**tapes(), 2: Tape(2, 3)}
+    nodes = {0: [*others, end(1, START + 6.3, silent=True)]}
+    more = {0: [LOST]} if lost else {}
+    (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes, ended=None))
+    assert (finding.ranks, finding.confidence) == ((1,), Confidence.SUSPECTED)
+    assert "ended without a word" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "why", ["killed because it would not end", "failed", "told to end", "all were", "done"]
+)
+def test_gone_without_a_word_after_the_others(tmp_path: Path, why: str) -> None:
+    late = 30.0 if why.startswith("killed") else 0.1
+    own = ExceptionRaised(at=START + 6, kind="ValueError", message="boom")
+    ended = end(1, START + 6.3 + late, silent=why != "told to end")
+    run = run_of(
+        tmp_path,
+        tapes(),
+        more={
+            "failed": {0: [own]},
+            "all were": {},
+            "done": {0: [RankExiting(at=START + 6.2, how="return")]},
+        }.get(why, {0: [LOST]}),
+        nodes={0: [end(0, START + 6.3, silent=why == "all were"), ended]},
+        ended=None,
+    )
+    assert found(run) == []
 
 
 def test_the_launcher_cleans_up(tmp_path: Path) -> None:

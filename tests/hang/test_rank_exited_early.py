@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
-from tapes import CWD, START, Tape, run_of
+from recordings import PID
+from tapes import CWD, START, WALL, Tape, run_of
 
 from ddpdoctor.events import (
     Enclosing,
@@ -18,15 +19,20 @@ from ddpdoctor.events import (
     Event,
     ExceptionRaised,
     Frame,
+    GroupDestroyed,
     LoaderSeen,
+    ProcessEnded,
     RankExiting,
     Site,
+    Way,
 )
 from ddpdoctor.findings import Finding, Steps
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"
+
+LOOPS = ((8, "for batch in loader:"), (7, "for epoch in range(3):"))
 
 
 def found(run: Run) -> list[Finding]:
@@ -39,9 +45,9 @@ def left(
     leaver: list[object] | None = None,
     caught: bool = False,
     loaders: Mapping[int, list[Event]] | None = None,
+    loop: Sequence[tuple[int, str] | Enclosing] = LOOPS,
 ) -> Run:
     made = {rank: Tape(rank, 2) for rank in range(2)}
-    loop = ((8, "for batch in loader:"), (7, "for epoch in range(3):"))
     for tape in made.values():
         tape.call(line=9, inside=loop)
     made[0].call(line=9, inside=loop, state=State.FAILED, at=START + 5, lasts=1)
@@ -60,6 +66,84 @@ def test_a_shorter_loop(tmp_path: Path) -> None:
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 7
+    assert "the same calls in each" in finding.fix
+
+
+def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
+    """A loop in which a handler leaves out a part of the round."""
+    way = Way(line=11, text="except ValueError:", first=9, last=last)
+    return Enclosing(line=8, text=head, ways=(way,), broken=broken)
+
+
+@pytest.mark.parametrize(
+    ("loop", "line", "cause"),
+    [
+        (
+            rounds("for i in range(80):"),
+            11,
+            "skipped rounds of the loop at train.py:8: `except Val",
+        ),
+        (rounds("for i in range(80):", broken=True), 8, "before the others, or skipped a round: "),
+        (rounds("for i in range(n):"), 8, "before the others, or skipped a round: `except ValueE"),
+        (rounds("for i in range(80):", last=8), 8, ""),
+    ],
+)
+def test_a_round_that_was_skipped(tmp_path: Path, loop: Enclosing, line: int, cause: str) -> None:
+    (finding,) = found(left(tmp_path, loop=(loop,)))
+    assert finding.location is not None
+    assert finding.location.line == line
+    assert cause in finding.cause
+    assert ("alone" in finding.fix) == (line == 11)
+
+
+@pytest.mark.parametrize(("text", "line"), [("for i in range(80):", 6), ("for i in range(n):", 8)])
+def test_an_exception_that_ended_a_loop_and_was_caught(
+    tmp_path: Path, text: str, line: int
+) -> None:
+    way = Way(line=6, text="except Exception: return", first=4, last=5)
+    around = Enclosing(line=3, text="try:", ways=(way,))
+    (finding,) = found(left(tmp_path, loop=((8, text), around)))
+    assert finding.location is not None
+    assert finding.location.line == line
+    assert ("`except Exception: return`" in finding.cause) == (line == 6)
+    branched = ((9, "if i % 2:"), (8, text), around)
+    (finding,) = found(left(tmp_path / "branched", loop=branched))
+    assert finding.location is not None
+    assert finding.location.line == 8
+
+
+def test_batches_skipped_in_an_earlier_epoch(tmp_path: Path) -> None:
+    whole = [
+        msgspec.structs.replace(e, backwards=2) if isinstance(e, EpochEnded) else e
+        for e in epochs(True, True)
+    ]
+    short = [*epochs(True), *whole[4:]]
+    (finding,) = found(left(tmp_path, loaders={0: whole[:-1], 1: short}))
+    assert finding.location is not None
+    assert finding.location.line == 8
+    assert finding.related[0].location.line == 9
+    assert "batch alone" in finding.fix
+
+
+def test_a_lost_connection_that_was_caught_until_the_end(tmp_path: Path) -> None:
+    def swallowed(op: str) -> Run:
+        made = {rank: Tape(rank, 2).call("DDP backward", 9) for rank in range(2)}
+        for second in (5, 6, 7):
+            made[1].call(op, 9, state=State.FAILED, at=START + second, lasts=0.5)
+        raised = ExceptionRaised(at=START + 8, kind="RuntimeError", message=CLOSED, caught=True)
+        site = Site(at=START, id=60, file=f"{CWD}/train.py", line=28, function="main")
+        more: dict[int, list[Event]] = {
+            0: [site, RankExiting(at=START + 4, how="sys.exit", status=0, site=60)],
+            1: [raised, RankExiting(at=START + 8, how="return")],
+        }
+        return run_of(tmp_path / op, made, more=more)
+
+    (finding,) = found(swallowed("DDP backward"))
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 28
+    assert "rank 1 caught the loss of the connection and went on" in finding.cause
+    assert found(swallowed("barrier")) == []
 
 
 def epochs(*ended: bool | None) -> list[Event]:
@@ -177,8 +261,11 @@ def test_a_peer_that_failed_or_was_still_there(tmp_path: Path) -> None:
     assert found(in_no_call(tmp_path / "b", [RankExiting(at=START + 7, how="return")])) == []
 
 
-def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+@pytest.mark.parametrize("line", [30, 8])
+def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path, line: int) -> None:
+    made = {
+        rank: Tape(rank, 2).call(line=9, inside=((line, "if rank == 0:"),)) for rank in range(2)
+    }
     made[0].call("barrier", 31, inside=((30, "if rank == 0:"),), state=State.FAILED, at=START + 5,
                  lasts=1)  # fmt: skip
     raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
@@ -190,4 +277,40 @@ def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path) -> None:
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 31
-    assert "move it out of `if rank == 0:`" in finding.fix
+    assert ("move it out of `if rank == 0:`" in finding.fix) == (line == 8)
+
+
+def test_a_group_that_was_destroyed_before_the_others_were_done(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=7, state=State.FAILED, at=START + 5, lasts=1)
+    line = Site(at=START, id=60, file=f"{CWD}/train.py", line=4, function="finish")
+    raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
+    more: dict[int, list[Event]] = {0: [raised], 1: [line, GroupDestroyed(at=START + 5.9, site=60)]}
+    cleaned = ProcessEnded(at=START + 7, rank=1, pid=PID + 1, signal=15, by_launcher=True,
+                           wall=WALL + 7)  # fmt: skip
+    (finding,) = found(run_of(tmp_path, made, more=more, nodes={0: [cleaned]}))
+    assert finding.ranks == (1,)
+    assert str(finding.location) == "train.py:4"
+    assert "rank 1 destroyed its process group while rank 0 still waits" in finding.summary
+    assert "status 0" not in finding.cause
+
+
+@pytest.mark.parametrize("omitted", [True, False])
+def test_a_message_that_was_not_sent(tmp_path: Path, omitted: bool) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    loop = ((8, "for k in range(3):"),)
+    for k in range(3):
+        for rank, tape in made.items():
+            last = rank == 0 and k == 2
+            sends = () if omitted and rank == 1 and k == 1 else (1 - rank,)
+            tape.call("batch_isend_irecv", 9, inside=loop, sends=sends, receives=(1 - rank,),
+                      state=State.FAILED if last else State.DONE,
+                      at=START + 5 if last else None, lasts=1 if last else 0.01)  # fmt: skip
+    raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
+    more: dict[int, list[Event]] = {0: [raised], 1: [RankExiting(at=START + 5.5, how="return")]}
+    (finding,) = found(run_of(tmp_path, made, more=more, ended={0: 1}))
+    assert finding.ranks == (1,)
+    told = "it sent 2 messages to rank 0, which receives 3 from rank 1" in finding.cause
+    assert told is omitted
+    assert ("messages were under way" in finding.cause) is not omitted
+    assert "every receive" in finding.fix

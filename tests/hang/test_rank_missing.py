@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpdoctor.checks.hang.rank_missing import RankMissing
+from recordings import PID
 from tapes import START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import ExceptionRaised, StallOver
 from ddpdoctor.findings import Confidence, Finding
-from ddpdoctor.ring import State
+from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run
 
 
@@ -43,6 +44,17 @@ def test_stopped_by_a_signal(tmp_path: Path) -> None:
     seen = [stood(1, 33, "x = f(x)", state="T"), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, waiting(), nodes={0: seen}, ended=None))
     assert "SIGSTOP" in finding.summary
+    assert f"kill -CONT {PID + 1}" in finding.fix
+    assert "timeout" not in finding.fix
+
+
+def test_where_no_stack_could_be_taken_it_was_last_seen(tmp_path: Path) -> None:
+    made = waiting()
+    made[1].now(Phase.USER, 30, "optimizer.step()")
+    seen = [stood(1, 33, "", state="T", frames=()), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert "(SIGSTOP), last seen at train.py:30" in finding.summary
+    assert finding.label == "rank 1 was last seen here"
 
 
 def test_the_backends_timeout_proves_it(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from ddpdoctor.runfolder import Lines
 HANGS = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-x = torch.ones(3)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
 for step in range(10):
-    dist.all_reduce(x)
-    if step == 5 and dist.get_rank() == 1:
+    model(torch.ones(3)).sum().backward()
+    if step == 0 and dist.get_rank() == 1:
         dist.barrier()
 """
 
@@ -48,6 +48,7 @@ def test_killed_with_everything_the_folder_still_tells(tmp_path: Path) -> None:
     assert finding.code == "DDP601"
     assert finding.location is not None
     assert finding.location.source.strip() == "dist.barrier()"
+    assert finding.subjects == ("DDP forward", "barrier")  # in which DDP orders its buckets anew
     assert report.run.outcome == "hung"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.stall import Stall
 from tapes import START, Tape, run_of, stall, stood
 
+from ddpdoctor.events import Enclosing, GroupDestroyed, StackFrame, Way
 from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -27,6 +29,27 @@ def test_both_receive(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, pair(("recv", "recv")), now=START + 8))
     assert (finding.severity, finding.confidence) == (Severity.ERROR, Confidence.PROVEN)
     assert finding.evidence["stuck"] is True
+
+
+@pytest.mark.parametrize(("bounds", "line"), [((7, 9), 6), ((7, 8), 9), ((9, 9), 6)])
+def test_a_message_that_is_left_out_in_one_round(
+    tmp_path: Path, bounds: tuple[int, int], line: int
+) -> None:
+    way = Way(line=6, text="if i == 3: continue", first=bounds[0], last=bounds[1])
+    loop = (Enclosing(line=4, text="for i in range(20):", ways=(way,)),)
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for _ in range(3):
+        made[0].call("send", 15, peer=1).call("recv", 16, peer=1)
+        made[1].call("recv", 5, peer=0, inside=loop).call("send", 9, peer=0, inside=loop)
+    made[0].call("send", 15, peer=1).call("recv", 16, peer=1, state=State.BEGUN, at=START + 5)
+    made[1].call("recv", 5, peer=0, inside=loop)
+    made[1].call("recv", 5, peer=0, inside=loop, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.ranks == (1,)
+    assert finding.location is not None
+    assert finding.location.line == line
+    assert "rank 1 left out send (train.py:9), for which rank 0 waits" in finding.summary
+    assert "send first" not in finding.fix
 
 
 def test_a_message_on_its_way(tmp_path: Path) -> None:
@@ -60,3 +83,17 @@ def test_all_at_one_number_in_different_collectives(tmp_path: Path) -> None:
 def test_no_stall_on_record(tmp_path: Path) -> None:
     made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
     assert found(run_of(tmp_path, made, now=START + 300)) == []
+
+
+def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=5) for rank in range(2)}
+    over = {r: [GroupDestroyed(at=START + 5, name="", site=-1)] for r in made}
+    at_exit = StackFrame(file="/usr/lib/python3.11/threading.py", line=1590, function="_shutdown")
+    seen = [
+        stood(1, 9, "", frames=(at_exit,), threads=("uploader (up.py:2)",)),
+        stall(START + 50, START + 5),
+    ]
+    run = run_of(tmp_path, made, more=over, nodes={0: seen}, ended={0: 0, 1: -15})
+    (finding,) = found(run)
+    assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
+    assert "uploader (up.py:2)" in finding.cause

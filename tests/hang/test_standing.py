@@ -11,7 +11,7 @@ from tapes import Tape
 
 from ddpdoctor import machine, standing
 from ddpdoctor.config import Options
-from ddpdoctor.events import Event, RankStood, StallOver, StallSeen
+from ddpdoctor.events import Event, ProcessEnded, RankStood, StallOver, StallSeen
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.ring import RingWriter, State
 from ddpdoctor.run import Recording, Run
@@ -135,3 +135,24 @@ def test_suspected_is_stopped_where_asked(tmp_path: Path, clock: Clock) -> None:
     bench = Bench(tmp_path, hang_after=5.0, on_hang="stop")
     bench.rings[0].begin(0, 1, 0, 0, -1)
     assert wait(bench, clock, 10) == "no rank makes progress"
+
+
+CRASHED = """\
+Fatal Python error: Aborted
+
+Current thread 0x00007f0a2 (most recent call first):
+  File "/home/u/train.py", line 12 in step
+"""
+
+
+@pytest.mark.parametrize(("number", "crashed"), [(6, True), (9, None), (15, False)])
+def test_the_stack_of_a_crash_is_kept(tmp_path: Path, number: int, crashed: bool | None) -> None:
+    bench = Bench(tmp_path)
+    run = bench.recording.refresh()
+    rank = run.ranks[1]
+    assert rank.path is not None
+    rank.path.with_suffix(".stacks.txt").write_text(CRASHED)
+    rank.ended = ProcessEnded(at=2000.0, rank=1, pid=PID + 1, wall=0.0, signal=number)
+    bench.standing.finish(run, {PID, PID + 1})
+    stood = [(e.rank, e.crashed) for e in bench.written if isinstance(e, RankStood)]
+    assert stood == ([] if crashed is None else [(1, crashed)])

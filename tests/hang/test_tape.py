@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.events import CallBlock, CallRun, Event
-from ddpdoctor.probe import answers, tape
+from ddpdoctor.events import CallBlock, CallRun, Event, Signature
+from ddpdoctor.probe import answers, statements, tape
 from ddpdoctor.probe.recorder import Recorder
 from ddpdoctor.ring import State, read_ring
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -80,8 +80,52 @@ def test_the_statements_around_a_line(tmp_path: Path) -> None:
         "            b()\n"
         "        if rank: c()\n"
     )
-    inside = [[(e.line, e.text) for e in tape.enclosing(str(path), n)] for n in (4, 7, 8)]
+    inside = [[(e.line, e.text) for e in statements.enclosing(str(path), n)] for n in (4, 7, 8)]
     loop = (2, "for step in range(3):")
     assert inside[0] == [(3, "if rank == 0:"), loop]
     assert inside[1] == [(5, "else:  # if rank == 0:"), loop]
     assert inside[2] == [(8, "if rank: c()"), loop]
+
+
+ROUNDS = """\
+def main():
+    for i in range(80):
+        try:
+            x = batch(i)
+        except KeyError: raise
+        except ValueError as e:
+            print("skip", e)
+            continue
+        if not len(x):
+            continue
+        for part in x:
+            if part: break
+        try:
+            step(x)
+        except RuntimeError:
+            x = None
+    return x
+"""
+
+
+def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ROUNDS)
+    tried, loop = statements.enclosing(str(path), 14)
+    assert [(w.line, w.text) for w in tried.ways] == [(15, "except RuntimeError:")]
+    assert [(w.line, w.text, w.first, w.last) for w in loop.ways] == [
+        (8, "except ValueError as e:", 4, 16),
+        (10, "if not len(x):", 11, 16),
+        (15, "except RuntimeError:", 14, 14),
+    ]
+    assert not loop.broken
+    path = tmp_path / "broken.py"
+    path.write_text(ROUNDS.replace("x = None", "break"))
+    assert statements.enclosing(str(path), 14)[1].broken
+
+
+def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
+    for sends in ((1,), (1,), ()):
+        made.point_to_point(0, "batch_isend_irecv", 1, -1, sends, (3,))
+    signed = [e for e in events(made) if isinstance(e, Signature)]
+    assert [(e.sends, e.receives) for e in signed] == [((1,), (3,)), ((), (3,))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.launch.rank_mismatch import RankMismatch
 from recordings import START, WALL, make_run, site, started, steps
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting
+from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen
 from ddpdoctor.findings import Severity
 
 PLACE = "localhost:29500"
@@ -133,3 +133,41 @@ def test_a_spawning_script_under_a_launcher_of_one() -> None:
     run = make_run({0: parent, 1: process(1, 2, init(1, 2), ready(2), told=False)},
                    twins={0: [child]}, world_size=2)  # fmt: skip
     assert not list(RankMismatch().examine(run))
+
+
+def stuck(place: str, count: int = 2) -> object:
+    """Whether it is proven that these ranks wait in vain, half a minute after the launch."""
+    said = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    ranks = {
+        r: [
+            started(r, 2, environment={**said, "RANK": str(r)}),
+            site(1, "train.py", 7, "dist.init_process_group(...)"),
+            init(r, 4, (r, 2), rendezvous=place),
+        ]
+        for r in range(count)
+    }
+    stall = StallSeen(at=START + 40, since=START + 2, hang_after=30)
+    (finding,) = RankMismatch().examine(make_run(ranks, nodes={0: [stall]}, ended=None))
+    return finding.evidence["stuck"]
+
+
+def test_all_wait_where_only_they_can_meet() -> None:
+    assert stuck(PLACE) is True
+
+
+def test_another_launcher_may_know_the_address() -> None:
+    assert stuck("tcp://node-0:1234") is False
+
+
+def test_a_process_is_still_to_come() -> None:
+    assert stuck(PLACE, count=1) is False
+
+
+def test_why_it_was_not_looked_at() -> None:
+    before = make_run({0: process(0, 1, ready(1))})
+    assert RankMismatch().unobserved(before) == (
+        "init_process_group was called before the examination began"
+    )
+    never = make_run({0: process(0, 1)})
+    assert RankMismatch().unobserved(never) == "init_process_group was never called"
+    assert RankMismatch().unobserved(make_run({0: process(0, 1, init(), ready(1))})) is None

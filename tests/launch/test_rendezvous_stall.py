@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
-from recordings import CWD, PID, START, make_run, site
+from recordings import CWD, PID, START, make_run, site, started
 
 from ddpdoctor.events import (
     Event,
@@ -22,11 +22,12 @@ def found(run: Run) -> list[Finding]:
     return list(RendezvousStall().examine(run))
 
 
-def entered(rank: int, world: int = 2) -> list[Event]:
+def entered(rank: int, world: int = 2, meets_at: str = "") -> list[Event]:
     return [
         site(1, "train.py", 7, 'dist.init_process_group("gloo")'),
         InitEntered(at=START + 2, backend="gloo", init_method="", rank=-1, world_size=-1,
-                    env_rank=rank, env_world_size=world, env_local_rank=rank, timeout_s=-1, site=1),
+                    env_rank=rank, env_world_size=world, env_local_rank=rank, timeout_s=-1, site=1,
+                    rendezvous=meets_at),
     ]  # fmt: skip
 
 
@@ -68,3 +69,15 @@ def test_the_group_formed() -> None:
 
 def test_slow_but_no_stall() -> None:
     assert found(make_run({0: entered(0), 1: []}, ended=None)) == []
+
+
+def test_all_are_there_and_nobody_listens() -> None:
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    at = "tcp://127.0.0.1:29715"
+    ranks = {r: [started(r, 2, environment=told), *entered(r, meets_at=at)] for r in range(2)}
+    run = make_run(ranks, nodes={0: seen()}, ended={0: -15, 1: -15}, stopped="interrupt")
+    (finding,) = found(run)
+    assert finding.ranks == (0, 1)
+    assert at in finding.summary
+    assert "torchrun's own is at MASTER_ADDR" in finding.cause
+    assert found(make_run(ranks, ended=None)) == []

@@ -1,10 +1,13 @@
 """DDP304: steps on gradients that went around the wrapper."""
 
+from types import SimpleNamespace
+
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
 from recordings import make_run, site
 from wraps import codes, rank
 
 from ddpdoctor.events import Bypassed
+from ddpdoctor.probe import bypass
 
 CHECK = DdpBypassed()
 
@@ -45,3 +48,11 @@ def test_a_wrapper_that_nobody_kept():
 
 def test_nothing_recorded():
     assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []
+
+
+def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
+    judged = []
+    monkeypatch.setattr(bypass, "_judge", lambda active, step: judged.append(step.closure))
+    for closure in (True, False):
+        bypass._step_begins(None, SimpleNamespace(closure=closure))
+    assert judged == [False]

@@ -82,6 +82,18 @@ def test_ranks_that_agree_without_exchanging_anything_are_a_note():
     assert codes(run, CHECK) == ["DDP305 note"]
 
 
+def test_ranks_that_agree_and_exchange_as_much_as_gradients_do():
+    def rows(elements):
+        last = msgspec.structs.replace(state(2, 5, 6), elements=elements)
+        return [state(0, 1, 2), state(1, 3, 4), last]
+
+    def run(elements):
+        return make_run({r: loose(*rows(elements)) for r in (0, 1)})
+
+    assert codes(run(2), CHECK) == ["DDP305 note"], "a logged loss"
+    assert codes(run(80), CHECK) == []
+
+
 def test_gradients_that_agree_are_synchronised_somehow():
     run = make_run({r: loose(state(0, 1, 20 + r), state(1, 3, 30 + r)) for r in (0, 1)})
     assert codes(run, CHECK) == []
@@ -105,3 +117,12 @@ def test_ranks_that_hold_different_parts():
 
 def test_one_rank_is_no_distributed_run():
     assert CHECK.unobserved(make_run({0: loose(state(0, 1, 2), ranks=(0,))}))
+
+
+def test_models_that_one_line_makes_are_one_finding():
+    def both(r):
+        return [*loose(state(0, 10 + r, 7)), *anew(state(0, 20 + r, 7)), *steps(5, optimizer=1)]
+
+    (found,) = CHECK.examine(make_run({r: both(r) for r in (0, 1)}))
+    assert "and so with 1 more that this line makes" in found.summary
+    assert found.steps.count == 9

@@ -10,8 +10,8 @@ CHECK = OptimizerParameterMismatch()
 
 
 def owned(missing=(), **more):
-    values = {"kind": "Adam", "step": 1, "trained": 6, "held": 4, "site": 60, **more}
-    return Ownership(at=0, model=0, missing=tuple(missing), **values)
+    values = {"model": 0, "kind": "Adam", "step": 1, "trained": 6, "held": 4, "site": 60, **more}
+    return Ownership(at=0, missing=tuple(missing), **values)
 
 
 def both(*events):
@@ -31,6 +31,15 @@ def test_an_optimizer_of_a_discarded_model():
     (found,) = CHECK.examine(run)
     assert found.severity.value == "error"
     assert "no longer those of" in found.cause
+
+
+def test_an_optimizer_from_before_the_model_was_sharded():
+    event = owned(["0.weight"], model=-1, module="Net", stale=("4x4",))
+    run = make_run({r: [site(60, "train.py", 6, "optimizer = ..."), event] for r in (0, 1)})
+    assert CHECK.unobserved(run) != "no model was wrapped in DistributedDataParallel"
+    (found,) = CHECK.examine(run)
+    assert (found.severity.value, found.location.line) == ("error", 6)
+    assert "before `fully_shard`" in found.cause and found.fix.endswith("after `fully_shard`")
 
 
 def test_only_a_head_is_trained():

@@ -107,3 +107,10 @@ def test_the_same_change_at_the_same_backward_on_all_ranks():
 def test_modules_are_spelled_as_code():
     for name, code in (("blocks.0.norm", "model.blocks[0].norm"), ("2", "model[2]"), ("", "model")):
         assert Part(name, "Block", (0,), True).code == code
+
+
+def test_each_rank_lacks_another_part():
+    (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([4, 5]))})
+    assert found.ranks == (0, 1)
+    assert "head.weight, head.bias on rank 0; aux.weight, aux.bias on rank 1" in found.summary
+    assert "on the others" not in found.summary

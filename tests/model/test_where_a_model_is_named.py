@@ -51,3 +51,10 @@ def test_branches_of_which_either_may_have_run(pretrained: bool) -> None:
     assert named(model) is None
     other = Net()
     assert named(other) is not None
+
+
+def test_a_name_that_held_nothing_before() -> None:
+    model = None
+    for _ in range(2):
+        model = Net() if model is None else Net(pretrained=True)
+    assert named(model) == 3

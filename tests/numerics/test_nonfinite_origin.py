@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+from typing import Any
+
 import pytest
 from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run, site, steps
@@ -109,6 +112,47 @@ def test_followed_through_a_graph(operation: str) -> None:
     origin = trace(made.sum(), {id(p): n for n, p in model.named_parameters()})
     assert origin.operation in (operation, "reciprocal")
     assert origin.module == "2"
+
+
+class Spectrum:
+    """Its module takes the logarithm of the input before the first layer, which has a parameter."""
+
+    @staticmethod
+    def made() -> Any:
+        torch = pytest.importorskip("torch")
+
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+
+            def forward(self, x: Any) -> Any:
+                x = x.log()
+                h = self.first(x)
+                return self.last(h) / 3
+
+        return Net()
+
+
+def test_a_constant_was_made_before_it_came_into_the_graph(monkeypatch: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import nonfinite_origin, sites
+
+    net = Spectrum.made()
+    names = {id(p): n for n, p in net.named_parameters()}
+    origin = nonfinite_origin.trace(net(torch.zeros(2, 4)).sum(), names)
+    assert (origin.operation, origin.entered, origin.module) == ("", "addmm", "first")
+    monkeypatch.setattr(sites, "classify", lambda file: "user")
+    place = nonfinite_origin.line_of_maker(net, "first")
+    assert place is not None and "x.log()" in linecache.getline(*place[:2])
+    assert nonfinite_origin.line_of_maker(net, "last") == place
+
+
+def test_what_came_in_as_a_constant_blames_no_operation() -> None:
+    event = bad("loss", 5, entered="addmm", module="first", origin_site=2)
+    (finding,) = found([event], [])
+    assert "it came into first" in finding.summary
+    assert "made it" not in finding.summary and "cannot take" not in finding.cause
 
 
 def test_a_graph_is_followed_without_running_the_program_again() -> None:

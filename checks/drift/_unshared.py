@@ -1,0 +1,275 @@
+"""Copies without a wrapper that the exchange by hand cannot keep equal: it leaves some of their
+gradients out, or they were not equal to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState
+from ddpdoctor.events.pack import unpack
+from ddpdoctor.findings import FixKind, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run
+
+from . import _by_hand
+from ._by_hand import Copies
+
+ABSENT = 0
+ALL_ZERO = 1
+"""The digest of a tensor of zeros."""
+
+LOOKS_AT_LEAST = 3
+ENOUGH = 0.5
+"""Share of the elements whose gradients are exchanged."""
+
+NAMED = 4
+
+
+@dataclass(frozen=True)
+class Look:
+    """What every rank had before one step, by rank, one number per parameter.
+
+    Attributes:
+        handed: positions whose gradients some rank handed over by itself; `told` whether all that
+            was handed over is known so.
+    """
+
+    step: int
+    gradients: list[tuple[int, ...]]
+    parameters: list[tuple[int, ...]]
+    handed: frozenset[int]
+    told: bool
+
+    def equal(self, position: int) -> bool:
+        return len({row[position] for row in self.parameters}) == 1
+
+    def agree(self, position: int) -> bool:
+        return len({row[position] for row in self.gradients}) == 1
+
+    def everywhere(self, position: int) -> bool:
+        return all(row[position] != ABSENT for row in self.gradients)
+
+
+def compared(run: Run) -> bool:
+    """Whether there are copies that can be judged."""
+    return any(_steady(copies) for copies in _by_hand.trained_by_all(run))
+
+
+def told(run: Run) -> Iterator[dict[str, Any]]:
+    """The fields of findings."""
+    for copies in _by_hand.trained_by_all(run):
+        if not _steady(copies):
+            continue
+        looks = _close_looks(copies)
+        if (apart := _never_equal(copies, looks)) is not None:
+            yield _told_apart(copies, looks, apart)
+        elif (local := _left_out(copies, looks)) is not None:
+            yield _told_left_out(copies, looks, *local)
+
+
+def _steady(copies: Copies) -> bool:
+    """Whether all ranks exchanged most of the gradients of each and every step, and never the
+    parameters since the first."""
+    close = [look for look in copies.looks if all(s.each for s in look.values())]
+    if len(close) < LOOKS_AT_LEAST:
+        return False
+    states = [(s, copies.looks[0][n]) for look in copies.looks for n, s in look.items()]
+    return all(
+        s.exchanged == "gradients" and s.shared == s.step + 1 and s.averaged == first.averaged
+        for s, first in states
+    ) and all(s.averaged == copies.looks[0][n].averaged for n, s in (copies.end or {}).items())
+
+
+def _close_looks(copies: Copies) -> list[Look]:
+    sizes = _sizes(copies)
+    looks = [look for look in copies.looks if all(s.each for s in look.values())]
+    return [_look(look, sizes) for look in looks]
+
+
+def _look(rows: Mapping[int, UnwrappedState], sizes: list[int]) -> Look:
+    count = len(sizes)
+    each = [tuple(unpack(s.each)) for s in rows.values()]
+    handed = frozenset(p for s in rows.values() for p in unpack(s.handed))
+    unknown = [size for i, size in enumerate(sizes) if i not in handed]
+    return Look(
+        step=next(iter(rows.values())).step,
+        gradients=[row[:count] for row in each],
+        parameters=[row[count : 2 * count] for row in each],
+        handed=handed,
+        told=all(s.other < min(unknown, default=1) for s in rows.values()),
+    )
+
+
+def _sizes(copies: Copies) -> list[int]:
+    return [prod(p.shape) for p in _parameters(copies)]
+
+
+def _parameters(copies: Copies) -> tuple[Tensor, ...]:
+    return _first(copies)[1].parameters
+
+
+def _first(copies: Copies) -> tuple[Rank, Unwrapped]:
+    return next(iter(copies.members.values()))
+
+
+def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
+    """Parameters that differ from the first step on, although the same gradients are applied to
+    them on all ranks: those of all parameters are exchanged."""
+    if not all(s.complete for look in copies.looks for s in look.values()):
+        return None
+    count = len(_parameters(copies))
+    alike = all(
+        look.agree(i) for look in looks for i in range(count) if any(r[i] for r in look.gradients)
+    )
+    apart = [
+        i
+        for i in range(count)
+        if all(look.everywhere(i) and not look.equal(i) for look in looks)
+        and any(look.gradients[0][i] != ALL_ZERO for look in looks)
+    ]
+    return apart if alike and apart and _moved(looks, apart) else None
+
+
+def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] | None:
+    """Parameters that were equal and drift, as their gradients alone are not exchanged; and those
+    whose gradients are."""
+    first, *later = looks
+    count = len(_parameters(copies))
+    if not all(first.equal(i) for i in range(count)):
+        return None
+    agree = [
+        i
+        for i in range(count)
+        if all(look.everywhere(i) and look.agree(i) for look in looks)
+        and any(look.gradients[0][i] != ALL_ZERO for look in looks)
+    ]
+    handed = frozenset.intersection(*(look.handed for look in looks))
+    shared = sorted(handed | set(agree))
+    if not agree and not all(look.told for look in looks):
+        return None
+    ever = frozenset.union(*(look.handed for look in looks))
+    local = [
+        i
+        for i in range(count)
+        if i not in ever
+        and all(look.everywhere(i) and not look.agree(i) for look in looks)
+        and not any(look.equal(i) for look in later)
+    ]
+    sizes = _sizes(copies)
+    enough = sum(sizes[i] for i in shared) >= ENOUGH * sum(sizes)
+    return (local, shared) if local and enough and _moved(looks, local) else None
+
+
+def _moved(looks: list[Look], positions: list[int]) -> bool:
+    return any(looks[0].parameters[0][i] != looks[-1].parameters[0][i] for i in positions)
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _told_left_out(
+    copies: Copies, looks: list[Look], local: list[int], shared: list[int]
+) -> dict[str, Any]:
+    rank, event = _first(copies)
+    names = [p.name for p in event.parameters]
+    layers = {_owner(names[i]) for i in shared} - {""}
+    torn = [i for i in local if _owner(names[i]) in layers]
+    kind = event.kind or "a set of parameters"
+    begin = next(look.step for look in looks if not look.equal(local[0]))
+    site = copies.looks[0][rank.rank].exchange_site
+    drift = [i for i in range(len(names)) if not looks[-1].equal(i)]
+    example = _example(names, torn, shared)
+    return _fields(copies, begin) | {
+        "severity": Severity.ERROR if torn else Severity.NOTE,
+        "subjects": tuple(names[i] for i in local),
+        "location": rank.location(site) or rank.location(event.step_site),
+        "label": "leaves their gradients out",
+        "related": _related(rank, "made here", event.site),
+        "summary": f"{_some(names, local)} of {kind} {_verb(local)} from step {begin} on: of the "
+        "gradients that the program exchanges by hand, theirs are left out",
+        "cause": f"the gradients of {len(shared)} of {len(names)} parameters are exchanged in "
+        f"every step, those of {len(local)} never: each rank applies its own to them"
+        + (f"; {example}" if example else "")
+        + ("" if torn else "; they are whole layers, so this may be meant (heads of their own)"),
+        "fix": "exchange the gradient of every parameter: `for p in model.parameters(): "
+        "dist.all_reduce(p.grad)`"
+        if torn
+        else "if the ranks are to train one model, exchange the gradients of these layers too",
+        "evidence": {
+            "gradients exchanged": len(shared),
+            "gradients left out": len(local),
+            "parameters that differ now": len(drift),
+            "steps compared": [look.step for look in looks],
+        },
+    }
+
+
+def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
+    if not torn:
+        return ""
+    owner = _owner(names[torn[0]])
+    beside = next(names[i] for i in shared if _owner(names[i]) == owner)
+    return f"{beside} is exchanged and {names[torn[0]]} of the same layer is not"
+
+
+def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:
+    rank, event = _first(copies)
+    names = [p.name for p in event.parameters]
+    kind = event.kind or "a set of parameters"
+    return _fields(copies, looks[0].step) | {
+        "severity": Severity.ERROR,
+        "subjects": tuple(names[i] for i in apart),
+        "location": rank.location(event.site) or rank.location(event.step_site),
+        "label": "differs between ranks from the start",
+        "related": _related(rank, "stepped here", event.step_site),
+        "summary": f"{_some(names, apart)} of {kind} {_verb(apart)} before the first step, and for "
+        "ever: only gradients are exchanged",
+        "cause": "the ranks start from values of their own (another seed, weights loaded on some "
+        "ranks only) and apply the same gradients to them: what differs at the start never gets "
+        "equal",
+        "fix": "give every rank the same values before the first step: `for p in "
+        "model.parameters(): dist.broadcast(p.data, src=0)`",
+        "evidence": {
+            "parameters that differ": f"{len(apart)} of {len(names)}",
+            "gradients": "agree",
+            "steps compared": [look.step for look in looks],
+        },
+    }
+
+
+def _fields(copies: Copies, begin: int) -> dict[str, Any]:
+    last = max(begin, max(r.steps_of(e.optimizer) for r, e in copies.members.values()) - 1)
+    return {
+        "ranks": tuple(copies.members),
+        "steps": Steps(begin, last, last - begin + 1),
+        "fix_kind": FixKind.CHECK,
+        "at": _at(copies, begin),
+    }
+
+
+def _related(rank: Rank, label: str, site: int) -> tuple[Related, ...]:
+    spot = rank.location(site)
+    return (Related(label, spot),) if spot is not None else ()
+
+
+def _at(copies: Copies, step: int) -> float:
+    def wall(number: int, rank: Rank) -> float:
+        look = next(look for look in copies.looks if look[number].step == step)
+        return rank.wall(look[number].at)
+
+    return min(wall(n, r) for n, (r, _) in copies.members.items())
+
+
+def _verb(positions: list[int]) -> str:
+    return "differs between ranks" if len(positions) == 1 else "differ between ranks"
+
+
+def _some(names: list[str], positions: list[int]) -> str:
+    first = [names[i] for i in positions[:NAMED]]
+    more = len(positions) - len(first)
+    if more:
+        return f"{', '.join(first)} and {more} more"
+    return " and ".join(filter(None, (", ".join(first[:-1]), first[-1])))

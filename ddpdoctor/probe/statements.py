@@ -1,0 +1,162 @@
+"""The statements around a line of the user's, read off the indentation of its file."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+
+from ..events import Enclosing, Way
+
+_OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
+_LOOPS = ("for ", "while ", "async for ")
+_DEFINES = ("def ", "async def ", "class ")
+_CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
+_BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
+_RETURNS = re.compile(r"(?:^|[:;]\s*)(?:return\b|(?:sys\.|os\._)?exit\()")
+_RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
+WAYS_LIMIT = 8
+
+
+def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
+    """The statements around a line, innermost first."""
+    lines = linecache.getlines(file)
+    if not 0 < line <= len(lines):
+        return ()
+    found = []
+    start = line
+    if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):
+        start -= 1  # otherwise `if x: f()` on one line
+    for number in _outwards(lines, start, _indent(lines[line - 1]) + (start == line)):
+        head = _code(lines[number - 1])
+        if head.startswith(_DEFINES):
+            break
+        if not head.startswith(_OPENS):
+            continue
+        ways: tuple[Way, ...] = ()
+        broken = False
+        if head.startswith(_LOOPS):
+            ways, broken = _ways(lines, number)
+        elif head.startswith("try:"):
+            ways = tuple(_handlers(lines, number))
+        if head.startswith(("else:", "elif ")):
+            head = f"{head}  # {_opener(lines, number, _indent(lines[number - 1]))}"
+        found.append(Enclosing(line=number, text=head[:200], ways=ways[:WAYS_LIMIT], broken=broken))
+    return tuple(found[:8])
+
+
+def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
+    """The numbers of lines that are indented less and less, from one upwards."""
+    for number in range(start, 0, -1):
+        text = lines[number - 1]
+        if _code(text) and _indent(text) < depth:
+            depth = _indent(text)
+            yield number
+
+
+def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], bool]:
+    """How a round of a loop is cut short, and whether a statement in it ends the loop."""
+    ways = []
+    broken = False
+    end = _end(lines, loop)
+    inner, inner_depth = "", -1
+    for number in range(loop + 1, end + 1):
+        text = lines[number - 1]
+        code = _code(text)
+        if not code:
+            continue
+        if _indent(text) <= inner_depth:
+            inner, inner_depth = "", -1
+        if inner.startswith(_DEFINES):
+            continue
+        broken |= _RETURNS.search(code) is not None
+        if inner:
+            continue
+        broken |= _BREAKS.search(code) is not None
+        if _CONTINUES.search(code):
+            ways.append(_continue(lines, number, end))
+        elif code.startswith("try:"):
+            ways += [w for w in _handlers(lines, number) if not _leaves(lines, w.line)]
+        elif code.startswith((*_LOOPS, *_DEFINES)):
+            inner, inner_depth = code, _indent(text)
+    return tuple(sorted(ways, key=lambda w: w.line)), broken
+
+
+def _continue(lines: list[str], number: int, end: int) -> Way:
+    """A `continue`, with the statement that it is under: of a handler, it leaves out the `try`."""
+    code = _code(lines[number - 1])
+    head = number
+    if code.startswith("continue") or not code.startswith(("if ", "elif ", "else:", "except")):
+        head = next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
+    under = _code(lines[head - 1])
+    tried = _tried(lines, head) if under.startswith("except") else number
+    return Way(line=number, text=under[:200], first=tried + 1, last=end)
+
+
+def _handlers(lines: list[str], tried: int) -> Iterator[Way]:
+    """The handlers of a `try` that go on after the exception."""
+    depth = _indent(lines[tried - 1])
+    number = _end(lines, tried) + 1
+    last = number - 1
+    while number <= len(lines):
+        text = lines[number - 1]
+        code = _code(text)
+        if code:
+            if _indent(text) != depth or not code.startswith("except"):
+                return
+            end = _end(lines, number)
+            body = [_code(t) for t in lines[number - 1 : end]]
+            if not any(_RAISES.search(c) for c in body):
+                yield Way(line=number, text=code[:200], first=tried + 1, last=last)
+            number = end
+        number += 1
+
+
+def _leaves(lines: list[str], handler: int) -> bool:
+    """Whether a handler in a loop ends the round by itself, or the loop."""
+    body = [_code(t) for t in lines[handler - 1 : _end(lines, handler)]]
+    return any(p.search(c) for c in body for p in (_CONTINUES, _BREAKS, _RETURNS))
+
+
+def _tried(lines: list[str], handler: int) -> int:
+    """The line of the `try` that a handler belongs to."""
+    depth = _indent(lines[handler - 1])
+    for number in range(handler - 1, 0, -1):
+        text = lines[number - 1]
+        if _indent(text) == depth and _code(text).startswith("try:"):
+            return number
+    return handler
+
+
+def _end(lines: list[str], head: int) -> int:
+    """The last line of the block that a statement opens."""
+    depth, end = _indent(lines[head - 1]), head
+    for number in range(head + 1, len(lines) + 1):
+        if not _code(lines[number - 1]):
+            continue
+        if _indent(lines[number - 1]) <= depth:
+            break
+        end = number
+    return end
+
+
+def _opener(lines: list[str], number: int, depth: int) -> str:
+    """The statement that an `else:` belongs to."""
+    for text in reversed(lines[: number - 1]):
+        if text.strip() and _indent(text) == depth:
+            head = _code(text)
+            if head.startswith(("if ", "for ", "while ", "try:")):
+                return head
+        elif text.strip() and _indent(text) < depth:
+            break
+    return ""
+
+
+def _code(text: str) -> str:
+    """A line without indentation and comment."""
+    code = text.strip()
+    return "" if code.startswith("#") else code.partition("  #")[0].rstrip()
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())

@@ -1,0 +1,98 @@
+"""DDP402 without a wrapper, on literal events: copies that the exchange cannot keep equal."""
+
+import msgspec
+import pytest
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from recordings import make_run, site, steps
+from wraps import group, parameters
+
+from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events.pack import pack
+
+LAYERS = ("body", "head")
+"""`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
+
+
+def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, **fields):
+    """Looks before steps 0, 1, 2 and 4. Of the parameters at `local`, gradients differ and so do
+    the values after the first step; those at `apart` always differ."""
+    for step in (0, 1, 2, 4):
+        own = 1000 * (rank + 1)
+        gradients = [10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(4)]
+        drifted = {*apart, *(local if step else ())}
+        values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(4)]
+        yield UnwrappedState(
+            at=0,
+            optimizer=0,
+            step=step,
+            gradients=sum(gradients),
+            parameters=sum(values),
+            exchanged="gradients",
+            complete=not local,
+            completed=0 if local else step,
+            shared=step + 1,
+            each=pack([*gradients, *values]),
+            handed=pack(handed),
+            other=other,
+            exchange_site=3,
+        )
+
+
+def found_in(ranks=(0, 1), change=None, **kwargs):
+    made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()"),
+            site(3, "train.py", 8, "dist.all_reduce(flat)")]  # fmt: skip
+    event = Unwrapped(
+        at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(LAYERS)
+    )
+    events = {}
+    for rank in ranks:
+        rows = list(states(rank, **kwargs))
+        if change is not None:
+            rows[-1] = msgspec.structs.replace(rows[-1], **change)
+        events[rank] = [*made, group(tuple(ranks)), event, *rows, *steps(8)]
+    run = make_run(events)
+    check = ParameterDrift()
+    told = list(check.examine(run))
+    assert not told or check.unobserved(run) is None
+    return told
+
+
+def test_biases_that_flat_buffers_leave_out():
+    (found,) = found_in(local=(1, 3), other=16)
+    assert found.severity.value == "error"
+    assert (found.subjects, found.ranks) == (("body.bias", "head.bias"), (0, 1))
+    assert (found.location.line, found.steps.first) == (8, 1)
+    assert "body.weight is exchanged and body.bias of the same layer is not" in found.cause
+
+
+def test_clipping_by_a_norm_that_differs_makes_all_of_them_drift():
+    (found,) = found_in(local=(1, 3), clipped=True, handed=(0, 2))
+    assert found.subjects == ("body.bias", "head.bias")
+    assert found_in(local=(1, 3), clipped=True, other=16) == [], "which ones is not known"
+
+
+def test_a_whole_layer_that_stays_local_may_be_meant():
+    (found,) = found_in(local=(2, 3))
+    assert found.severity.value == "note"
+    assert found.subjects == ("head.weight", "head.bias")
+
+
+def test_copies_that_were_never_equal():
+    (found,) = found_in(apart=(0, 1, 2, 3))
+    assert found.severity.value == "error"
+    assert (found.location.line, found.steps.first) == (3, 0)
+    assert "dist.broadcast" in found.fix
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({}, id="equal"),
+    pytest.param({"local": (0, 1, 2)}, id="most of it is local: no data parallelism"),
+    pytest.param({"local": (1,), "apart": (0,)}, id="other values from the start"),
+    pytest.param({"local": (1,), "change": {"averaged": 1}}, id="parameters are averaged too"),
+    pytest.param({"local": (1,), "change": {"shared": 3}}, id="not in every step"),
+    pytest.param({"local": (1,), "change": {"exchanged": "in backward"}}, id="tensor parallel"),
+    pytest.param({"apart": (0,), "change": {"complete": False}}, id="a step of its own"),
+    pytest.param({"apart": (0,), "clipped": True}, id="gradients of their own"),
+])  # fmt: skip
+def test_traps(kwargs):
+    assert found_in(**kwargs) == []

@@ -1,0 +1,132 @@
+"""Programs that close the doctor's descriptors, or put files of their own in their place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.events import TorchLoaded
+from ddpdoctor.held import HeldFile, mapped
+from ddpdoctor.probe import answers, stacks
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.runfolder import EventWriter, Lines
+
+Take = Callable[[int], None]
+
+
+@pytest.fixture(params=["closed", "reused", "replaced"])
+def take(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Take]:
+    """Takes a descriptor away; what the program has there then must stay as it is."""
+    users = tmp_path / "users"
+    users.write_bytes(b"hello")
+    own = os.open(users, os.O_RDWR | os.O_APPEND)
+    taken = []
+
+    def take(fd: int) -> None:
+        if request.param == "replaced":
+            os.dup2(own, fd)
+        else:
+            os.close(fd)
+        if request.param == "reused":
+            os.dup2(own, fd)
+        if request.param != "closed":
+            taken.append(fd)
+
+    yield take
+    for fd in {*taken, own}:
+        assert os.path.samestat(os.fstat(fd), users.stat())
+        os.close(fd)
+    assert users.read_bytes() == b"hello"
+
+
+def event(number: int) -> TorchLoaded:
+    return TorchLoaded(at=float(number), torch="2", cuda="", nccl="", threads=1, interop_threads=1)
+
+
+def test_records_go_on(tmp_path: Path, take: Take) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    writer = EventWriter(path, tmp_path / "rank-0.log")
+    for number in range(3):
+        assert writer.write(event(number))
+        if number < 2:
+            assert writer._log is not None
+            for file in (writer._file, writer._log):
+                take(file._held.fd)
+    assert [e.at for e in Lines(path).events()] == [0, 1, 2]
+    assert len((tmp_path / "rank-0.log").read_text().splitlines()) == 3
+    writer.close()
+
+
+def test_closing_leaves_what_is_another_s(tmp_path: Path, take: Take) -> None:
+    file = HeldFile(tmp_path / "file")
+    take(file._held.fd)
+    file.close()
+    file.close()
+
+
+def test_a_file_in_its_place_is_not_written_to(tmp_path: Path, take: Take) -> None:
+    path = tmp_path / "file"
+    file = HeldFile(path)
+    take(file._held.fd)
+    path.rename(tmp_path / "moved")
+    path.write_text("another's")
+    with pytest.raises(OSError):
+        file.write(b"ours")
+    assert path.read_text() == "another's"
+
+
+def test_low_numbers_stay_free(tmp_path: Path) -> None:
+    first = os.open(os.devnull, os.O_RDONLY)
+    os.close(first)
+    file = HeldFile(tmp_path / "file")
+    mapped(tmp_path / "map", 100)
+    again = os.open(os.devnull, os.O_RDONLY)
+    os.close(again)
+    file.close()
+    assert first == again
+
+
+def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
+    path = tmp_path / "rank-0.stacks.txt"
+    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    sizes = [0]
+
+    def asked() -> bool:
+        os.kill(os.getpid(), stacks.STACK_SIGNAL)
+        sizes.append(path.stat().st_size)
+        return sizes[-1] > sizes[-2]
+
+    stacks.watch(active)
+    try:
+        for _ in range(2):
+            assert asked()
+            take(stacks._stacks.number)
+            active.emit(event(0))
+        assert asked()
+        child = os.fork()
+        if not child:
+            os._exit(asked())
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stacks.drop()
+    assert not asked()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_questions_are_heard_again(take: Take) -> None:
+    address = f"\0ddpdoctor-test-{os.getpid()}-{time.monotonic_ns():x}"
+    ears = answers._Ears(address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
+        mouth.sendto(b"?", address)
+        assert ears.hear()
+        take(ears._held.fd)
+        assert not ears.hear()
+        ears = answers._Ears(address)
+        mouth.sendto(b"?", address)
+        assert ears.hear()
