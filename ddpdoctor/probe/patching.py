@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from .frames import named, passed_over, unframe
 from .recorder import Failure, Recorder, current, run_hook
@@ -14,6 +14,13 @@ from .torch_private import compiler_in_use, scripted_as, skip_frames, uncompiled
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Recorder, Any, Any, BaseException | None], None]
 """(recorder, what `before` returned, the result, the exception or None)."""
+
+
+class Looking(Protocol):
+    """Says whether something is being looked at now."""
+
+    looking: bool
+
 
 _undo: list[tuple[Any, str, Any]] = []
 
@@ -36,7 +43,7 @@ def around(
     after: After | None = None,
     lost: str = "",
     traced: bool = False,
-    only: Callable[[], bool] | None = None,
+    only: Looking | None = None,
 ) -> None:
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
@@ -49,7 +56,7 @@ def around(
         lost: what is not observed when the hook fails, for the report.
         traced: torch.compile traces callers of this function: it must see the original, and
             compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
-        only: whether to look at the call at all.
+        only: says whether to look at the call at all; no function, for it would stand unguarded.
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
@@ -60,7 +67,7 @@ def around(
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = current.recorder
-        if active is None or (only is not None and not only()):
+        if active is None or (only is not None and not only.looking):
             try:
                 return call(*args, **kwargs)
             except BaseException as error:

@@ -99,7 +99,7 @@ def install() -> None:
         before=_meeting,
         after=_met,
         lost=LOST,
-        only=_looking,
+        only=_time,
     )
 
 
@@ -129,10 +129,6 @@ def _waited(seconds: float) -> None:
 
 waited = shielded("waits", _waited, LOST)
 """(seconds) The rank comes out of a collective that took so long."""
-
-
-def _looking() -> bool:
-    return _time.looking
 
 
 def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
