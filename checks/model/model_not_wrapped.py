@@ -108,11 +108,7 @@ class ModelNotWrapped(Check):
             summary=f"{kind} is trained {where}, and nothing "
             + ("synchronises its gradients: they differ" if bad else "is exchanged: ranks agree"),
             cause=_cause(kind, event, bad),
-            fix="`model = DistributedDataParallel(model)` before the optimizer is built, and train "
-            "through it"
-            if bad
-            else "if each rank is to have its share of the data: shard it, and "
-            "wrap the model in DistributedDataParallel",
+            fix=_fix(event, bad),
             fix_kind=FixKind.CHECK,
             evidence=_evidence(rank, event, common, moved, bad),
             at=rank.wall(event.at),
@@ -186,6 +182,23 @@ def _cause(kind: str, event: Unwrapped, bad: bool) -> str:
     return (
         f"{kind} was given to no wrapper{beside} and its gradients to no collective, so every rank "
         "applies its own"
+    )
+
+
+def _fix(event: Unwrapped, bad: bool) -> str:
+    if not bad:
+        return (
+            "if each rank is to have its share of the data: shard it, and wrap the model in "
+            "DistributedDataParallel"
+        )
+    if event.wrapped and not event.kind and len(event.parameters) == 1:
+        return (
+            "make it a parameter of the module that is wrapped, used in its forward, or average it "
+            "before the step: `dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
+        )
+    return (
+        "`model = DistributedDataParallel(model)` before the optimizer is built, and train "
+        "through it"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import ParametersChanged, StepDone, Wrapped
+from ddpdoctor.events import Loaded, ParametersChanged, StepDone, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -21,16 +21,22 @@ DONE = {
                   "without the hook by which DDP averages it"),
     "frozen": ("was frozen after the wrap", "the wrapper still waits for its gradient, and leaves "
                "those that share its bucket as each rank computed them"),
+    "tied": ("was tied to another parameter after the wrap", "the wrapper still waits for the "
+             "gradient of the parameter that was there before"),
+    "removed": ("was removed after the wrap", "the wrapper still waits for its gradient"),
 }  # fmt: skip
+
+WAITED_FOR = ("frozen", "tied", "removed")
+"""No harm where DDP was told to look for parameters without a gradient."""
 
 
 class ParametersChangedAfterWrap(Check):
     """The model was changed after it was wrapped
 
     ## What it finds
-    Parameters that were added, replaced (a new head, an adapter), cast or moved (`.double()`,
-    `.cpu()`), frozen or unfrozen after `DistributedDataParallel(model)`, once a backward has
-    shown that they are trained (or, if frozen, waited for).
+    Parameters that were added, replaced (a new head, an adapter), tied to others, removed, cast or
+    moved (`.double()`, `.cpu()`), frozen or unfrozen after `DistributedDataParallel(model)`, once a
+    backward has shown that they are trained (or, if frozen, tied or removed, waited for).
 
     ## Why it hurts
     DDP looks at the model once, in its constructor. What it does not know then is trained by each
@@ -43,7 +49,7 @@ class ParametersChangedAfterWrap(Check):
     ## When it stays quiet
     `requires_grad` that is back before the next forward; a move to where the model already is; an
     optimizer built before the wrap; parameters that DDP was told to ignore; with
-    `find_unused_parameters=True`, parameters that are frozen later.
+    `find_unused_parameters=True`, parameters that are frozen, tied or removed later.
     """
 
     code = "DDP306"
@@ -65,8 +71,8 @@ class ParametersChangedAfterWrap(Check):
         if other.check == "first-failure":
             return "finished reduction" in str(other.evidence)
         return other.check in (
-            "unused-parameter", "gradient-drift", "parameter-drift", "unsynced-step",
-            "optimizer-state-drift", "model-not-wrapped",
+            "unused-parameter", "rank-dependent-graph", "gradient-drift", "parameter-drift",
+            "unsynced-step", "optimizer-state-drift", "model-not-wrapped",
         )  # fmt: skip
 
     def _tell(
@@ -76,7 +82,7 @@ class ParametersChangedAfterWrap(Check):
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
         done, why = DONE[kind]
-        spot = rank.location(event.site)
+        spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=_extent(seen),
@@ -101,6 +107,13 @@ class ParametersChangedAfterWrap(Check):
         )
 
 
+def _assigned(rank: Rank, event: ParametersChanged) -> int:
+    """The line of the load that put other parameters in the place of the model's, -1 for none."""
+    loads = [e for e in rank.of(Loaded) if e.assigned and e.model == event.model]
+    before = [e.site for e in loads if e.at <= event.at]
+    return before[-1] if before and event.kind == "replaced" else -1
+
+
 def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
     """What is lost stays lost, unless something is wrapped again. Steps of several optimizers are
     counted apart, and those that follow cannot be told from one number."""
@@ -108,7 +121,7 @@ def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
     for rank, event in seen.items():
         done = rank.of(StepDone)
         again = any(w.at > event.at for w in rank.of(Wrapped))
-        if not again and event.kind != "frozen" and len({s.optimizer for s in done}) == 1:
+        if not again and event.kind not in WAITED_FOR and len({s.optimizer for s in done}) == 1:
             steps |= {s.step for s in done if s.step >= event.step}
     return Steps.of(steps)
 
@@ -122,7 +135,7 @@ def _event(rank: Rank, model: int, kind: str) -> ParametersChanged | None:
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
         return None
     for event in rank.of(ParametersChanged):
-        harmless = kind == "frozen" and event.find_unused
+        harmless = kind in WAITED_FOR and event.find_unused
         if event.model == model and event.kind == kind and not harmless:
             return event
     return None

@@ -85,12 +85,14 @@ class Loaded(Event, frozen=True, tag="loaded"):
     Attributes:
         model: number of the wrapper, -1 where an optimizer of no wrapper was loaded.
         step: optimizer steps of this process before it.
+        assigned: with `assign=True`, which puts other parameters in the place of the model's.
     """
 
     what: str
     model: int
     step: int
     site: int
+    assigned: bool = False
 
     def describe(self) -> str:
         return f"loaded the {self.what} of model {self.model} (step {self.step})"

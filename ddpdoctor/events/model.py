@@ -174,8 +174,9 @@ class ParametersChanged(Event, frozen=True, tag="parameters-changed"):
     """Parameters of a wrapped model are no longer what DDP was given, and a backward has run.
 
     Attributes:
-        kind: `added`, `replaced`, `unfrozen`, `frozen`, or `converted` (cast or moved, so that
-            DDP's hook is on a node that is used no more).
+        kind: `added`, `replaced`, `unfrozen`, `frozen`, `converted` (cast or moved, so that DDP's
+            hook is on a node that is used no more), `removed`, or `tied` (the name is now another
+            known parameter's).
         trained: how many of them have a gradient now.
         communicated: whether the model's group communicated in that backward.
         site: the line that changed them, -1 where it was not found.

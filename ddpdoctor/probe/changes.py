@@ -1,5 +1,5 @@
-"""Parameters of a wrapped model that are not what DDP was given: added, replaced, cast, moved,
-frozen or unfrozen since the wrap."""
+"""Parameters of a wrapped model that are not what DDP was given: added, replaced, removed, tied,
+cast, moved, frozen or unfrozen since the wrap."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ LIGHT = 50
 FIRST, FIRST_OF_FEW = 3, 128
 FULL_EVERY = 16
 CALLS_KEPT = 50
+
+WITHOUT_GRADIENT = ("frozen", "removed", "tied")
+"""What leaves DDP waiting for a gradient that does not come."""
 
 
 @dataclass
@@ -181,7 +184,7 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
             continue
         kind = "replaced" if name in model.names else "added"
         kinds.setdefault(kind, []).append((name, parameter))
-    for kind, listed in kinds.items():
+    for kind, listed in (kinds or _lost(model, inner)).items():
         names = tuple(n for n, _ in listed)
         if (kind, names) in watch.told or any(c.names == names for c in watch.found):
             continue
@@ -193,6 +196,20 @@ def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
         watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
 
 
+def _lost(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
+    """Parameters that DDP waits for and that the model has no more: with the one that has taken
+    the name, or the old one where none has."""
+    now = dict(inner.named_parameters(remove_duplicate=False))
+    there = {id(p) for p in now.values()}
+    kinds: dict[str, list[tuple[str, Any]]] = {}
+    for position in model.expected:
+        name, parameter = model.names[position], model.parameters[position]()
+        if parameter is not None and id(parameter) not in there:
+            kind = "tied" if name in now else "removed"
+            kinds.setdefault(kind, []).append((name, now.get(name, parameter)))
+    return kinds
+
+
 def _forward_failed(active: Recorder, forward: Forward) -> None:
     if "finished reduction in the prior iteration" in str(forward.error):
         watch = _watches[forward.model]
@@ -202,18 +219,20 @@ def _forward_failed(active: Recorder, forward: Forward) -> None:
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
-    for model in backward.models:
-        watch = _watches.get(model)
-        if watch is None or not watch.found or not backward.expected_sync[model.number]:
+    for model, watch in list(_watches.items()):
+        reached = model in backward.models
+        # A backward through none of what DDP was given is not known to be the model's.
+        if not (backward.expected_sync[model.number] if reached else model.pending_sync):
             continue
         for change in list(watch.found):
-            _tell(active, model, watch, change, model.number in backward.synced)
+            if reached or change.kind not in WITHOUT_GRADIENT:
+                _tell(active, model, watch, change, model.number in backward.synced)
 
 
 def _tell(active: Recorder, model: Model, watch: Watch, change: Change, communicated: bool) -> None:
     live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
     trained = sum(p is not None and p.grad is not None for _, p in live)
-    if change.kind != "frozen" and not trained:
+    if change.kind not in WITHOUT_GRADIENT and not trained:
         return  # not yet in any loss
     watch.found.remove(change)
     watch.told.add((change.kind, change.names))

@@ -51,7 +51,8 @@ def _into_module(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     if _loads.depth > 1 or not models.count():
         return None
     loaded = {id(p) for p in args[0].parameters()}
-    return "weights", _owners(loaded), active.site()
+    assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
+    return "weights", _owners(loaded), active.site(), assigned
 
 
 def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,7 +62,7 @@ def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
     owners = _owners(_held(args[0])) if models.count() else []
     if not owners and len(_loads.early) < EARLY_AT_MOST:
         _loads.early.append((weakref.ref(args[0]), time.monotonic(), active.site()))
-    return "optimizer", owners, active.site()
+    return "optimizer", owners, active.site(), False
 
 
 def _held(optimizer: Any) -> set[int]:
@@ -90,14 +91,19 @@ def _done(active: Recorder, token: Any, result: Any, error: BaseException | None
     _loads.depth = max(0, _loads.depth - 1)
     if token is None or error is not None:
         return
-    what, owners, site = token
+    what, owners, site, assigned = token
     for model in owners:
         drift.look_whole(model)
         _loads.told += 1
         if _loads.told <= TOLD_AT_MOST:
             active.emit(
                 Loaded(
-                    at=time.monotonic(), what=what, model=model.number, step=active.step, site=site
+                    at=time.monotonic(),
+                    what=what,
+                    model=model.number,
+                    step=active.step,
+                    site=site,
+                    assigned=assigned,
                 )
             )
 

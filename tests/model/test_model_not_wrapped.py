@@ -119,6 +119,16 @@ def test_one_rank_is_no_distributed_run():
     assert CHECK.unobserved(make_run({0: loose(state(0, 1, 2), ranks=(0,))}))
 
 
+def test_a_parameter_beside_the_wrapped_model_belongs_into_it():
+    def beside(rank):
+        made, group_, event, *rest = loose(state(0, 10 + rank, 7), layers=("body",))
+        lone = msgspec.structs.replace(event, kind="", parameters=event.parameters[:1], wrapped=1)
+        return [made, group_, lone, *rest]
+
+    (found,) = CHECK.examine(make_run({r: beside(r) for r in (0, 1)}))
+    assert "of the module that is wrapped" in found.fix
+
+
 def test_models_that_one_line_makes_are_one_finding():
     def both(r):
         return [*loose(state(0, 10 + r, 7)), *anew(state(0, 20 + r, 7)), *steps(5, optimizer=1)]

@@ -2,10 +2,11 @@
 
 import pytest
 from ddpdoctor.checks.model.parameters_changed_after_wrap import ParametersChangedAfterWrap
+from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from recordings import make_run, site, steps
-from wraps import codes, rank
+from wraps import codes, rank, unused
 
-from ddpdoctor.events import ParametersChanged
+from ddpdoctor.events import Loaded, ParametersChanged
 
 CHECK = ParametersChangedAfterWrap()
 
@@ -15,7 +16,9 @@ def changed(kind, **more):
     return ParametersChanged(at=0, model=0, kind=kind, **{**values, "forward_site": 52, **more})
 
 
-@pytest.mark.parametrize("kind", ["added", "replaced", "unfrozen", "frozen", "converted"])
+@pytest.mark.parametrize(
+    "kind", ["added", "replaced", "unfrozen", "frozen", "converted", "tied", "removed"]
+)
 def test_each_kind_of_change(kind):
     line = site(60, "train.py", 6, "model.module.head = nn.Linear(4, 2)")
     (found,) = CHECK.examine(make_run({r: rank(line, changed(kind, site=60)) for r in (0, 1)}))
@@ -37,9 +40,27 @@ def test_the_steps_that_follow_are_concerned_too():
     assert once.steps.count == 1
 
 
-def test_freezing_later_is_right_where_ddp_searches():
-    run = make_run({r: rank(changed("frozen", find_unused=True)) for r in (0, 1)})
+@pytest.mark.parametrize("kind", ["frozen", "tied", "removed"])
+def test_what_gets_no_gradient_later_is_right_where_ddp_searches(kind):
+    run = make_run({r: rank(changed(kind, find_unused=True)) for r in (0, 1)})
     assert codes(run, CHECK) == []
+
+
+def test_parameters_that_a_load_put_in_are_told_at_the_load():
+    lines = site(60, "train.py", 6, "net = build()"), site(61, "train.py", 9, "net.load(state)")
+    loaded = [
+        Loaded(at=0, what="weights", model=0, step=0, site=n, assigned=n == 61) for n in (61, 60)
+    ]
+    run = make_run({r: rank(*lines, *loaded, changed("replaced", site=60)) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.location.line == 9
+
+
+def test_what_one_rank_froze_is_the_reason_that_ranks_differ():
+    run = make_run({0: rank(unused([])), 1: rank(changed("frozen", step=0), unused([4, 5]))})
+    (frozen,) = CHECK.examine(run)
+    (differs,) = RankDependentGraph().examine(run)
+    assert CHECK.explains(frozen, differs)
 
 
 def test_one_process_loses_nothing():
