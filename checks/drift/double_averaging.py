@@ -75,7 +75,8 @@ class DoubleAveraging(Check):
             f"gradients DDP averages: they are {size} times too small",
             cause="DDP averages gradients over the ranks; dividing the loss by their number too "
             "averages twice",
-            fix=f"remove `/ {event.expression}`: the mean over the local batch is all DDP needs",
+            fix=f"remove the division by `{event.expression}`: the mean over the local batch is "
+            "all DDP needs",
             evidence={"divided_by": event.divisor, "written_as": event.expression},
             at=event.at,
         )

@@ -60,14 +60,14 @@ class Carried(Event, frozen=True, tag="carried"):
 
 
 class LossScaled(Event, frozen=True, tag="loss-scaled"):
-    """The loss was divided by exactly the size of the model's group before a backward.
+    """The loss was divided by the size of the model's group before a backward.
 
     Told once per line of the backward.
 
     Attributes:
-        step: since which it may have been; divisor: the number.
+        step: since which it may have been; divisor: that size.
         site: the user's line that divides, -1 where it could not be found; `backward_site`.
-        expression: the divisor as written.
+        expression: it as written.
     """
 
     model: int

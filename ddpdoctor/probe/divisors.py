@@ -64,8 +64,9 @@ def _is_variable(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value == "WORLD_SIZE"
 
 
-def divided_by_world_size(file: str, line: int) -> str:
-    """The divisor as written, where the statement on a line divides by the world size."""
+def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str:
+    """The world size as written, where the statement on a line divides by it; with `product`,
+    where it does by that times something else."""
     parsed = _parsed(file)
     if parsed is None:
         return ""
@@ -76,9 +77,17 @@ def divided_by_world_size(file: str, line: int) -> str:
         if not node.lineno <= line <= (node.end_lineno or node.lineno):
             continue
         for divisor in _divisors(node):
-            if _is_size(divisor, names):
-                return ast.unparse(divisor)[:80]
+            for factor in _factors(divisor) if product else [divisor]:
+                if _is_size(factor, names):
+                    return ast.unparse(factor)[:80]
     return ""
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    """Of a product."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [f for side in (node.left, node.right) for f in _factors(side) or [side]]
+    return []
 
 
 def _divisors(node: ast.AST) -> list[ast.expr]:

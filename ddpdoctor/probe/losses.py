@@ -36,6 +36,7 @@ BATCHES_AT_MOST = 300
 REDUCTION = {1: "mean", 2: "sum"}
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+_NONE = "", "0", ""
 
 
 class _Losses:
@@ -120,15 +121,15 @@ def _look(
     """Walk from the root while the loss is one number: how it was reduced, and what it was
     multiplied by since."""
     sizes = {_group_size(m): m for m in pending}
-    divided: list[tuple[Any, int]] = []
+    divided: list[tuple[Any, float, Model]] = []
     undone = False
     reduction, weight = "", 1.0
     for _ in range(NODES):
         name = node.name()
         divisor = _divisor(node, name)
         weight /= divisor or 1.0
-        if divisor in sizes and divisor > 1:
-            divided.append((node, int(divisor)))
+        if (model := _by_the_size(divisor, sizes)) is not None:
+            divided.append((node, divisor, model))
         # Multiplied by the world size too, or a sum over the ranks that autograd knows of.
         undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
         undone |= "AllReduce" in name or "AllGather" in name
@@ -141,8 +142,13 @@ def _look(
             break
         node = ahead[0]
     if divided and not undone:
-        _suspect(active, backward, *divided[0], sizes[divided[0][1]])
+        _suspect(active, backward, divided, reduction == "mean")
     return reduction, weight
+
+
+def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
+    """The model whose group's size a divisor is, or a multiple of: `accumulation * world_size`."""
+    return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
 
 
 def _divisor(node: Any, name: str) -> float:
@@ -161,35 +167,41 @@ def _divisor(node: Any, name: str) -> float:
     return value
 
 
-def _suspect(active: Recorder, backward: Backward, node: Any, divisor: float, model: Model) -> None:
-    """A number that equals the world size: only the line can tell whether it is that."""
+def _suspect(
+    active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaged: bool
+) -> None:
+    """Numbers that equal the world size, or a multiple: only the lines can tell which is that."""
     if backward.site in _losses.told:
         return
-    text = made_at(node)
-    if text is None:
+    known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
+    if not any(text for text, _, _ in known):
         _losses.suspected.setdefault(backward.site, active.step)
         _sizing.wake()
         return
     _losses.told.add(backward.site)
-    frames = [m.groups() for line in text if (m := _FRAME.search(line))]
-    user = [f for f in frames if classify(f[0]) == "user"]
-    if not user:
-        return
-    file, line, function = user[-1]
-    expression = divided_by_world_size(file, int(line))
-    if not expression:
-        return
-    active.emit(
-        LossScaled(
-            at=time.monotonic(),
-            model=model.number,
-            step=_losses.suspected.get(backward.site, active.step),
-            divisor=divisor,
-            site=active.sites.place(file, int(line), function),
-            backward_site=backward.site,
-            expression=expression,
+    for text, divisor, model in known:
+        frames = [m.groups() for line in text if (m := _FRAME.search(line))]
+        file, line, function = next(
+            (f for f in reversed(frames) if classify(f[0]) == "user"), _NONE
         )
-    )
+        size = _group_size(model)
+        expression = divided_by_world_size(file, int(line)) if divisor == size else ""
+        if not expression and averaged:
+            # A sum over what was gathered is rightly divided by how much that is.
+            expression = divided_by_world_size(file, int(line), product=True)
+        if expression:
+            active.emit(
+                LossScaled(
+                    at=time.monotonic(),
+                    model=model.number,
+                    step=_losses.suspected.get(backward.site, active.step),
+                    divisor=size,
+                    site=active.sites.place(file, int(line), function),
+                    backward_site=backward.site,
+                    expression=expression,
+                )
+            )
+            return
 
 
 def _group_size(model: Model) -> int:

@@ -39,7 +39,7 @@ def test_a_divided_loss():
     (finding,) = judge(SCALED)
     assert (finding.severity, finding.location.line) == (Severity.ERROR, 33)
     assert "2 times too small" in finding.summary
-    assert "remove `/ world`" in finding.fix
+    assert "remove the division by `world`" in finding.fix
 
 
 def test_gradients_divided_by_hand():
@@ -137,6 +137,7 @@ def test_lines_that_divide_by_the_world_size(line, tmp_path):
     "loss = loss * world_size",
     "accum = 2; loss = loss / accum",
     "loss = loss / (",
+    "loss = loss / (accum * world_size)",
 ])  # fmt: skip
 def test_lines_that_divide_by_something_else(line, tmp_path):
     path = tmp_path / "train.py"
@@ -144,16 +145,41 @@ def test_lines_that_divide_by_something_else(line, tmp_path):
     assert not divided_by_world_size(str(path), 2)
 
 
-def test_a_division_is_told_from_the_step_on_in_which_it_was_suspected(monkeypatch):
-    lines = iter((None, ['File "train.py", line 5, in main']))
+def test_a_product_with_the_world_size(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("(loss / (2 * accum * world)).backward()\n(loss / (2 * accum)).backward()\n")
+    assert divided_by_world_size(str(path), 1, product=True) == "world"
+    assert not divided_by_world_size(str(path), 2, product=True)
+
+
+def suspecting(monkeypatch, lines, written):
+    """What is told of divisions, outermost first, that the lines make, in two backwards."""
+    made = iter(lines)
     monkeypatch.setattr(losses, "_losses", losses._Losses())
-    monkeypatch.setattr(losses, "made_at", lambda node: next(lines))
+    monkeypatch.setattr(losses, "made_at", lambda node: next(made))
     monkeypatch.setattr(losses, "classify", lambda file: "user")
-    monkeypatch.setattr(losses, "divided_by_world_size", lambda file, line: "world")
+    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    monkeypatch.setattr(losses, "divided_by_world_size", written)
     told = []
-    sites = SimpleNamespace(place=lambda *place: 7)
+    sites = SimpleNamespace(place=lambda file, line, function: line)
     backward, model = SimpleNamespace(site=3), SimpleNamespace(number=0)
+    divided = [(None, 2.0, model)] * (len(lines) // 2)
     for step in (4, 5):
         active = SimpleNamespace(step=step, emit=told.append, sites=sites)
-        losses._suspect(active, backward, None, 2, model)
-    assert [event.step for event in told] == [4]
+        losses._suspect(active, backward, divided, averaged=True)
+    return told
+
+
+def test_a_division_is_told_from_the_step_on_in_which_it_was_suspected(monkeypatch):
+    lines = (None, ['File "train.py", line 5, in main'])
+    (event,) = suspecting(monkeypatch, lines, lambda *place, product=False: "world")
+    assert (event.step, event.site) == (4, 5)
+
+
+def test_the_world_size_is_not_the_outermost_number_that_equals_it(monkeypatch):
+    lines = [[f'File "train.py", line {n}, in main'] for n in (6, 5)]
+    written = {6: "", 5: "world"}
+    (event,) = suspecting(
+        monkeypatch, (None, None, *lines), lambda file, line, product=False: written[line]
+    )
+    assert event.site == 5
