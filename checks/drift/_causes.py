@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble, StepDone
 from ddpdoctor.findings import Finding, Location, Related, Steps
 from ddpdoctor.run import (
@@ -41,8 +43,6 @@ class Cause:
 
 def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     """Some ranks, not all, changed these tensors by hand at the step where they first differ."""
-    if kind == "parameters":
-        first = max(first, 1)  # edits between the wrap and the first step are not looked for
     seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
     changing = _beyond_the_usual({n: e for n, e in seen.items() if e.changed}, group)
     if not changing or (len(changing) == len(group.members) and _alike(changing)):
@@ -50,6 +50,7 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     if (cause := _left_out(group, kind, seen, changing)) is not None:
         return cause
     ranks = tuple(sorted(changing))
+    others = ""
     if len(ranks) == len(group.members):
         ranks = _unlike_most(changing)
         how = ", ".join(f"rank {n} by {e.ratio:g}" for n, e in changing.items() if e.ratio)
@@ -64,19 +65,23 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
             + (f" ({how})" if how else "")
         )
     else:
-        text = f"{ranks_do(ranks, 'edit')} {kind} by hand, the others do not"
+        text = f"{ranks_do(ranks, 'edit')} {kind} by hand"
+        others = "; the others do not"
     functions = sorted({f for e in changing.values() for f in e.functions})
     if functions and not all(e.beside for e in changing.values()):
-        text += f"; called meanwhile: {', '.join(functions)}"
+        others += f"; called meanwhile: {', '.join(functions)}"
     event, member = changing[ranks[0]], group.members[ranks[0]]
     spot = _spot(member.rank, event, functions)
+    moment, before = _MOMENT[kind if kind == "gradients" or event.step else "first parameters"]
+    fix = "do it on every rank with the same numbers, or not at all"
+    if before == "the wrap":
+        fix = "do it before `DistributedDataParallel(...)`, which copies rank 0's parameters"
     return Cause(
-        text=f"{text} {_MOMENT[kind]}, after DDP made them equal",
-        fix="do it on every rank with the same numbers, or not at all",
+        text=f"{text} {moment}, after DDP made them equal{others}",
+        fix=fix,
         label=f"edits {kind} on {ranks_text(ranks)}"
         if spot
-        else f"{kind} of {ranks_text(ranks)} are not what "
-        f"{'the backward' if kind == 'gradients' else 'the step before'} left",
+        else f"{kind} of {ranks_text(ranks)} are not what {before} left",
         location=spot,
         ranks=ranks,
         evidence={"edited_by_hand_on": sorted(changing)},
@@ -85,8 +90,9 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
 
 
 _MOMENT = {
-    "gradients": "between the backward and the step",
-    "parameters": "between two steps",
+    "gradients": ("between the backward and the step", "the backward"),
+    "parameters": ("between two steps", "the step before"),
+    "first parameters": ("between the wrap and the first step", "the wrap"),
 }
 
 
@@ -107,8 +113,8 @@ def _left_out(
     spot = missing[-1]
     there = ranks_text(tuple(sorted(others)))
     return Cause(
-        text=f"every rank edits {kind} by hand {_MOMENT[kind]}; on {there} line {spot.line} puts "
-        f"back what they were, on {ranks_text(ranks)} it does not, or not of all of them",
+        text=f"every rank edits {kind} by hand {_MOMENT[kind][0]}; on {there} line {spot.line} "
+        f"puts back what they were, on {ranks_text(ranks)} it does not, or not of all of them",
         fix="put them back on every rank alike",
         label=f"left out on {ranks_text(ranks)}, at least in part",
         location=spot,
@@ -123,16 +129,13 @@ def _lines(rank: Rank, event: Edited) -> list[Location]:
     return [spot for site in sites if (spot := rank.location(site)) is not None]
 
 
-def edited_once(group: Replicas, found: Divergence) -> Cause | None:
-    """The ranks that stand apart, and only they, changed parameters by hand some time before that
-    was seen: not every tensor is compared at every step."""
+def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") -> Cause | None:
+    """The ranks that stand apart, and only they, changed parameters, or the optimizer's state, by
+    hand some time before that was seen: not every tensor is compared at every step."""
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
-        for event in member.rank.of(Edited):
-            mine = (event.model, event.optimizer, event.kind) == (
-                member.model, member.optimizer, "parameters",
-            )  # fmt: skip
-            if mine and event.changed and event.step <= found.first:
+        for event in _edits(member, kind):
+            if event.changed and event.step <= found.first:
                 last[number] = event
     everybody = tuple(sorted(group.members))
     if tuple(sorted(found.minority)) == everybody:
@@ -144,13 +147,18 @@ def edited_once(group: Replicas, found: Divergence) -> Cause | None:
     ranks = tuple(sorted(last))
     if not ranks or ranks != apart or ranks == everybody:
         return None
-    event = last[ranks[0]]
+    member, event = group.members[ranks[0]], last[ranks[0]]
+    what = "the optimizer's state" if kind == "state" else "parameters"
+    if event.site < 0:  # followed at a later time
+        later = (e for e in _edits(member, kind) if e.step > event.step and e.site >= 0)
+        event = replace(event, site=next((e.site for e in later), -1))
     return Cause(
-        text=f"{ranks_do(ranks, 'edit')} parameters by hand before step {event.step}, "
+        text=f"{ranks_do(ranks, 'edit')} {what} by hand before step {event.step}, "
         "the others do not",
         fix="do it on every rank with the same numbers, or not at all",
-        label=f"parameters of {ranks_text(ranks)} are not what step {event.step - 1} left",
-        location=_spot(group.members[ranks[0]].rank, event, sorted(event.functions)),
+        label=f"{what} of {ranks_text(ranks)} {'is' if kind == 'state' else 'are'} not what step "
+        f"{event.step - 1} left",
+        location=_spot(member.rank, event, sorted(event.functions)),
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
     )
@@ -181,18 +189,18 @@ def _alike(edits: dict[int, Edited]) -> bool:
 
 def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
     """The latest word on edits of this rank at a step; a later one may know the line."""
-    member = group.members[number]
-    mine = [
-        e
-        for e in member.rank.of(Edited)
-        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, kind)
-    ]
+    mine = _edits(group.members[number], kind)
     now = next((e for e in reversed(mine) if e.step <= first), None)
     if now is None or now.site >= 0 or not (now.changed or now.undone):
         return now
     alike = (now.changed, now.beside, now.undone)
     later = (e for e in mine if e.step > first and (e.changed, e.beside, e.undone) == alike)
     return next((e for e in later if e.site >= 0), now)
+
+
+def _edits(member: Member, kind: str) -> list[Edited]:
+    of = member.model, member.optimizer, kind
+    return [e for e in member.rank.of(Edited) if (e.model, e.optimizer, e.kind) == of]
 
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:

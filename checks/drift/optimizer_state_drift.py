@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.events import Hyperparameters
-from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
+from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from . import _causes
-from ._replicas import NO_COPIES, Divergence, Replicas, divergence, each_model, kinds, replicas
+from ._replicas import (
+    NO_COPIES,
+    Divergence,
+    Member,
+    Replicas,
+    divergence,
+    each_model,
+    kinds,
+    replicas,
+)
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -24,8 +33,8 @@ class OptimizerStateDrift(Check):
 
     ## What it finds
     Momentum, second moments or step counts that differ between ranks which train copies of one
-    model: typically an optimizer that was resumed from a checkpoint on one rank only. Digests of
-    the state are recorded at some steps and compared afterwards.
+    model: typically an optimizer that was resumed from a checkpoint, cleared or made anew on one
+    rank only. Digests of the state are recorded at some steps and compared afterwards.
 
     ## Why it hurts
     The same gradients then give different updates, and the models drift apart although every
@@ -68,17 +77,21 @@ class OptimizerStateDrift(Check):
             return
         parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
         if not parted:
+            yield from self._remade(run, group)
             return
         first = min(parted, key=lambda d: d.first)
         if first.healed >= 0:
             return
         own = False
-        cause = _causes.loaded(group, "optimizer", first.at)
+        cause = loaded = _causes.loaded(group, "optimizer", first.at)
         if cause is None:
             if _gradients_differ(group, first):
                 return
+            cause = _causes.edited_once(group, first, "state")
+            own = cause is not None or _of_its_own(group, parted)
+        if cause is None:
             cause = _causes.unknown(group, first, "gradients agree, no state was loaded")
-            if own := _of_its_own(group, parted):
+            if own:
                 cause = replace(
                     cause,
                     text="the ranks step with equal gradients, and no state was loaded: it was "
@@ -96,10 +109,58 @@ class OptimizerStateDrift(Check):
             summary=f"the optimizer's {what} of {_causes.some(first.names)} "
             f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}",
-            evidence={"loaded": cause.known, "of_its_own": cause.known or own}
+            evidence={"loaded": loaded is not None, "of_its_own": own or loaded is not None}
             | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
             | tensors,
         )
+
+    def _remade(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        """Some ranks go on with another optimizer over the same parameters, the others do not, and
+        the copies are no longer equal."""
+        state = [kind.partition(":")[2] for kind in kinds(group, "state:")]
+        anew = {n: e for n, m in group.members.items() if (e := _successor(m)) is not None}
+        keep = [m for n, m in group.members.items() if n not in anew]
+        points = [p for p in ("eval", "end") if divergence(group, "parameters", p)]
+        if not (state and anew and keep and points):
+            return
+        ranks = tuple(sorted(anew))
+        member, event = group.members[ranks[0]], anew[ranks[0]]
+        first, last = member.last_step + 1, max(m.last_step for m in keep)
+        if last < first:
+            return
+        yield self.finding(
+            ranks=ranks,
+            steps=Steps(first, last, last - first + 1),
+            subjects=tuple(group.names("parameters")),
+            location=member.rank.location(event.site),
+            label=f"made anew on {ranks_text(ranks)} only",
+            summary=f"{ranks_do(ranks, 'continue')} with a new {event.kind} from step {first} on, "
+            f"whose {', '.join(state)} begins anew; the others keep theirs",
+            cause="the same gradients give other updates with another state: the copies of the "
+            f"parameters differ {_WHEN[points[0]]}",
+            fix="make the optimizer on every rank at the same step, or on none",
+            evidence={"of_its_own": True, "parameters_differ": _WHEN[points[0]]},
+            at=member.rank.wall(event.at),
+        )
+
+
+_WHEN = {"eval": "at evaluation", "end": "at the end"}
+
+
+def _successor(member: Member) -> OptimizerSeen | None:
+    """An optimizer of the same parameters that steps from the last step of this one on."""
+    done = [e.at for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    same = {
+        e.optimizer
+        for e in member.rank.of(Replica)
+        if (e.model, e.parameters) == (member.model, member.seen.parameters)
+    }
+    later = (
+        e
+        for e in member.rank.of(OptimizerSeen)
+        if e.optimizer in same - {member.optimizer} and e.at >= max(done, default=e.at)
+    )
+    return next(later, None)
 
 
 def _of_its_own(group: Replicas, parted: list[Divergence]) -> bool:

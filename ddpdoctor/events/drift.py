@@ -118,8 +118,9 @@ class Edited(Event, frozen=True, tag="edited"):
     Told when it begins, changes or ends, so one record may stand for many steps.
 
     Attributes:
-        kind: `gradients` (between the averaging backward and the step) or `parameters` (between
-            a step and the next).
+        kind: `gradients` (between the averaging backward and the step), `parameters` (between
+            a step and the next; at the first step since the wrap) or `state` (the optimizer's,
+            between a step and the next).
         step: of the optimizer. `changed` False: not any more.
         ratio: gradients now by gradients before, where that is one number for all that were
             looked at; 0 where it is not.

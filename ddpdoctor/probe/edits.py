@@ -1,4 +1,5 @@
-"""What this rank changes by hand: gradients before a step, parameters between steps.
+"""What this rank changes by hand: gradients before a step, parameters and the optimizer's state
+between steps.
 
 Only this rank's own tensors before and after are compared, so that a difference between ranks can
 be blamed on the rank that made it, and on the line.
@@ -61,6 +62,7 @@ class Followed:
     def __init__(self) -> None:
         self.gradients: Taken | None = None
         self.parameters: dict[int, Taken] = {}
+        self.states: dict[int, Taken] = {}
         self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
         self.sites: dict[str, tuple[int, ...]] = {}
         self.divisors: dict[str, str] = {}
@@ -244,6 +246,8 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if before is not None:
             now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
             _tell(active, step, holding, "parameters", before, now)
+        if (before := followed.states.pop(holding.optimizer, None)) is not None:
+            _tell(active, step, holding, "state", before, _state(step, holding, before.positions))
         taken = followed.gradients
         if taken is not None and not step.closure and holding.held.issuperset(taken.positions):
             grads = [_gradient(holding.model, p) for p in taken.positions]
@@ -261,10 +265,32 @@ def _step_ends(active: Recorder, step: Step) -> None:
         positions = _some(holding.positions)
         taken = Taken(positions, holding.parameters(positions), sampled=False)
         followed.parameters[holding.optimizer] = taken
+        followed.states[holding.optimizer] = _state(step, holding, positions)
         _trace(active, followed, "parameters", holding.model)
+        _trace(active, followed, "state", holding.model, step)
         _edits.spent_ns += time.perf_counter_ns() - began
     if not active.every and all(followed.waits() for followed in _edits.models.values()):
         _looking.rest()
+
+
+def _state(step: Step, holding: Holding, positions: list[int]) -> Taken:
+    """The optimizer's state, by what stands for it: no tensor is read."""
+    taken = Taken(positions, [], sampled=True)
+    optimizer = step.optimizer()
+    taken.numbers = [_standing(optimizer, p) for p in holding.parameters(positions)]
+    return taken
+
+
+def _standing(optimizer: Any, parameter: Any) -> int:
+    """Another number where a parameter's state is another tensor, or was changed in place."""
+    state = getattr(optimizer, "state", None)
+    held = None if state is None or parameter is None else state.get(parameter)
+    return hash(
+        tuple(
+            (key, id(v), _version(v)) if hasattr(v, "_version") else (key, repr(v)[:50])
+            for key, v in (held or {}).items()
+        )
+    )
 
 
 def _tell(
@@ -360,7 +386,9 @@ def _ratio(before: Taken, now: Taken) -> float:
     return 0.0
 
 
-def _trace(active: Recorder, followed: Followed, kind: str, model: Model) -> None:
+def _trace(
+    active: Recorder, followed: Followed, kind: str, model: Model, step: Step | None = None
+) -> None:
     """Follow the lines up to the next moment, where the last time something was edited."""
     position = followed.wanted.get(kind, -1)
     traced = followed.traced.get(kind, 0)
@@ -374,9 +402,12 @@ def _trace(active: Recorder, followed: Followed, kind: str, model: Model) -> Non
     ):
         return  # torch.compile and a trace function do not go together
     reference = model.parameters[position]
+    optimizer = step.optimizer if step is not None else None
 
     def number() -> int:
         parameter = reference()
+        if optimizer is not None:
+            return _standing(optimizer(), parameter)
         tensor = parameter.grad if parameter is not None and kind == "gradients" else parameter
         return digests([tensor])[0]
 

@@ -15,6 +15,7 @@ Missing = tuple[str, Exception, str]
 def install(activate: Activate) -> list[Missing]:
     """Wrap torch; call once, right after torch was imported. What could not be put in place."""
     from . import (
+        afterwrap,
         autograd,
         bypass,
         calls,
@@ -88,6 +89,7 @@ def install(activate: Activate) -> list[Missing]:
         evaluation,
         sync,
         edits,
+        afterwrap,
         loads,
         losses,
         clearing,

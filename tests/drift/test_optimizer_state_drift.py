@@ -1,13 +1,16 @@
-"""DDP404 on literal events."""
+"""DDP404 on literal events, and how an edit of the state is seen."""
 
 import msgspec
+import pytest
+import torch
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from recordings import START
-from replicas import LINE, OTHER, digests, equal, run_of
+from recordings import START, make_run, steps
+from replicas import LINE, OTHER, STEP, digests, equal, replica, run_of
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Hyperparameters, Loaded
+from ddpdoctor.events import Edited, Hyperparameters, Loaded, OptimizerSeen, Replica
+from ddpdoctor.probe import edits
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
 
@@ -90,3 +93,76 @@ def test_state_that_was_changed_on_one_rank_explains_the_parameters():
 def test_state_may_follow_the_parameters():
     assert not moved_by("momentum_buffer", 0.01), "by way of the weight decay"
     assert not moved_by("slow_weights", 0.0), "a copy of the parameters, for all that is known"
+
+
+def cleared(step, site=-1, changed=True):
+    return Edited(
+        at=0, model=0, optimizer=0, kind="state", step=step, changed=changed, site=site
+    )  # fmt: skip
+
+
+def test_state_that_one_rank_clears_is_told_with_it():
+    apart = [digests("state:exp_avg", {1: [1, 2, 3, 4], 3: [1, 2, 3, 4 + n]}) for n in range(2)]
+    edit = [cleared(2), cleared(3, changed=False)]
+    (finding,) = OptimizerStateDrift().examine(run_of({0: [apart[0]], 1: [*edit, apart[1]]}))
+    assert (finding.ranks, finding.location.line) == ((1,), 40)
+    assert "rank 1 edits the optimizer's state by hand before step 2" in finding.cause
+    later = [*edit, cleared(5, LINE)]
+    (finding,) = OptimizerStateDrift().examine(run_of({0: [apart[0]], 1: [*later, apart[1]]}))
+    assert finding.location.line == 33
+
+
+def test_state_that_every_rank_clears_explains_nothing():
+    apart = [digests("state:exp_avg", {1: [1, 2, 3, 4], 3: [1, 2, 3, 4 + n]}) for n in range(2)]
+    (finding,) = OptimizerStateDrift().examine(run_of({n: [cleared(2), apart[n]] for n in (0, 1)}))
+    assert finding.ranks == (0, 1)
+
+
+def remade(ranks, *, equal=False):
+    """Of twelve steps the last nine are taken with a new optimizer on these ranks."""
+    equal_parameters = digests("parameters", {0: [1, 1, 1, 1]})
+
+    def events(n):
+        first = replica()
+        last = digests("parameters", {12: [1, 2, 3, 4 if equal else 4 + n]}, point="end")
+        parts = [*first, *steps(3 if n in ranks else 12, site=STEP), state(1, 2, 3, 4)]
+        if n in ranks:
+            new = next(e for e in first if isinstance(e, Replica))
+            parts.append(OptimizerSeen(at=0, optimizer=1, kind="SGD", site=LINE, models=(0,)))
+            parts.append(msgspec.structs.replace(new, optimizer=1))
+        return [*parts, equal_parameters, last]
+
+    return diagnose(
+        make_run({n: events(n) for n in range(2)}), [OptimizerStateDrift(), ParameterDrift()]
+    ).findings
+
+
+def test_an_optimizer_that_one_rank_makes_anew():
+    (finding,) = remade([1])
+    assert (finding.code, finding.ranks, finding.location.line) == ("DDP404", (1,), 33)
+    assert "a new SGD from step 3 on" in finding.summary
+    assert [c.code for c in finding.consequences] == ["DDP402"]
+
+
+def test_optimizers_that_all_make_anew_or_that_leave_copies_equal():
+    assert [f.code for f in remade([0, 1])] == ["DDP402"]
+    assert not remade([1], equal=True)
+
+
+@pytest.mark.parametrize("edit", [
+    lambda o, p: o.state.clear(),
+    lambda o, p: o.state[p]["momentum_buffer"].zero_(),
+    lambda o, p: o.state[p].update(momentum_buffer=torch.zeros(3)),
+])  # fmt: skip
+def test_an_edit_of_the_state_is_seen_without_reading_it(edit):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    before = edits._standing(optimizer, parameter)
+    optimizer.state_dict()
+    assert edits._standing(optimizer, parameter) == before
+    kept = dict(optimizer.state[parameter])  # no other may get its address
+    edit(optimizer, parameter)
+    assert edits._standing(optimizer, parameter) != before
+    assert kept

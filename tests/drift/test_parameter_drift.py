@@ -264,7 +264,7 @@ def test_gradients_that_follow_other_parameters():
         parameters = digests("parameters", {k: [*v[:3], 4 + n] for k, v in apart.items()})
         gradients = digests("gradients", {**later, 3: [1, 1, 1, n]})
         ranks[n] = [edit("gradients", 0, OTHER), parameters, gradients]
-    ranks[0].append(edit("parameters", 1, LINE))
+    ranks[0].append(edit("parameters", 0, LINE))
     report = diagnose(run_of(ranks), [GradientDrift(), ParameterDrift()])
     (finding,) = report.findings
     assert (finding.code, finding.location.line, finding.ranks) == ("DDP402", 33, (0,))
@@ -323,3 +323,17 @@ def test_clipping_does_not_edit_parameters():
         for kind in ("gradients", "parameters")
     ]
     assert [bool(_spot(rank, e, ["clip_grad_norm_"])) for e in edits] == [True, False]
+
+
+def test_parameters_that_one_rank_edits_between_the_wrap_and_the_first_step():
+    def edit(step, changed, site=-1):
+        return Edited(
+            at=0, model=0, optimizer=0, kind="parameters", step=step, changed=changed, site=site
+        )
+
+    apart = [digests("parameters", {k: [1, 2, 3, 4 + n] for k in range(4)}) for n in range(2)]
+    before = [edit(0, True, LINE), edit(1, False)]
+    (finding,) = ParameterDrift().examine(run_of({0: [apart[0]], 1: [*before, apart[1]]}))
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    assert "between the wrap and the first step" in finding.cause
+    assert "before `DistributedDataParallel(...)`" in finding.fix

@@ -1,0 +1,102 @@
+"""Edits between the wrap and the first step: that they are seen, and which line made them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpdoctor.probe import afterwrap
+from ddpdoctor.probe.inplace import editing
+
+HEAD = """
+def init(m):
+    nn.init.normal_(m.weight)
+
+def batch():
+    return torch.ones(2)
+
+def main():
+    model = DDP(net)
+"""
+TAIL = """
+    out = model(x)
+"""
+WRAP = 9
+
+
+def found(tmp_path: Path, body: str) -> list[str]:
+    """The lines that may have edited parameters, of a body between a wrap and a forward."""
+    path = tmp_path / "train.py"
+    text = HEAD + body + TAIL
+    path.write_text(text)
+    module = compile(text, str(path), "exec")
+    codes = [c for c in module.co_consts if isinstance(c, CodeType)]
+    (main,) = (c for c in codes if c.co_name == "main")
+    last = len(text.splitlines())
+    lines = editing([(module, 99), (main, WRAP)], [(module, 99), (main, last)])
+    return [text.splitlines()[line - 1].strip() for _, line in lines]
+
+
+@pytest.mark.parametrize("body, line", [
+    ("    model.apply(init)", "model.apply(init)"),
+    ("    model.module.reset_parameters()", "model.module.reset_parameters()"),
+    ("    if rank:\n        init(model)\n    opt.zero_grad()", "init(model)"),
+    ("    with torch.no_grad():\n        for p in ps:\n            p -= 1", "p -= 1"),
+    ("    for p in model.parameters():\n        p.data = p.data * 2", "p.data = p.data * 2"),
+    ("    x = batch()\n    x.mul_(2)\n    if rank:\n        net.w.mul_(2)", "net.w.mul_(2)"),
+])  # fmt: skip
+def test_the_line_that_edits(tmp_path: Path, body: str, line: str) -> None:
+    assert found(tmp_path, body) == [line]
+
+
+@pytest.mark.parametrize("body", [
+    "    x = 1",
+    "    model.requires_grad_(True)\n    count += 1",
+    "    if a:\n        net.w.mul_(2)\n    if b:\n        net.v.mul_(2)",
+])  # fmt: skip
+def test_no_line_is_better_than_a_wrong_one(tmp_path: Path, body: str) -> None:
+    assert found(tmp_path, body) == []
+
+
+def test_where_the_functions_have_changed_between(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def build():\n    m = DDP(n)\n    m.n.reset_parameters()\nbuild()\ntrain()\n")
+    module = compile(path.read_text(), str(path), "exec")
+    build = next(c for c in module.co_consts if isinstance(c, CodeType))
+    assert editing([(module, 4), (build, 2)], [(module, 5)]) == [(build, 3)]
+
+
+def steps_after(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Any], object]) -> list[Any]:
+    """What is told of a model that is edited between its wrap and its first two steps."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    model: Any = SimpleNamespace(
+        number=0, parameters=[weakref.ref(p) for p in parameters], ignored=set()
+    )
+    model = type("Model", (), vars(model))()
+    told: list[Any] = []
+    sites = SimpleNamespace(kind=lambda code: "user", number=lambda code, line: line)
+    active: Any = SimpleNamespace(emit=told.append, sites=sites)
+    holding = SimpleNamespace(model=model, optimizer=0)
+    step: Any = SimpleNamespace(holdings=[holding], number=0)
+    monkeypatch.setattr(afterwrap, "_fresh", {})
+    monkeypatch.setattr(afterwrap.models, "live", lambda: [model])
+    afterwrap._wrapped(active, model)
+    edit(parameters[2])
+    afterwrap._forward_begins(active, SimpleNamespace(model=model))  # type: ignore[arg-type]
+    afterwrap._step_begins(active, step)
+    edit(parameters[2])
+    afterwrap._step_begins(active, step)
+    assert not afterwrap._fresh
+    return told
+
+
+def test_an_edit_is_told_and_is_over_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = steps_after(monkeypatch, lambda p: p.data.zero_())
+    assert [(e.step, e.changed) for e in told] == [(0, True), (1, False)]
+    assert not steps_after(monkeypatch, lambda p: p.data.mul_(1))
