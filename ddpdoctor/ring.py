@@ -11,23 +11,22 @@ import enum
 import os
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from .held import mapped
 
 MAGIC = b"DDPDRING"
-VERSION = 1
+VERSION = 2
 SLOTS = 1024
 
 _HEAD = struct.Struct("<8sIIIIQ")  # magic, version, slots, pid, unused, nonce
 _PHASE = struct.Struct("<iid")  # phase, site, since
 _PHASE_AT = 64
-_MOVED = struct.Struct("<qQdQ")  # step, progress, progress at, calls made
+_MOVED = struct.Struct("<qQd")  # step, calls made, at
 _MOVED_AT = _PHASE_AT + _PHASE.size
-_PHASE_MOVED = struct.Struct("<iidqQdQ")  # both
 _HEAD_BYTES = 256
 # number + 1, index, group, signature, site, step, peer, began, state, ended
 _SLOT = struct.Struct("<Qqiiiqidi4xd")
@@ -106,7 +105,7 @@ class Ring:
 
     Attributes:
         phase, phase_site, phase_since: what the rank does when it is in no call.
-        progress: counts everything the rank was seen to do; `progress_at` is when it last did.
+        progress_at: when the rank was last seen to do anything.
         count: calls made so far.
         nonce: names the socket on which the rank can be asked (see `ask_address`), 0 for none.
     """
@@ -120,7 +119,8 @@ class Ring:
             raise ValueError("another version")
         self._data = data
         phase, self.phase_site, self.phase_since = _PHASE.unpack_from(data, _PHASE_AT)
-        self.step, self.progress, self.progress_at, self.count = _MOVED.unpack_from(data, _MOVED_AT)
+        self.step, self.count, moved_at = _MOVED.unpack_from(data, _MOVED_AT)
+        self.progress_at = max(self.phase_since, moved_at)
         self.phase = Phase(phase) if phase in Phase._value2member_map_ else Phase.USER
 
     @cached_property
@@ -164,7 +164,6 @@ class RingWriter:
         """Raises OSError where the file cannot be made."""
         self._map = mapped(path, _HEAD_BYTES + SLOTS * _SLOT_BYTES, os.O_EXCL)
         self._count = 0
-        self._progress = 0
         self._pid = os.getpid()
         self.step = 0
         self.answers(0)
@@ -190,17 +189,20 @@ class RingWriter:
     def phase(self, phase: int, site: int) -> float:
         """The rank goes over to another phase; returns the time."""
         now = time.monotonic()
-        self._progress += 1
-        _PHASE_MOVED.pack_into(
-            self._map, _PHASE_AT, phase, site, now, self.step, self._progress, now, self._count
-        )
+        _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
         return now
 
-    def begin(
-        self, group: int, index: int, signature: int, site: int, peer: int, moved: bool = True
-    ) -> int:
-        """Write a call down before it is made; returns its number. Not `moved`: a phase follows at
-        once, and tells of it."""
+    def entering(self, phase: int, site: int) -> Callable[[float], None]:
+        """The same for one that is gone over to again and again: to be called with the time."""
+        return partial(_PHASE.pack_into, self._map, _PHASE_AT, phase, site)
+
+    def stepped(self, step: int) -> None:
+        """So many steps were taken."""
+        self.step = step
+        _MOVED.pack_into(self._map, _MOVED_AT, step, self._count, time.monotonic())
+
+    def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
+        """Write a call down before it is made; returns its number."""
         number, self._count = self._count, self._count + 1
         now = time.monotonic()
         _SLOT.pack_into(
@@ -217,23 +219,18 @@ class RingWriter:
             1,
             0.0,
         )
-        if moved:
-            self._progress += 1
-            _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
         return number
 
-    def mark(self, number: int, state: int, moved: bool = True) -> None:
-        """The call moved on; nothing where its slot belongs to a later one by now. Not `moved`: as
-        for `begin`."""
+    def mark(self, number: int, state: int) -> None:
+        """The call moved on; nothing where its slot belongs to a later one by now."""
         if number <= self._count - SLOTS:
             return
         now = time.monotonic()
         ended = now if state >= 4 else 0.0
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
         _END.pack_into(self._map, where, state, ended)
-        if moved:
-            self._progress += 1
-            _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._progress, now, self._count)
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
 
 
 def ask_address(pid: int, nonce: int) -> str:

@@ -50,11 +50,12 @@ class Still:
     """What is known of one rank's progress.
 
     Attributes:
-        progress: the counter in its ring when last looked at; changed: when it last changed.
+        moved_at: what its ring said when last looked at (`Ring.progress_at`); changed: when that
+            last changed.
         cpu_s: seconds of a core wanted until `cpu_at`; cpu: the share since the look before.
     """
 
-    progress: int = -1
+    moved_at: float = -1.0
     changed: float = 0.0
     cpu_s: float = 0.0
     cpu_at: float = 0.0
@@ -169,10 +170,10 @@ class Standing:
 
     def _measure(self, rank: Rank, now: float) -> None:
         seen = self._ranks.setdefault(rank.rank, Still(changed=now, cpu_at=now))
-        progress = rank.ring.progress if rank.ring else 0
-        if progress != seen.progress:
-            self._longest = max(self._longest, now - seen.changed if seen.progress >= 0 else 0.0)
-            seen.progress, seen.changed = progress, now
+        moved_at = rank.ring.progress_at if rank.ring else 0.0
+        if moved_at != seen.moved_at:
+            self._longest = max(self._longest, now - seen.changed if seen.moved_at >= 0 else 0.0)
+            seen.moved_at, seen.changed = moved_at, now
         if now - seen.cpu_at >= QUIET_S or not seen.cpu_s:
             used = machine.wanted_seconds(rank.started.pid if rank.started else 0)
             if seen.cpu_s and now > seen.cpu_at:
@@ -234,7 +235,7 @@ class Standing:
     def _state(self, live: list[Rank], now: float) -> tuple[object, ...]:
         """What a look depends on: how far every rank is, and which of them stand still."""
         seen = [self._ranks[r.rank] for r in live]
-        return tuple((s.progress, now - s.changed >= QUIET_S) for s in seen)
+        return tuple((s.moved_at, now - s.changed >= QUIET_S) for s in seen)
 
     def _suspects(self, run: Run, live: list[Rank], episode: Episode, now: float) -> bool:
         """Whether the records prove a deadlock already; looking takes little of our own time."""

@@ -51,26 +51,24 @@ def test_every_movement_is_progress(tmp_path: Path) -> None:
         lambda: writer.begin(0, 0, 0, 0, -1),
         lambda: writer.mark(0, State.DONE),
         lambda: writer.phase(Phase.FORWARD, 1),
+        lambda: writer.stepped(1),
     ):
         move()
         ring = read_ring(tmp_path / "r.ring")
         assert ring is not None
-        seen.append(ring.progress)
+        seen.append(ring.progress_at)
     assert seen == sorted(set(seen))
 
 
-def test_what_a_phase_tells_at_once_is_not_told_twice(tmp_path: Path) -> None:
+def test_a_phase_that_is_entered_again_is_written_as_any_other(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path / "r")
-    call = writer.begin(0, 0, 3, 4, -1, moved=False)
-    before = read_ring(tmp_path / "r")
-    writer.phase(Phase.BACKWARD, 7)
-    after = read_ring(tmp_path / "r")
-    assert before is not None and after is not None
-    assert (before.calls[0].inside, after.last_calls[0].inside) == (True, True)
-    assert (after.count, after.progress - before.progress) == (1, 1)
-    writer.mark(call, State.DONE, moved=False)
-    ended = read_ring(tmp_path / "r")
-    assert ended is not None and ended.last_calls[0].state is State.DONE
+    entering = writer.entering(Phase.BACKWARD, 7)
+    entering(writer.phase(Phase.USER, 3) + 1.0)
+    writer.stepped(5)
+    ring = read_ring(tmp_path / "r")
+    assert ring is not None
+    assert (ring.phase, ring.phase_site, ring.step) == (Phase.BACKWARD, 7, 5)
+    assert ring.progress_at == ring.phase_since
 
 
 def test_it_survives_a_kill(tmp_path: Path) -> None:

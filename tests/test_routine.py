@@ -225,8 +225,9 @@ def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.Mon
 # --- what is expected ---------------------------------------------------------------------------
 
 
-MODEL: Any = SimpleNamespace(number=0, wrapper=lambda: None)
+MODEL: Any = SimpleNamespace(number=0, wrapper=lambda: None, sampled=[lambda: None])
 OPTIMIZER: Any = SimpleNamespace(steps=10**6)
+ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=SimpleNamespace(entering=lambda *at: at)))
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def steps(watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER)
     for _ in range(count):
         for part in trail or ((MODEL, 1), (MODEL, 2)):
             watched.note(part)
-        watched.learn(optimizer, 3)
+        watched.learn(ACTIVE, optimizer, 3)
     return watched.expected is not None
 
 

@@ -61,3 +61,9 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
 def told_at(step: int) -> bool:
     """Whether changed hyper-parameters are told at a step; the same on every rank."""
     return step < 128 or step % (1 << (step >> 7).bit_length()) == 0
+
+
+def next_told_at(step: int) -> int:
+    """The first step after this one at which they are."""
+    every = 1 << (step >> 7).bit_length()
+    return (step // every + 1) * every

@@ -6,14 +6,14 @@ import time
 from functools import partial
 from typing import Any
 
-from . import models, moments
+from . import calls, models, moments
 from .gradients import version
 from .looks import Look
 from .models import Model
 from .moments import Backward
 from .patching import around
 from .recorder import Recorder, recorder
-from .routine import Expected, Stage, routine
+from .routine import Stage, Usual, routine
 from .torch_private import sequence_number
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
@@ -61,7 +61,8 @@ def install() -> None:
 
     _state.depth = _state.count = _state.synced = 0
     _state.step = -1
-    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST)
+    usual = Usual("autograd.backward", LOST, _begins_as_usual, _ends_as_usual)
+    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, usual=usual)
 
 
 def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,14 +72,9 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     _state.nested = 0
     active.moves += 1
-    tensors = args[0] if args else kwargs.get("tensors", ())
-    roots = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
     frame, site = active.sites.caller("backward")
-    if routine.expected is not None:
-        if _as_usual(routine.expected, site):
-            return _begins_as_usual(active, routine.expected, roots, frame)
-        routine.stop(active)
-    backward = Backward(_state.count, site, roots, time.monotonic(), frame)
+    routine.stop(active)
+    backward = Backward(_state.count, site, _roots(args, kwargs), time.monotonic(), frame)
     for model in (*models.live(), *models.discarded()):
         look = Look(model)
         backward.looks.append(look)
@@ -89,57 +85,72 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return backward
 
 
-def _as_usual(step: Expected, site: int) -> bool:
-    """Whether this is the backward that a routine step has next."""
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+
+
+def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The backward that a routine step has after its forward."""
+    step = routine.expected
+    if step is None or routine.stage != Stage.FORWARD_DONE or step.model.pending != 1:
+        return None
     wrapper = step.wrapper()
-    return (
-        routine.stage == Stage.FORWARD_DONE
-        and site == step.backward.site
-        and step.model.pending == 1
-        and wrapper is not None
-        and bool(wrapper.require_backward_grad_sync)
-    )
-
-
-def _begins_as_usual(
-    active: Recorder, step: Expected, roots: tuple[Any, ...], frame: Any
-) -> Backward:
+    if wrapper is None or not wrapper.require_backward_grad_sync:
+        return None
+    frame, site = active.sites.caller("backward as usual")
     backward = step.backward
-    backward.number, backward.roots, backward.frame = _state.count, roots, frame
-    backward.began, backward.error = time.monotonic(), None
+    if site != backward.site:
+        return None
+    _state.depth += 1
+    _state.nested = 0
+    active.moves += 1
+    backward.number, backward.roots, backward.frame = _state.count, _roots(args, kwargs), frame
+    backward.error = None
     backward.synced.clear()
-    step.sequence, step.before = _collectives(step), version(step.model.sampled[0]())
     routine.stage = Stage.BACKWARD
+    calls.backward_opens(step.tape, step.model, frame)
     moments.backward_begins.passes(active, backward)
     backward.frame = None
+    step.sequence, step.before = sequence_number(wrapper.process_group), version(step.sampled())
+    backward.began = time.monotonic()
+    step.in_backward(backward.began)
     return backward
 
 
-def _ends_as_usual(active: Recorder, step: Expected) -> None:
+def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
-    backward, model = step.backward, step.model
-    averaged = _collectives(step) != step.sequence
-    backward.nested = _state.nested
+    step = routine.expected
+    if step is None:
+        _ends(active, backward, result, None)
+        return
+    now = time.monotonic()
+    step.after_backward(now)
+    model = step.model
+    _state.depth -= 1
+    _state.seconds += now - backward.began
     _state.count += 1
     _state.step = active.step
+    backward.nested = _state.nested
+    averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
     if averaged:
-        backward.synced.add(model.number)
-        _state.synced += 1
-    if averaged or version(model.sampled[0]()) != step.before:
         routine.stage = Stage.BACKWARD_DONE
-        model.reached(active.step, averaged)
+        _state.synced += 1
+        backward.synced.add(model.number)
+        model.averaged_as_usual(active.step)
+    elif version(step.sampled()) != step.before:
+        routine.stage = Stage.BACKWARD_DONE
+        model.reached(active.step, False)
         model.answered()
     else:
         routine.stage = Stage.FORWARD_DONE
         backward.models = []
-    moments.backward_ends.passes(active, backward)
+    calls.backward_closes(active, step.tape, backward)
+    if moments.backward_ends.in_routine:
+        moments.backward_ends.passes(active, backward)
     backward.roots = ()
     routine.settle(active, broken=not averaged)
-
-
-def _collectives(step: Expected) -> int:
-    return sequence_number(getattr(step.wrapper(), "process_group", None))
 
 
 def _complete(active: Recorder, backward: Backward, model: Model) -> None:
@@ -155,9 +166,6 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     _state.seconds += time.monotonic() - backward.began
     step = routine.expected
     if step is not None and backward is step.backward:
-        if error is None:
-            _ends_as_usual(active, step)
-            return
         routine.stage = Stage.FORWARD_DONE  # as far as it got
         routine.stop(active)
     backward.error, backward.nested = error, _state.nested

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from ..ring import Phase, State
@@ -14,10 +15,10 @@ from . import groups, moments, process, waits
 from .frames import passed_over, unframe
 from .looks import Look
 from .models import Model
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Step, nothing
 from .patching import around, refused, replace
 from .recorder import Recorder, guarded, recorder
-from .tape import tape
+from .tape import Tape, tape
 from .torch_private import joins, sequence_number
 
 LOST = "collectives, and with them mismatches and hangs"
@@ -103,11 +104,12 @@ def install() -> None:
     _watch_waits(c10d)
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, routine=_backward_expected, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, lost=LOST)
+    # Of routine steps the brackets themselves tell.
+    moments.forward_begins.subscribe(_forward_begins, routine=nothing, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, routine=nothing, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, routine=nothing, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -333,11 +335,16 @@ def _wrapped(active: Recorder, model: Model) -> None:
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
-    """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
-    first backward had them, is a collective of its group."""
     written = active.tape or tape(active)
     if written is None:
         return
+    forward_opens(written, forward)
+    written.ring.phase(Phase.FORWARD, forward.site)
+
+
+def forward_opens(written: Tape, forward: Forward) -> None:
+    """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
+    first backward had them, is a collective of its group."""
     ddp, model = forward.wrapper, forward.model
     if (_Open.buffers or model.rebuilds) and model.group >= 0 and not joins(ddp):
         broadcasts = _Open.buffers and ddp.will_sync_module_buffers()
@@ -345,26 +352,30 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
             call = written.of_model(model.group, "DDP forward", forward.frame)
             before = -1 if broadcasts else sequence_number(getattr(ddp, "process_group", None))
             _Open.forwards.append((model, call, before))
-    written.ring.phase(Phase.FORWARD, forward.site)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
     written = active.tape or tape(active)
     if written is None:
         return
+    forward_closes(active, written, forward)
+    written.ring.phase(Phase.USER, forward.site)
+
+
+def forward_closes(active: Recorder, written: Tape, forward: Forward) -> None:
+    """What `forward_opens` wrote down is over."""
     if _Open.forwards and _Open.forwards[-1][0] is forward.model:
         model, call, before = _Open.forwards.pop()
         group = getattr(forward.wrapper, "process_group", None)
         if before >= 0 and sequence_number(group) == before:
             written.void(call)
         elif forward.error is not None:
-            written.ring.mark(call, State.FAILED, moved=False)
+            written.ring.mark(call, State.FAILED)
             process.call_failed(active, call, forward.error)
         else:
-            written.ring.mark(call, State.DONE, moved=False)
+            written.ring.mark(call, State.DONE)
         if forward.error is None and _rebuilds(forward):
             model.rebuilds = False
-    written.ring.phase(Phase.USER, forward.site)
 
 
 def _rebuilds(forward: Forward) -> bool:
@@ -389,33 +400,33 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     written.ring.phase(Phase.BACKWARD, backward.site)
 
 
-def _backward_expected(active: Recorder, backward: Backward) -> None:
-    """As above, where it is known which model the backward is of."""
-    written = active.tape or tape(active)
-    if written is None:
-        return
-    model = backward.models[0]
-    if model.group >= 0 and not joins(model.ddp()):
-        call = written.of_model(model.group, "DDP backward", backward.frame)
+def backward_opens(written: Tape, model: Model, frame: FrameType | None) -> None:
+    """As above, where it is known that the backward is of this model and averages."""
+    if model.group >= 0:
+        call = written.of_model(model.group, "DDP backward", frame)
         _Open.backwards.append((None, call))
-    written.ring.phase(Phase.BACKWARD, backward.site)
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
-    ended, _Open.backwards = _Open.backwards, []
     written = active.tape or tape(active)
     if written is None:
         return
+    backward_closes(active, written, backward)
+    written.ring.phase(Phase.USER, backward.site)
+
+
+def backward_closes(active: Recorder, written: Tape, backward: Backward) -> None:
+    """Of the collectives that a backward was to make, which it made."""
+    ended, _Open.backwards = _Open.backwards, []
     for look, call in ended:
         silent = not backward.synced if look is None else not look.communicated
         if backward.error is not None:
-            written.ring.mark(call, State.FAILED, moved=False)
+            written.ring.mark(call, State.FAILED)
             process.call_failed(active, call, backward.error)
         elif silent and (look is None or look.sequence >= 0):
             written.void(call)
         else:
-            written.ring.mark(call, State.DONE, moved=False)
-    written.ring.phase(Phase.USER, backward.site)
+            written.ring.mark(call, State.DONE)
 
 
 def _step_ends(active: Recorder, step: Step) -> None:

@@ -15,6 +15,7 @@ from .moments import Forward, Loading, Step
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, current, run_hook
+from .routine import routine
 from .samplers import innermost, integer, length, weak
 from .torch_private import group_ranks, may_share_inputs, sequence_number, sharding_mesh
 
@@ -25,6 +26,9 @@ FINGERPRINTED = 2
 
 IDENTIFIED = 8
 """Loaders, per line that makes them, whose data set is looked at."""
+
+SOMEWHERE = Loading(-1)
+"""Where the line could not be told."""
 
 RANDOM_BATCHES = range(1, 4)
 """Batches around which the random generators are compared; the first one seeds samplers."""
@@ -138,6 +142,7 @@ def _setting_epoch(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _joining(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    routine.stop(active)
     _data.joins += 1
 
 
@@ -275,7 +280,7 @@ def _watch_batches(base: Any) -> None:
                 raise
         reading = readings.get(id(self))
         before = _before(active, reading) if reading and reading.watch_random else None
-        loading = run_hook(active, "data.loading", LOST, _loading) or Loading(-1)
+        loading = run_hook(active, "data.loading", LOST, _loading) or SOMEWHERE
         began = clock()
         try:
             batch = next_batch(self)

@@ -10,11 +10,11 @@ from typing import Any
 from ..events import Digests, Replica, Sketch
 from ..events.drift import EARLY, chosen, full
 from ..events.pack import pack
-from . import exchanges, moments, sync
+from . import exchanges, moments, optimizers, sync
 from .digests import ABSENT, Sketcher, capturing, numbers, scattered, sums
 from .holdings import Holding
 from .models import Model
-from .moments import Forward, Step
+from .moments import Forward, Step, nothing
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
@@ -119,7 +119,6 @@ class _Drift:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
         self.evaluated: dict[int, int] = {}
-        self.due = 0
 
 
 _drift = _Drift()
@@ -131,7 +130,8 @@ def install() -> None:
 
     _drift.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
-    moments.step_begins.subscribe(_step_begins, routine=_when_due, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
+    moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
@@ -142,7 +142,8 @@ def look_whole(model: Model) -> None:
     for watch in _drift.watches.values():
         if watch.holding.model is model:
             watch.whole_next = True
-            _drift.due = 0
+            for known in optimizers.known():
+                known.due_at = 0
 
 
 def _watch(active: Recorder, holding: Holding) -> Watch:
@@ -180,11 +181,6 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
     )
 
 
-def _when_due(active: Recorder, step: Step) -> None:
-    if step.number >= _drift.due or exchanges.before_backward():
-        _step_begins(active, step)
-
-
 def _step_begins(active: Recorder, step: Step) -> None:
     due = []
     for holding in step.holdings:
@@ -198,7 +194,8 @@ def _step_begins(active: Recorder, step: Step) -> None:
         stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
         if stride or watch.whole_next:
             _look(active, watch, step, 1 if watch.whole_next else stride)
-    _drift.due = min((pace.next_after(step.number) for pace in due), default=0)
+    known = step.known
+    known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
 
 
 def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:

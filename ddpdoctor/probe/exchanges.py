@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from . import autograd, models, moments
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
+from .routine import routine
 from .torch_private import sequence_number
 
 LOST = "gradients that are synchronised by hand"
@@ -132,6 +133,8 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     if _window.recent:
         _window.earlier += _window.recent
         _window.recent = []
+    if _window.earlier:
+        routine.hasten()
 
 
 def _step_ends(active: Recorder, step: Step) -> None:

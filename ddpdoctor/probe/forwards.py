@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
-from . import models, modules, moments
+from . import calls, models, modules, moments
 from .models import Model
 from .moments import Forward
 from .patching import around, hide_hooks
 from .recorder import Recorder
-from .routine import Expected, Stage, routine
+from .routine import Stage, Usual, routine
 
 LOST = "forwards of wrapped models"
 
@@ -24,6 +24,7 @@ class _Forwards:
         self.inside = 0
         self.count = 0
         self.seconds = 0.0
+        self.grad_enabled: Callable[[], bool] = bool
         self.registrations = 0
 
 
@@ -47,7 +48,10 @@ def take_seconds() -> float:
 
 
 def install() -> None:
+    import torch
+
     _state.__init__()  # type: ignore[misc]
+    _state.grad_enabled = torch.is_grad_enabled
     moments.wrapped.subscribe(_wrapped, lost=LOST)
 
 
@@ -78,33 +82,26 @@ def _hook() -> None:
         after=_ends,
         lost=LOST,
         traced=True,
+        usual=Usual("DistributedDataParallel.forward", LOST, _begins_as_usual, _ends_as_usual),
     )
 
 
 def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import torch
-
     wrapper = args[0]
-    step = routine.expected
-    if step is not None and step.wrapper() is wrapper:
-        model: Model | None = step.model
-    else:
-        model = models.of_wrapper(wrapper)
+    model = models.of_wrapper(wrapper)
     if model is None and _state.adopting:
         model = models.adopted(active, wrapper)
     if model is None:
         return None
     _state.count += 1
     frame, site = active.sites.caller("forward")
-    grad_enabled = torch.is_grad_enabled()
+    grad_enabled = _state.grad_enabled()
     sync = bool(wrapper.require_backward_grad_sync)
     number = model.forwards
     usual = grad_enabled and sync and wrapper.training and not model.superseded
-    if step is not None and grad_enabled:
-        if model.examined():
+    if routine.expected is not None and grad_enabled:
+        if usual and model.examined():
             routine.pause()
-        elif usual and _as_usual(step, model, site):
-            return _begins_as_usual(active, step.forward, args, kwargs, frame)
         routine.stop(active)
     forward = Forward(
         model=model,
@@ -139,34 +136,57 @@ def _due(number: int) -> bool:
     return new or moments.looked_at(number)
 
 
-def _as_usual(step: Expected, model: Model, site: int) -> bool:
-    """Whether this is the forward that a routine step begins with."""
-    return routine.stage == Stage.NONE and model is step.model and site == step.forward.site
-
-
-def _begins_as_usual(
-    active: Recorder,
-    forward: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    frame: FrameType | None,
-) -> tuple[Forward, float]:
-    forward.wrapper, forward.frame, forward.error = args[0], frame, None
-    forward.args, forward.kwargs = args[1:], kwargs
+def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward that a routine step begins with."""
+    step = routine.expected
+    if step is None or routine.stage:
+        return None
+    wrapper, model = step.wrapper(), step.model
+    if (
+        wrapper is None
+        or wrapper is not args[0]
+        or model.pending
+        or model.superseded
+        or model.synced_backwards >= model.next_examined
+        or not (wrapper.require_backward_grad_sync and wrapper.training and _state.grad_enabled())
+    ):
+        return None
+    frame, site = active.sites.caller("forward as usual")
+    forward = step.forward
+    if site != forward.site:
+        return None
     routine.stage = Stage.FORWARD
-    number = forward.model.forwards
-    forward.model.began(forward, active.step)
+    number = model.forwards
+    model.began_as_usual(active.step)
+    _state.count += 1
     _state.inside += 1
+    forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
+    forward.frame, forward.error = frame, None
+    calls.forward_opens(step.tape, forward)
     moments.forward_begins.passes(active, forward)
     if _due(number):
         moments.forward_due.happens(active, forward)
     forward.frame = None
-    return forward, time.monotonic()
+    now = time.monotonic()
+    step.in_forward(now)
+    return forward, now
 
 
-def _ends_as_usual(active: Recorder, forward: Forward) -> None:
+def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) -> None:
+    if routine.stage != Stage.FORWARD:  # something else happened meanwhile
+        _ends(active, token, result, None)
+        return
+    step, (forward, began) = routine.expected, token
+    assert step is not None
+    now = time.monotonic()
+    step.after_forward(now)
+    _state.inside -= 1
+    _state.seconds += now - began
+    forward.output = result
     routine.stage = Stage.FORWARD_DONE
-    moments.forward_ends.passes(active, forward)
+    calls.forward_closes(active, step.tape, forward)
+    if moments.forward_ends.in_routine:
+        moments.forward_ends.passes(active, forward)
     forward.wrapper = forward.output = None
     forward.args, forward.kwargs = (), {}
 
@@ -179,9 +199,6 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     _state.seconds += time.monotonic() - began
     forward.output, forward.error = result, error
     if routine.stage == Stage.FORWARD:
-        if error is None and routine.expected is not None and forward is routine.expected.forward:
-            _ends_as_usual(active, forward)
-            return
         routine.stop(active)
     moments.forward_ends.happens(active, forward)
     if not (forward.grad_enabled and forward.wrapper.training):

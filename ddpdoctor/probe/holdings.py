@@ -6,7 +6,7 @@ from typing import Any
 
 from . import models, moments, optimizers
 from .models import Model
-from .moments import Step
+from .moments import Step, nothing
 from .recorder import Recorder
 
 LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
@@ -43,13 +43,8 @@ class _Known:
 
 def install() -> None:
     """To be called before the watchers subscribe that read `Step.holdings`."""
-    moments.step_begins.subscribe(_step_begins, routine=_when_due, lost=LOST)
-
-
-def _when_due(active: Recorder, step: Step) -> None:
-    """Between, what an optimizer trains stays the same."""
-    if step.due:
-        _step_begins(active, step)
+    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
+    moments.routine_due.subscribe(_step_begins, lost=LOST)
 
 
 def _step_begins(active: Recorder, step: Step) -> None:

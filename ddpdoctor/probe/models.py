@@ -47,6 +47,7 @@ class Model:
             the next forward with gradients.
         armed: a forward has told DDP to average in the next backward, and none has done so yet.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
+        next_examined: the earliest of `synced_backwards` at which `examined` may hold again.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
             `forwards_in_step` as many as `forward_step`.
@@ -83,7 +84,7 @@ class Model:
         self.unsynced = 0
         self.unsynced_site = -1
         self.batch_size = -1
-        self._next_examined = 0
+        self.next_examined = 0
 
     def ddp(self) -> Any:
         """The wrapper, None where there is none yet or any more."""
@@ -109,6 +110,14 @@ class Model:
         if not forward.sync:
             self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
+    def began_as_usual(self, step: int) -> None:
+        """The same where the last forward has been answered and this one is as that was."""
+        self.forwards += 1
+        self.pending = self.forwards_now = self.forwards_in_step = 1
+        self.pending_sync = self.armed = True
+        self.backwards_now = 0
+        self.forward_step = step
+
     def reached(self, step: int, averaged: bool) -> None:
         """A backward reached it, after so many optimizer steps, and averaged its gradients."""
         self.backwards += 1
@@ -122,10 +131,19 @@ class Model:
         self.synced_backwards += self.pending_sync
         self.pending, self.pending_sync = 0, False
 
+    def averaged_as_usual(self, step: int) -> None:
+        """Both of it, after `began_as_usual`."""
+        self.backwards += 1
+        self.synced_backwards += 1
+        self.backwards_now = 1
+        self.backward_step = step
+        self.pending = 0
+        self.pending_sync = self.armed = False
+
     def examined(self) -> bool:
         """Whether its next backward that synchronises is examined whole."""
         made = self.synced_backwards
-        if made < self._next_examined:
+        if made < self.next_examined:
             return False
         if made < ALWAYS_EXAMINED:
             return True
@@ -134,10 +152,10 @@ class Model:
         # The place moves from window to window: a branch taken every k-th step must not hide.
         window = made // stride
         later = (n * stride + n % stride for n in (window, window + 1))
-        self._next_examined = next(n for n in later if n >= made)
+        self.next_examined = next(n for n in later if n >= made)
         if made < FIRST:
-            self._next_examined = min(self._next_examined, FIRST)
-        return made == self._next_examined
+            self.next_examined = min(self.next_examined, FIRST)
+        return made == self.next_examined
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""

@@ -78,13 +78,17 @@ class Subscriptions(list[Subscription[Any]]):
 
 
 class Moment(Generic[M]):
-    """A kind of moment: callbacks, called in the order they subscribed."""
+    """A kind of moment: callbacks, called in the order they subscribed.
+
+    Attributes:
+        in_routine: those to be told of it in a routine step.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._every: list[Subscription[M]] = []
         self._awake: list[Subscription[M]] = []
-        self._routine: list[Subscription[M]] = []
+        self.in_routine: list[Subscription[M]] = []
 
     def subscribe(
         self,
@@ -104,7 +108,7 @@ class Moment(Generic[M]):
     def choose(self) -> None:
         """Some of the subscriptions went to rest or woke up."""
         self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
-        self._routine = [one for one in self._awake if one.routine is not nothing]
+        self.in_routine = [one for one in self._awake if one.routine is not nothing]
 
     def happens(self, active: Recorder, moment: M) -> None:
         for one in self._awake:
@@ -115,7 +119,7 @@ class Moment(Generic[M]):
 
     def passes(self, active: Recorder, moment: M) -> None:
         """It happens in a routine step."""
-        for one in self._routine:
+        for one in self.in_routine:
             try:
                 one.routine(active, moment)
             except Exception as error:
@@ -128,7 +132,7 @@ class Moment(Generic[M]):
             one.given_up = True
 
     def clear(self) -> None:
-        self._every, self._awake, self._routine = [], [], []
+        self._every, self._awake, self.in_routine = [], [], []
 
 
 @dataclass(slots=True)
@@ -261,6 +265,8 @@ called: Moment[Call] = Moment("called")
 step_begins: Moment[Step] = Moment("step begins")
 step_due: Moment[Step] = Moment("step due")
 """One begins that is looked at closely: see `told_at`."""
+routine_due: Moment[Step] = Moment("routine due")
+"""A routine step begins that somebody waits for: see `Optimizer.due_at`."""
 step_ends: Moment[Step] = Moment("step ends")
 closure_ends: Moment[Step] = Moment("closure ends")
 """Just before that, where the step had a closure: only now are the gradients its own."""
@@ -274,8 +280,8 @@ leaving: Moment[None] = Moment("leaving")
 EVERY = (
     wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
     trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
-    backward_astray, backward_failed, called, step_begins, step_due, step_ends, closure_ends, pulse,
-    interrupted, leaving,
+    backward_astray, backward_failed, called, step_begins, step_due, routine_due, step_ends,
+    closure_ends, pulse, interrupted, leaving,
 )  # fmt: skip
 
 

@@ -7,16 +7,16 @@ import weakref
 from typing import Any
 
 from ..events import OptimizerSeen, StepDone
-from ..events.amp import told_at
+from ..events.amp import next_told_at, told_at
 from . import autograd, data, forwards, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
-from .routine import Expected, Stage, routine
+from .routine import Stage, Usual, routine
 from .torch_private import pre_hooks_after
 
-LOST = "optimizer steps"
+PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
 
 STEPS_IN_FULL = 2000
@@ -49,6 +49,7 @@ class Optimizer:
     """What the probe knows of one optimizer.
 
     Attributes:
+        due_at: no sooner than before this step anybody wants to be told of a routine one.
         notes: what watchers know of it, by their own class; dies with the optimizer.
     """
 
@@ -56,6 +57,7 @@ class Optimizer:
         self.number = number
         self.reference = weakref.ref(optimizer)
         self.steps = 0
+        self.due_at = 0
         self.began = 0.0
         self.step: Step | None = None
         self.notes: dict[type, Any] = {}
@@ -123,38 +125,40 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The first hook before a step, before those of the user's that may still edit gradients."""
-    if (active := current.recorder) is None:
+    if current.recorder is None:
         return
     if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
         others.pop(_LAST, None)
         others[_LAST] = _last_pre_hook
     else:
-        run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
+        _last_pre_hook(optimizer, args, kwargs)
 
 
 def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Among the optimizer's own hooks, for as long as a step takes."""
-    if (active := current.recorder) is not None:
-        run_hook(active, "optimizer-step", LOST, _begins, optimizer, args, kwargs)
+    """Where there are others it is among the optimizer's own hooks, for as long as a step takes."""
+    if (active := current.recorder) is None:
+        return
+    if _usual.begins(active, (optimizer, *args[1:]), kwargs) is None:
+        run_hook(active, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
         others.pop(_LAST, None)
-    if (active := current.recorder) is not None:
-        run_hook(active, "optimizer-step", LOST, _ends, optimizer)
+    if (active := current.recorder) is None:
+        return
+    if routine.stage == Stage.STEP:
+        _usual.ends(active, optimizer, None)
+    else:
+        run_hook(active, PART, LOST, _ends, optimizer)
 
 
-def _find(optimizer: Any) -> Optimizer | None:
-    expected = routine.expected  # a weak dictionary takes longer
-    if expected is not None and expected.optimizer.reference() is optimizer:
-        return expected.optimizer
-    return _optimizers.known.get(optimizer)
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
 def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
-    closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-    known = _find(optimizer)
+    known = _optimizers.known.get(optimizer)
     if known is None:
         with active.lock:
             _tell_steps(active)
@@ -165,14 +169,10 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
             _optimizers.last_step_at = active.started
     known.began = time.monotonic()
     _, site = active.sites.caller("step")
-    if routine.expected is not None:
-        if _as_usual(routine.expected, known, site) and not closure:
-            _begins_as_usual(active, known)
-            return
-        routine.stop(active)
-    step = known.step = Step(
-        known.reference, known, known.steps, site, known.began, closure, told_at(known.steps)
-    )
+    routine.stop(active)
+    closure, due = _has_closure(args, kwargs), told_at(known.steps)
+    step = Step(known.reference, known, known.steps, site, known.began, closure, due)
+    known.step = step
     # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a time:
     # watchers that ask DDP anything would wait for ever.
     if not autograd.running():
@@ -181,22 +181,36 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
             moments.step_due.happens(active, step)
 
 
-def _as_usual(expected: Expected, known: Optimizer, site: int) -> bool:
-    """Whether this is the step that a routine step has next."""
-    return (
-        routine.stage == Stage.BACKWARD_DONE
-        and known is expected.optimizer
-        and known.step is not None
-        and site == known.step.site
-    )
-
-
-def _begins_as_usual(active: Recorder, known: Optimizer) -> None:
+def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
+    """The step that a routine step ends with."""
+    expected = routine.expected
+    if expected is None or routine.stage != Stage.BACKWARD_DONE:
+        return None
+    known = expected.optimizer
     step = known.step
-    assert step is not None
-    step.number, step.began, step.due = known.steps, known.began, told_at(known.steps)
+    if step is None or known.reference() is not args[0] or _has_closure(args, kwargs):
+        return None
+    _, site = active.sites.caller("step as usual")
+    if site != step.site:
+        return None
+    number = step.number = known.steps
     routine.stage = Stage.STEP
-    moments.step_begins.passes(active, step)
+    if number >= known.due_at:
+        _due_as_usual(active, known, step)
+    else:
+        step.due = False
+    if moments.step_begins.in_routine:
+        moments.step_begins.passes(active, step)
+    now = step.began = known.began = time.monotonic()
+    expected.in_step(now)
+    return step
+
+
+def _due_as_usual(active: Recorder, known: Optimizer, step: Step) -> None:
+    """Somebody waits for this step, and says which is the next."""
+    step.due = told_at(step.number)
+    known.due_at = next_told_at(step.number)
+    moments.routine_due.happens(active, step)
     if step.due:
         moments.step_due.happens(active, step)
 
@@ -289,29 +303,53 @@ def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer) -> None:
 
 
 def _ends(active: Recorder, optimizer: Any) -> None:
-    known = _find(optimizer)
+    known = _optimizers.known.get(optimizer)
     if known is None or known.step is None:
         return
+    now = _count(active, known)
+    if not autograd.running():
+        if known.step.closure:
+            moments.closure_ends.happens(active, known.step)
+        moments.step_ends.happens(active, known.step)
+        routine.learn(active, known, known.step.site)
+        if now >= _optimizers.pulse_at or active.step <= moments.PULSES_FIRST:
+            _beat(active, known.step, now)
+    if known.steps == FIRST_STEPS + 1:  # what it cost to look at each of them is told apart
+        active.tell_cost(anyway=True)
+
+
+def _ends_as_usual(active: Recorder, optimizer: Any, _: None) -> None:
+    expected = routine.expected
+    known = expected.optimizer if expected is not None else None
+    if expected is None or known is None or known.step is None:
+        _ends(active, optimizer)
+        return
+    now = _count(active, known)
+    expected.tape.step_ended(active.step)
+    expected.after_step(now)
+    routine.stage = Stage.NONE
+    if moments.step_ends.in_routine:
+        moments.step_ends.passes(active, known.step)
+    if now >= _optimizers.pulse_at:
+        _beat(active, known.step, now)
+
+
+def _count(active: Recorder, known: Optimizer) -> float:
+    """A step is over: count it, put it on record; the time."""
     now = time.monotonic()
     step, known.steps = known.steps, known.steps + 1
     active.step += 1
     active.moves += 1
     with active.lock:
         _join(active, known, step, now)
-    usual = routine.stage == Stage.STEP
-    if usual or not autograd.running():
-        if usual:
-            routine.stage = Stage.NONE
-            moments.step_ends.passes(active, known.step)
-        else:
-            if known.step.closure:
-                moments.closure_ends.happens(active, known.step)
-            moments.step_ends.happens(active, known.step)
-            routine.learn(known, known.step.site)
-        if now >= _optimizers.pulse_at or active.step <= moments.PULSES_FIRST:
-            _optimizers.pulses += 1
-            _optimizers.pulse_at = now + moments.until_pulse(_optimizers.pulses)
-            moments.pulse.happens(active, known.step)
-            active.tell_cost()
-    if step == FIRST_STEPS:  # what it cost to look at each of them is told apart
-        active.tell_cost(anyway=True)
+    return now
+
+
+def _beat(active: Recorder, step: Step, now: float) -> None:
+    _optimizers.pulses += 1
+    _optimizers.pulse_at = now + moments.until_pulse(_optimizers.pulses)
+    moments.pulse.happens(active, step)
+    active.tell_cost()
+
+
+_usual = Usual(PART, LOST, _begins_as_usual, _ends_as_usual)

@@ -22,6 +22,19 @@ class Looking(Protocol):
     looking: bool
 
 
+class Usual(Protocol):
+    """Looks at a call of a routine step (see `routine`). Neither of these raises.
+
+    Attributes:
+        begins: (recorder, args, kwargs) what `after` is given should the call fail; None where this
+            is not the call that a routine step has next.
+        ends: (recorder, what `begins` returned, result).
+    """
+
+    begins: Callable[..., Any]
+    ends: Callable[..., None]
+
+
 _undo: list[tuple[Any, str, Any]] = []
 
 
@@ -44,6 +57,7 @@ def around(
     lost: str = "",
     traced: bool = False,
     only: Looking | None = None,
+    usual: Usual | None = None,
 ) -> None:
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
@@ -57,6 +71,7 @@ def around(
         traced: torch.compile traces callers of this function: it must see the original, and
             compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
         only: says whether to look at the call at all; no function, for it would stand unguarded.
+        usual: looks at it in place of `before` and `after` in a routine step.
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
@@ -76,14 +91,16 @@ def around(
         token: Any = None
         failure: Exception | None = None
         run = run_hook
-        if compiler is not None:
-            compiler.now = compiler.ask()
-            if compiler.now is not None:
-                run = hidden
-        if before is not None:
-            token = run(active, part, None, before, args, kwargs)
-            if type(token) is Failure:
-                token, failure = None, token.error
+        expected = usual is not None and (token := usual.begins(active, args, kwargs)) is not None
+        if not expected:
+            if compiler is not None:
+                compiler.now = compiler.ask()
+                if compiler.now is not None:
+                    run = hidden
+            if before is not None:
+                token = run(active, part, None, before, args, kwargs)
+                if type(token) is Failure:
+                    token, failure = None, token.error
         try:
             result = call(*args, **kwargs)
         except BaseException as error:
@@ -94,6 +111,9 @@ def around(
                     run(active, part, lost, after, token, None, error)
             unframe(error)
             raise
+        if expected:
+            usual.ends(active, token, result)  # type: ignore[union-attr]
+            return result
         if failure is not None:
             active.trouble(part, failure, lost)
         if after is not None:

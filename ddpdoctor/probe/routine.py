@@ -8,18 +8,24 @@ has happened in this step so far, and the rest of it is looked at as any other.
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..ring import Phase
 from . import moments
 from .gradients import NO_GRADIENT
 from .moments import Backward, Forward
 from .recorder import Recorder
+from .torch_private import interposed, joins, without_modes
 
 if TYPE_CHECKING:
     from .models import Model
     from .optimizers import Optimizer
+    from .tape import Tape
 
 FIRST = 128
 """Steps of an optimizer that are looked at like any other."""
@@ -47,6 +53,8 @@ class Expected:
     Attributes:
         wrapper: of the model.
         forward, backward: the same objects for every such step. `backward.looks` is empty.
+        sampled: reference to one of the model's parameters.
+        tape: of the recorder; `in_forward` and so on put the phase on record, given the time.
         sequence: torch's count of the group's collectives before the backward; before: identity
             and version of the first gradient then.
     """
@@ -56,6 +64,14 @@ class Expected:
     optimizer: Optimizer
     forward: Forward
     backward: Backward
+    sampled: weakref.ref[Any]
+    tape: Tape
+    in_forward: Callable[[float], None]
+    after_forward: Callable[[float], None]
+    in_backward: Callable[[float], None]
+    after_backward: Callable[[float], None]
+    in_step: Callable[[float], None]
+    after_step: Callable[[float], None]
     sequence: int = -1
     before: tuple[int, int] = NO_GRADIENT
 
@@ -83,7 +99,7 @@ class Routine:
         if len(self.trail) <= 2:  # more than two are no routine
             self.trail.append(part)
 
-    def learn(self, optimizer: Optimizer, site: int) -> None:
+    def learn(self, active: Recorder, optimizer: Optimizer, site: int) -> None:
         """A step that was looked at is over: whether the next is expected to be like it."""
         trail, self.trail = self.trail, []
         forward, backward = trail if len(trail) == 2 else (None, None)
@@ -92,17 +108,31 @@ class Routine:
             shape = (forward[0], optimizer, forward[1], backward[1], site)
         self._alike = self._alike + 1 if shape and shape == self._shape else 0
         self._shape = shape
-        if self._alike >= self._enough and optimizer.steps >= FIRST:
-            self._expect(*shape)
+        if self._alike >= self._enough and optimizer.steps >= FIRST and active.tape is not None:
+            self._expect(active.tape, *shape)
 
     def _expect(
-        self, model: Model, optimizer: Optimizer, forward_site: int, backward_site: int, _: int
-    ) -> None:
-        forward = Forward(model, None, forward_site, True, True, (), {})
-        backward = Backward(0, backward_site, (), 0.0, models=[model])
-        backward.expected_sync[model.number] = True
-        if model.wrapper is not None:
-            self.expected = Expected(model, model.wrapper, optimizer, forward, backward)
+        self, tape: Tape, model: Model, optimizer: Optimizer, in_forward: int, in_backward: int,
+        in_step: int,
+    ) -> None:  # fmt: skip
+        wrapper, entering = model.wrapper, tape.ring.entering
+        if wrapper is None or joins(wrapper()):
+            return
+        self.expected = Expected(
+            model,
+            wrapper,
+            optimizer,
+            Forward(model, None, in_forward, True, True, (), {}),
+            Backward(0, in_backward, (), 0.0, models=[model], expected_sync={model.number: True}),
+            model.sampled[0],
+            tape,
+            entering(Phase.FORWARD, in_forward),
+            entering(Phase.USER, in_forward),
+            entering(Phase.BACKWARD, in_backward),
+            entering(Phase.USER, in_backward),
+            entering(Phase.OPTIMIZER, in_step),
+            entering(Phase.USER, in_step),
+        )
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
@@ -129,6 +159,15 @@ class Routine:
         self.expected, self.stage = None, Stage.NONE
         self._alike, self._broken = 0, False
 
+    def hasten(self) -> None:
+        """Have those who wait for a step told of this one."""
+        if self.expected is not None:
+            self.expected.optimizer.due_at = 0
+
+    def give_up(self) -> None:
+        """Expect nothing for the rest of the run."""
+        self.expected, self.stage, self._enough = None, Stage.NONE, sys.maxsize
+
     def averaged(self, model: Model) -> bool:
         """Whether the gradients of a model were averaged in this step, if it is a routine one."""
         step = self.expected
@@ -138,6 +177,54 @@ class Routine:
 
 
 routine = Routine()
+
+
+class Usual:
+    """Brackets a call of routine steps (see `around`): what fails in it is counted, and from then
+    on no step is a routine one.
+
+    Args:
+        begins: (recorder, args, kwargs) a token, None where this is not what comes next.
+        ends: (recorder, token, result).
+    """
+
+    __slots__ = ("begins", "ends")
+
+    def __init__(
+        self, part: str, lost: str, begins: Callable[..., Any], ends: Callable[..., None]
+    ) -> None:
+        clock = time.perf_counter_ns
+
+        def failed(active: Recorder, error: Exception) -> None:
+            routine.give_up()
+            active.trouble(part, error, lost)
+
+        def begin(active: Recorder, args: Any, kwargs: Any) -> Any:
+            if routine.expected is None:
+                return None
+            began = clock()
+            try:
+                if interposed.compiler() is not None:
+                    return None
+                if interposed.functions() or interposed.dispatches():
+                    with without_modes():
+                        return begins(active, args, kwargs)
+                return begins(active, args, kwargs)
+            except Exception as error:
+                return failed(active, error)
+            finally:
+                active.own_ns += clock() - began
+
+        def end(active: Recorder, token: Any, result: Any) -> None:
+            began = clock()
+            try:
+                ends(active, token, result)
+            except Exception as error:
+                failed(active, error)
+            finally:
+                active.own_ns += clock() - began
+
+        self.begins, self.ends = begin, end
 
 
 def forget() -> None:

@@ -86,13 +86,13 @@ class Tape:
         return self._log(group, signature, site)
 
     def of_model(self, group: int, op: str, frame: FrameType | None) -> int:
-        """The same of what a wrapped model does by itself; a phase is to be written at once."""
+        """The same of what a wrapped model does by itself."""
         signature = self._of_models.get(op)
         if signature is None:
             signature = self._of_models[op] = self._sign((op,), op, None, False, None, -1, ())
-        return self._log(group, signature, self.at(frame), moved=False)
+        return self._log(group, signature, self.at(frame))
 
-    def _log(self, group: int, signature: int, site: int, moved: bool = True) -> int:
+    def _log(self, group: int, signature: int, site: int) -> int:
         log = self._groups.get(group)
         if log is None:
             log = self._groups[group] = _GroupLog()
@@ -103,7 +103,7 @@ class Tape:
         log.codes += (signature, site)
         if len(log.codes) >= 2 * BLOCK:
             self._fold(group, log)
-        return self.ring.begin(group, index, signature, site, -1, moved)
+        return self.ring.begin(group, index, signature, site, -1)
 
     def point_to_point(
         self,
@@ -143,7 +143,7 @@ class Tape:
         del log.codes[-2:]
 
     def step_ended(self, step: int) -> None:
-        self.ring.step = step
+        self.ring.stepped(step)
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)

@@ -1,5 +1,6 @@
 """DDP405 on literal events."""
 
+import itertools
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -20,7 +21,7 @@ from ddpdoctor.events import (
     decode,
     encode,
 )
-from ddpdoctor.events.amp import told_at
+from ddpdoctor.events.amp import next_told_at, told_at
 from ddpdoctor.findings import Steps
 from ddpdoctor.probe import hyperparameters
 from ddpdoctor.probe.hyperparameters import _values
@@ -100,6 +101,8 @@ def test_a_rank_that_ends_earlier_told_fewer_changes():
 def test_all_ranks_tell_at_the_same_steps():
     assert all(told_at(s) for s in range(128))
     assert sum(told_at(s) for s in range(1_000_000)) < 3000
+    for step in (0, 5, 126, 127, 128, 130, 255, 256, 1000, 4095, 5000):
+        assert next_told_at(step) == next(n for n in itertools.count(step + 1) if told_at(n))
 
 
 def test_left_out_where_parameters_are_averaged():
