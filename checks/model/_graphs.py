@@ -35,13 +35,14 @@ def used_all(rank: Rank, model: int, event: UnusedParameters) -> bool:
     if state.backward == event.backward:
         return True
     use = use_of(rank, model)
+    total = event.total if event.total >= 0 else event.step
     if use is not None and use.backwards >= event.backward:
         # Which of the later ones are examined is the same on every rank: this one found nothing
         # unused in any.
         never = not use.unused and not event.by_torch
-        return never or event.backward <= ALWAYS_EXAMINED or steps_taken(rank) <= event.step
+        return never or event.backward <= ALWAYS_EXAMINED or steps_taken(rank) <= total
     # It never came out of that backward, and DDP waits only where all gradients are ready.
-    return steps_taken(rank) <= event.step
+    return steps_taken(rank) <= total
 
 
 def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, set[int]]] | None:

@@ -56,6 +56,8 @@ class RankDependentGraph(Check):
         if other.check == "first-failure":
             text = str(other.evidence)
             return "finished reduction" in text or "onnection" in text or "imed out" in text
+        if other.check == "rank-died":  # gloo, of collectives that do not fit together
+            return "SIGABRT" in other.subjects
         return other.check in (*hang, "gradient-drift", "parameter-drift", "unsynced-step")
 
     def _tell(

@@ -112,7 +112,8 @@ def _events(rank: Rank, model: int) -> list[Record]:
 def _summary(kind: str, first: Record, silent: int) -> str:
     if silent:
         return (
-            f"{kind} is wrapped with static_graph=True, and {silent} backwards that should have "
+            f"{kind} is wrapped with static_graph=True, and "
+            f"{silent} backward{'s' if silent > 1 else ''} that should have "
             "averaged its gradients did not communicate"
         )
     told = "the graph changed" if first.kind == "changed" else "its own assertion failed"

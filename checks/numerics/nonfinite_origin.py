@@ -48,12 +48,12 @@ class NonfiniteOrigin(Check):
         firsts = {r: e for r in run.ranks.values() if (e := _first(r)) is not None}
         if not firsts:
             return
-        step = min(e.step for e in firsts.values())
-        now = {r: e for r, e in firsts.items() if e.step == step}
+        begin = min(_when(e) for e in firsts.values())
+        now = {r: e for r, e in firsts.items() if _when(e) == begin}
         kinds = next((k for k in _FURTHEST if any(e.kind in k for e in now.values())), ())
         guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
-        spot = _spot(rank, event)
+        spot, step = _spot(rank, event), event.step
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
         yield self.finding(
             ranks=tuple(r.rank for r in guilty),
@@ -87,6 +87,10 @@ def _first(rank: Rank) -> NonFinite | None:
     """The first that mattered: a step was taken on it, or the program ended over it."""
     failed = rank.exception is not None
     return next((e for e in rank.of(NonFinite) if e.applied or failed), None)
+
+
+def _when(event: NonFinite) -> int:
+    return event.total if event.total >= 0 else event.step
 
 
 def _spot(rank: Rank, event: NonFinite) -> Location | None:

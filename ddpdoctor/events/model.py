@@ -77,7 +77,8 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     Attributes:
         model: number of the wrapper.
         backward: how many synchronising backwards this model has seen, this one included.
-        step: optimizer steps taken before it.
+        step: steps of the model's optimizer before it; `total` of all optimizers, -1 where that was
+            not recorded.
         indices: positions in `Wrapped.parameters`.
         called: names of the submodules (those of `Wrapped.modules`) whose forward ran; None where
             that was not observed.
@@ -100,6 +101,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     frozen: tuple[int, ...] = ()
     by_torch: bool = False
     branches: dict[str, int] = {}
+    total: int = -1
 
     def describe(self) -> str:
         if not self.indices:

@@ -12,7 +12,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         kind: what was not finite first: `input` of the wrapped forward, `parameter` or `buffer`
             before it, `loss` (all of these were finite), `gradient` (the loss was finite, and the
             gradient was this rank's own, before any averaging).
-        step: optimizer steps taken before.
+        step: steps of the optimizer concerned before it; `total` of all optimizers, -1 where that
+            was not recorded.
         value: `nan` or `inf`.
         names: of the inputs, parameters or buffers; for a gradient, of the parameters nearest to
             the loss that got it.
@@ -36,6 +37,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     entered: str = ""
     rows: tuple[int, ...] = ()
     applied: bool = True
+    total: int = -1
 
     def describe(self) -> str:
         return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"

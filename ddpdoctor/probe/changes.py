@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..events import ParametersChanged
-from . import models, moments
+from . import holdings, models, moments
 from .accumulators import nodes_of
 from .models import Model
 from .modules import birth_site, parameter_site, registrations
@@ -244,7 +244,7 @@ def _tell(active: Recorder, model: Model, watch: Watch, change: Change, communic
             names=change.names,
             trained=trained,
             communicated=communicated,
-            step=active.step,
+            step=holdings.steps_of(model),
             site=change.site,
             forward_site=model.forward_site,
             find_unused=model.find_unused,

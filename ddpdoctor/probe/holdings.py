@@ -47,6 +47,13 @@ def install() -> None:
     moments.routine_due.subscribe(_step_begins, lost=LOST)
 
 
+def steps_of(model: Model) -> int:
+    """Steps so far of the optimizer that trains a model, 0 where none is known to."""
+    notes = ((known.steps, known.notes.get(_Known)) for known in optimizers.known())
+    mine = [n for n, k in notes if k is not None and any(h.model is model for h in k.holdings)]
+    return max(mine, default=0)
+
+
 def _step_begins(active: Recorder, step: Step) -> None:
     known = step.known.notes.get(_Known)
     if known is None:

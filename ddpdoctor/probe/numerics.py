@@ -338,7 +338,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
             suspect = msgspec.structs.replace(
                 suspect, names=tuple(found[::-1][:5]), count=len(bad), module=_owner(found)
             )
-        _tell(active, suspect)
+        _tell(active, msgspec.structs.replace(suspect, step=step.number, total=active.step))
 
 
 def _owner(names: list[str]) -> str:

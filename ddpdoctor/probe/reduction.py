@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from ..events import CommHook, ReadyTwice, StaticGraphBroken
-from . import models, moments
+from . import holdings, models, moments
 from .models import Model
 from .moments import Backward, Forward, Subscriptions
 from .patching import around
@@ -101,7 +101,7 @@ def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
             at=time.monotonic(),
             model=model.number,
             kind=kind,
-            step=active.step,
+            step=holdings.steps_of(model),
             backward=model.synced_backwards,
             silent=_silent[model],
             unsynced=model.unsynced,
@@ -126,7 +126,7 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
         ReadyTwice(
             at=time.monotonic(),
             model=model.number,
-            step=active.step,
+            step=holdings.steps_of(model),
             parameter=name.removeprefix("."),
             twice=tuple(model.names[i] for i, n in sorted(counts.items()) if n > 1),
             nested=backward.nested,

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ..events import SyncPattern
-from . import exchanges, models, moments
+from . import exchanges, models, moments, unused
 from .holdings import Holding
 from .looks import Look
 from .models import Model
@@ -22,6 +22,7 @@ from .torch_private import exposed_seconds
 
 LOST = "which backwards synchronised"
 
+NOT_REDUCED = "not reduced"
 TOLD_AT_MOST = 2000
 AGAIN_AT = (9, 99, 999)
 """Steps at which an unchanged pattern is told again, with what DDP has measured by then."""
@@ -199,6 +200,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
     if not new.synced:
         new.reason, new.blame = _reason(sync, backward, own_forward)
+        if new.reason == NOT_REDUCED:
+            unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
     sync.forwards = 0
 
@@ -207,7 +210,7 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
     if not own_forward:
         return "second backward", backward.site
     if sync.flag:
-        return "not reduced", backward.site
+        return NOT_REDUCED, backward.site
     wrapper = sync.model.ddp()
     blame = sync.off_site if sync.off_site >= 0 else backward.site
     if wrapper is not None and wrapper.require_backward_grad_sync:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 from ..events import ModulesSkipped, ParameterUse, UnusedParameters
-from . import moments
+from . import holdings, moments
 from .models import Model
 from .moments import Backward, Forward, Subscriptions
-from .recorder import Recorder, shielded
+from .recorder import Recorder, recorder, shielded
 from .sources import branch_around
 from .torch_private import compiling, ready_indices, without_gradient
 
@@ -166,6 +166,18 @@ def _learn_from_error(active: Recorder, forward: Forward) -> None:
         _tell(active, model, unused, model.synced_backwards, by_torch=True)
 
 
+def kept_waiting(model: Model, site: int) -> None:
+    """A backward left DDP waiting. Which parameters it waits for can be told now, where gradients
+    are dropped between steps; the rank may not live to the next forward, in which torch does."""
+    active, watched = recorder(), _watched.get(model)
+    if active is None or watched is None or model.find_unused or model.static_graph:
+        return
+    waiting = ((i, model.parameters[i]()) for i in model.expected)
+    unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
+    if unused and unused != watched.unused:
+        _tell(active, model, unused, model.synced_backwards, site)
+
+
 def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
     backward, model = moment
     watched = _watched[model]
@@ -209,12 +221,16 @@ def _tell(
         watched.due = max(watched.due, 2)
         _calls.wake()
     parameters = model.live_parameters() or []
+    step = holdings.steps_of(model)
+    total = max(0, model.backward_step) if by_torch else active.step
+    if total < active.step:  # it is of the backward before, and the step that followed
+        step = max(0, step - 1)
     active.emit(
         UnusedParameters(
             at=time.monotonic(),
             model=model.number,
             backward=backward,
-            step=max(0, model.backward_step) if by_torch else active.step,
+            step=step,
             indices=unused,
             called=None if watched.called is None else tuple(sorted(watched.called)),
             find_unused=model.find_unused,
@@ -224,6 +240,7 @@ def _tell(
             frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
             by_torch=by_torch,
             branches=_branches(active, model, unused),
+            total=total,
         ),
         vital=True,
     )

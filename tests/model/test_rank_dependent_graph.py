@@ -114,3 +114,13 @@ def test_each_rank_lacks_another_part():
     assert found.ranks == (0, 1)
     assert "head.weight, head.bias on rank 0; aux.weight, aux.bias on rank 1" in found.summary
     assert "on the others" not in found.summary
+
+
+def test_of_two_models_that_train_in_turn_the_later_one():
+    # No rank comes to its next forward, in which torch would tell.
+    waiting = rank(unused([]), *steps(21), *steps(20, optimizer=1), use(16))
+    went_on = rank(unused([]), *steps(21), *steps(21, optimizer=1), use(16))
+    left = unused([4, 5], backward=21, step=20, total=41)
+    (found,) = find({0: waiting, 1: [*went_on, left]}, ended={0: -6, 1: -6})
+    assert found.ranks == (1,)
+    assert found.steps.first == 20

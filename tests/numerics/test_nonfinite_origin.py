@@ -39,6 +39,12 @@ def test_the_rank_whose_loss_was_first() -> None:
     assert "div" in finding.summary and "head" in finding.summary
 
 
+def test_what_came_first_is_told_by_the_steps_of_all_optimizers() -> None:
+    (finding,) = found([bad("loss", 4, total=9)], [bad("loss", 5, total=8)])
+    assert finding.ranks == (1,)
+    assert finding.steps is not None and finding.steps.first == 5
+
+
 def test_an_input_and_its_rows() -> None:
     (finding,) = found([bad("input", 3, names=("argument 0",), rows=(2, 7))], [bad("parameter", 4)])
     assert finding.ranks == (0,)
