@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Edited, GradientReduced, LossScaled
+from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run
 
+from ._averaged import by_hand
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LOOKED_AT = 20
@@ -21,7 +22,8 @@ class DoubleAveraging(Check):
     A loss divided by exactly the world size before its backward, gradients divided by it by hand,
     or gradients all-reduced by hand, although DDP has averaged them already. The division is read
     from autograd's graph or from the gradients' values, and the line that makes it must divide by
-    the world size: another 2 does not count.
+    the world size: another 2 does not count. Without a wrapper: gradients that the program
+    exchanges by hand and whose mean it divides once more, or of a loss that was divided before.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and
@@ -43,9 +45,11 @@ class DoubleAveraging(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if replicas(run) else NO_COPIES
+        return None if replicas(run) or run.any(Averaged) else NO_COPIES
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        for twice in by_hand(run):
+            yield self.finding(fix_kind=FixKind.CHECK, **twice)
         told: set[object] = set()
         for group in replicas(run):
             if group.left_out or not group.any.seen.averages:

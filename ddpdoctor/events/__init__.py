@@ -41,7 +41,7 @@ from .devices import (
     Gathered,
     GatheredTensor,
 )
-from .drift import Clipped, Digests, Edited, Loaded, Replica, Sketch, StateTaken
+from .drift import Averaged, Clipped, Digests, Edited, Loaded, Replica, Sketch, StateTaken
 from .files import FileLocked, FileRead, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
@@ -96,6 +96,7 @@ SCHEMA = 1
 __all__ = [
     "CALLERS",
     "SCHEMA",
+    "Averaged",
     "BatchSeen",
     "Bypassed",
     "CallBlock",

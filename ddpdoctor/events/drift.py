@@ -145,6 +145,29 @@ class Edited(Event, frozen=True, tag="edited"):
     undone: bool = False
 
 
+class Averaged(Event, frozen=True, tag="averaged"):
+    """Some gradients that no wrapper averages and that the program exchanged, all of them, before
+    a step; of the first few such steps.
+
+    Attributes:
+        local: as the last backward left them on this rank; applied: the same ones at the step.
+        operations: of the collectives between (`SUM`, `AVG`).
+        sites: the lines that changed them between, where they were followed; divisors: the world
+            size as written, by site, empty where a line does not divide by it.
+        loss_site, loss_divisor: the same of a line that divided the loss before that backward.
+    """
+
+    optimizer: int
+    step: int
+    local: tuple[float, ...]
+    applied: tuple[float, ...]
+    operations: tuple[str, ...] = ()
+    sites: tuple[int, ...] = ()
+    divisors: tuple[str, ...] = ()
+    loss_site: int = -1
+    loss_divisor: str = ""
+
+
 class Clipped(Event, frozen=True, tag="clipped"):
     """`clip_grad_norm_` or `clip_grad_value_` was called; only some calls are recorded.
 

@@ -6,6 +6,9 @@ import ast
 import linecache
 import re
 from functools import lru_cache
+from types import CodeType
+
+from .sources import function_of
 
 _SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|dp_size")
 _OTHER = re.compile(r"accum|micro|steps|local")
@@ -81,6 +84,27 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
                 if _is_size(factor, names):
                     return ast.unparse(factor)[:80]
     return ""
+
+
+def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
+    """Where a function divides what a line calls `backward` on by the world size, and the divisor
+    as written; -1 where it does not."""
+    parsed, function = _parsed(code.co_filename), function_of(code)
+    if parsed is None or function is None:
+        return -1, ""
+    names = parsed[1]
+    plain = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+    here = [s for s in plain if s.lineno <= line <= (s.end_lineno or s.lineno)]
+    roots = {n.id for s in here for n in ast.walk(s) if isinstance(n, ast.Name)}
+    for statement in [*here, *plain]:
+        targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+        given = {n for t in targets if isinstance(t, ast.expr) for n in _names(t)}
+        if statement not in here and not given & roots:
+            continue
+        for divisor in (d for node in ast.walk(statement) for d in _divisors(node)):
+            if _is_size(divisor, names):
+                return statement.lineno, ast.unparse(divisor)[:80]
+    return -1, ""
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:

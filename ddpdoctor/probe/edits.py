@@ -51,7 +51,7 @@ class Taken:
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
         self.positions = positions
         self.numbers = self.latest = digests(tensors)
-        self.values = _values(tensors) if sampled else []
+        self.values = some_values(tensors) if sampled else []
         self.versions = [] if sampled else [_version(t) for t in tensors]
         self.beside = False
 
@@ -359,7 +359,7 @@ def _version(tensor: Any) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _values(tensors: list[Any]) -> list[float]:
+def some_values(tensors: list[Any]) -> list[float]:
     """A few values of each floating tensor on the CPU."""
     import torch
 

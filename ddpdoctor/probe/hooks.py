@@ -17,6 +17,7 @@ def install(activate: Activate) -> list[Missing]:
     from . import (
         afterwrap,
         autograd,
+        averaging,
         bypass,
         calls,
         changes,
@@ -98,6 +99,7 @@ def install(activate: Activate) -> list[Missing]:
         bypass,
         changes,
         unwrapped,
+        averaging,
         ownership,
         reduction,
         references,

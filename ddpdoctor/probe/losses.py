@@ -126,7 +126,7 @@ def _look(
     reduction, weight = "", 1.0
     for _ in range(NODES):
         name = node.name()
-        divisor = _divisor(node, name)
+        divisor = divisor_of(node)
         weight /= divisor or 1.0
         if (model := _by_the_size(divisor, sizes)) is not None:
             divided.append((node, divisor, model))
@@ -151,8 +151,9 @@ def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
 
 
-def _divisor(node: Any, name: str) -> float:
+def divisor_of(node: Any) -> float:
     """What a node divides by: a plain number, or 0."""
+    name = node.name()
     if not name.startswith(("DivBackward", "MulBackward")):
         return 0.0
     try:
