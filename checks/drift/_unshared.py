@@ -32,15 +32,19 @@ class Look:
     """What every rank had before one step, by rank, one number per parameter.
 
     Attributes:
-        handed: positions whose gradients some rank handed over by itself; `told` whether all that
-            was handed over is known so.
+        own: positions whose gradients a rank handed over by themselves, by rank; `handed` those of
+            any rank; `told` whether all that was handed over is known so.
     """
 
     step: int
     gradients: list[tuple[int, ...]]
     parameters: list[tuple[int, ...]]
-    handed: frozenset[int]
+    own: list[frozenset[int]]
     told: bool
+
+    @property
+    def handed(self) -> frozenset[int]:
+        return frozenset.union(*self.own)
 
     def equal(self, position: int) -> bool:
         return len({row[position] for row in self.parameters}) == 1
@@ -63,7 +67,9 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         if not _steady(copies):
             continue
         looks = _close_looks(copies)
-        if (apart := _never_equal(copies, looks)) is not None:
+        if (mixed := _mixed(looks)) is not None:
+            yield _told_mixed(copies, *mixed)
+        elif (apart := _never_equal(copies, looks)) is not None:
             yield _told_apart(copies, looks, apart)
         elif (local := _left_out(copies, looks)) is not None:
             yield _told_left_out(copies, looks, *local)
@@ -91,13 +97,13 @@ def _close_looks(copies: Copies) -> list[Look]:
 def _look(rows: Mapping[int, UnwrappedState], sizes: list[int]) -> Look:
     count = len(sizes)
     each = [tuple(unpack(s.each)) for s in rows.values()]
-    handed = frozenset(p for s in rows.values() for p in unpack(s.handed))
-    unknown = [size for i, size in enumerate(sizes) if i not in handed]
+    own = [frozenset(unpack(s.handed)) for s in rows.values()]
+    unknown = [size for i, size in enumerate(sizes) if i not in frozenset.union(*own)]
     return Look(
         step=next(iter(rows.values())).step,
         gradients=[row[:count] for row in each],
         parameters=[row[count : 2 * count] for row in each],
-        handed=handed,
+        own=own,
         told=all(s.other < min(unknown, default=1) for s in rows.values()),
     )
 
@@ -112,6 +118,20 @@ def _parameters(copies: Copies) -> tuple[Tensor, ...]:
 
 def _first(copies: Copies) -> tuple[Rank, Unwrapped]:
     return next(iter(copies.members.values()))
+
+
+def _mixed(looks: list[Look]) -> tuple[Look, list[int]] | None:
+    """A step in which each rank handed over what gradients it had, and they were of different
+    parameters, of which some have differed since."""
+    for look in looks:
+        had = [{i for i, g in enumerate(row) if g != ABSENT} for row in look.gradients]
+        if had != look.own:
+            continue
+        lone = sorted(look.handed - frozenset.intersection(*look.own))
+        later = [other for other in looks if other.step > look.step]
+        if any(not other.equal(i) for other in later for i in lone):
+            return look, lone
+    return None
 
 
 def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
@@ -213,6 +233,40 @@ def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
     owner = _owner(names[torn[0]])
     beside = next(names[i] for i in shared if _owner(names[i]) == owner)
     return f"{beside} is exchanged and {names[torn[0]]} of the same layer is not"
+
+
+def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
+    rank, event = _first(copies)
+    names = [p.name for p in event.parameters]
+    kind = event.kind or "a set of parameters"
+    site = copies.looks[0][rank.rank].exchange_site
+    without = {
+        number: [i for i in lone if i not in own]
+        for number, own in zip(copies.members, look.own, strict=True)
+    }
+    number, missing = next((n, m) for n, m in without.items() if m)
+    return _fields(copies, look.step) | {
+        "severity": Severity.ERROR,
+        "subjects": tuple(names[i] for i in lone),
+        "location": rank.location(site) or rank.location(event.step_site),
+        "label": "pairs gradients of different parameters",
+        "related": _related(rank, "made here", event.site),
+        "summary": f"{_some(names, lone)} of {kind} {_verb(lone)}: at step {look.step} the ranks "
+        "exchange gradients of different parameters",
+        "cause": f"{_some(names, missing)} got no gradient on rank {number}, which therefore hands "
+        "over other tensors than its peers; collectives pair tensors by their order, and so "
+        "gradients of different parameters are summed up",
+        "fix": "hand over a tensor for every parameter: `if p.grad is None: p.grad = "
+        "torch.zeros_like(p)` before the exchange",
+        "evidence": {
+            "without a gradient": [
+                {"rank": n, "parameters": _some(names, m)} for n, m in without.items() if m
+            ],
+            "steps compared": [
+                s for s in (next(iter(row.values())).step for row in copies.looks) if s >= look.step
+            ][:20],
+        },
+    }
 
 
 def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ class ModelNotWrapped(Check):
     ## What it finds
     Several ranks with a process group step an optimizer on parameters that no wrapper was given,
     whose gradients differ between the ranks when they are applied, and that no collective carried
-    since the first step: each rank trains a model of its own. That one rank gave its parameters to
-    the others before it makes them equal once, and does not keep them so.
+    since the first step, or only after they were applied: each rank trains a model of its own. That
+    one rank gave its parameters to the others before it makes them equal once, and does not keep
+    them so.
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that
@@ -94,7 +95,9 @@ class ModelNotWrapped(Check):
         rank, event = next(iter(alike.items()))
         kind = event.kind or _loose(len(event.parameters))
         bad = severity is Severity.ERROR
+        late = max(s.late for r, e in alike.items() for s in _states(r, e.optimizer))
         spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
+        stepped = rank.location(event.step_site)
         steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
         return self.finding(
@@ -102,13 +105,14 @@ class ModelNotWrapped(Check):
             ranks=tuple(r.rank for r in alike),
             steps=Steps(0, max(steps - 1, common[-1]), max(steps, 1)),
             subjects=tuple(p.name for p in event.parameters),
-            location=spot or rank.location(event.step_site),
-            label="never wrapped",
-            related=models.related(rank, (("stepped here", event.step_site),)),
+            location=stepped if late and stepped else spot or stepped,
+            label="before the gradients are exchanged" if late else "never wrapped",
+            related=models.related(rank, (("stepped here", event.step_site),) if not late else ()),
             summary=f"{kind} is trained {where}, and nothing "
-            + ("synchronises its gradients: they differ" if bad else "is exchanged: ranks agree"),
-            cause=_cause(kind, event, bad),
-            fix=_fix(event, bad),
+            + ("synchronises its gradients" if bad else "is exchanged: ranks agree")
+            + (": they differ" if bad and not late else " before it applies them" if bad else ""),
+            cause=_cause(kind, event, bad, late),
+            fix=_fix(event, bad, late),
             fix_kind=FixKind.CHECK,
             evidence=_evidence(rank, event, common, moved, bad),
             at=rank.wall(event.at),
@@ -172,11 +176,16 @@ def _made(rank: Rank, optimizer: int) -> int:
     return next((o.site for o in seen), -1)
 
 
-def _cause(kind: str, event: Unwrapped, bad: bool) -> str:
+def _cause(kind: str, event: Unwrapped, bad: bool, late: int) -> str:
     if not bad:
         return (
             f"{kind} was not given to a wrapper; the ranks hold equal parameters and gradients in "
             "every step looked at, so they all do the same work on the same data"
+        )
+    if late:
+        return (
+            f"the gradients of {kind} are handed to collectives after the step, when every rank "
+            "has applied its own"
         )
     beside = " (another model was)" if event.wrapped else ""
     return (
@@ -185,12 +194,14 @@ def _cause(kind: str, event: Unwrapped, bad: bool) -> str:
     )
 
 
-def _fix(event: Unwrapped, bad: bool) -> str:
+def _fix(event: Unwrapped, bad: bool, late: int) -> str:
     if not bad:
         return (
             "if each rank is to have its share of the data: shard it, and wrap the model in "
             "DistributedDataParallel"
         )
+    if late:
+        return "exchange them between `loss.backward()` and `optimizer.step()`"
     if event.wrapped and not event.kind and len(event.parameters) == 1:
         return (
             "make it a parameter of the module that is wrapped, used in its forward, or average it "

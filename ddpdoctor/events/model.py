@@ -235,6 +235,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             handed to collectives.
         shared: steps so far, this one included, of which at least half of the gradients, by their
             elements, were handed to collectives before it.
+        late: steps so far whose gradients were handed to collectives only after they were applied.
         elements: floating-point numbers handed to collectives so far, first step not included.
         each: digests one by one, of the gradients and then of the parameters, in the order of
             `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
@@ -252,6 +253,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     completed: int = 0
     averaged: int = 0
     shared: int = 0
+    late: int = 0
     elements: int = 0
     each: str = ""
     handed: str = ""

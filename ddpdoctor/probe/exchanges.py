@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from . import autograd, models, moments
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
+from .references import Reference
 from .routine import routine
 from .torch_private import sequence_number
 
@@ -66,6 +67,9 @@ class _Window:
         site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
+        applied: parameters without a wrapper, by the memory of the gradient that was applied since
+            the backward; `late` are the identities of those whose gradient was handed over only
+            after that.
     """
 
     def __init__(self) -> None:
@@ -80,11 +84,14 @@ class _Window:
         self.uncounted = False
         self.sequence = -1
         self.special = ""
+        self.applied: dict[int, Reference] = {}
+        self.late: set[int] = set()
 
     def begin(self) -> None:
         """Something happens after the step."""
         if self.stepped:
             self.recent, self.earlier, self.within, self.stepped = [], [], [], False
+            self.late = set()
 
 
 _window = _Window()
@@ -120,7 +127,11 @@ def _called(active: Recorder, call: Call) -> None:
         _window.site = active.site()
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
-            kept.append(Exchange(call.group, tensor.numel(), tensor.untyped_storage().data_ptr()))
+            memory = tensor.untyped_storage().data_ptr()
+            if not after_backward and (late := _applied(memory)):
+                _window.late.add(late)
+                continue
+            kept.append(Exchange(call.group, tensor.numel(), memory))
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 _window.special = "all-to-all"
@@ -130,6 +141,7 @@ def _called(active: Recorder, call: Call) -> None:
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _window.begin()
+    _window.applied = {}
     if _window.recent:
         _window.earlier += _window.recent
         _window.recent = []
@@ -228,6 +240,28 @@ def handed(parameters: Sequence[Any]) -> Handed:
     return Handed(
         tuple(found), other, every and whole, bool(total) and told + flat >= ENOUGH * total
     )
+
+
+def apply(parameters: Sequence[Reference]) -> bool:
+    """The gradients of these parameters are about to be applied. Whether those of the step before
+    were handed over after that."""
+    late = False
+    for reference in parameters:
+        parameter = reference()
+        if parameter is not None and parameter.grad is not None:
+            _window.applied[parameter.grad.untyped_storage().data_ptr()] = reference
+            late |= id(parameter) in _window.late
+    return late
+
+
+def _applied(memory: int) -> int:
+    """Identity of the parameter whose gradient, applied and not dropped since, lies there; 0 for
+    none."""
+    reference = _window.applied.get(memory)
+    parameter = None if reference is None else reference()
+    gradient = None if parameter is None else parameter.grad
+    there = gradient is not None and gradient.untyped_storage().data_ptr() == memory
+    return id(parameter) if there else 0
 
 
 def parameters_averaged(parameters: Sequence[Any]) -> bool:

@@ -45,7 +45,7 @@ class Loose:
         parameters: those that no wrapper was given.
         exchanged: by what means they were ever exchanged, empty where they never were, or only
             before the first step of all.
-        complete, completed, shared, averaged: as in `UnwrappedState`, of the steps so far.
+        complete, completed, shared, averaged, late: as in `UnwrappedState`, of the steps so far.
         handed: of the step that is about to be taken.
         changes: how often `complete` changed.
         waiting: states with digests on their way from a device.
@@ -60,6 +60,7 @@ class Loose:
         self.completed = 0
         self.shared = 0
         self.averaged = 0
+        self.late = 0
         self.handed = exchanges.Handed()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
@@ -108,6 +109,7 @@ def _follow(active: Recorder, step: Step) -> None:
     complete = known.handed.every and not step.closure
     known.shared += known.handed.most
     known.averaged += exchanges.parameters_averaged(alive)
+    known.late += exchanges.apply(known.parameters)
     due = known.exchanged != before or _due(known, step.number, complete)
     known.complete = complete
     if due and any(p.grad is not None for p in alive):
@@ -144,6 +146,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         completed=known.completed,
         averaged=known.averaged,
         shared=known.shared,
+        late=known.late,
         elements=exchanges.elements(),
         each=EACH if closely else "",
         handed=pack(known.handed.positions) if closely else "",

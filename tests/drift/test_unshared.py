@@ -13,12 +13,14 @@ LAYERS = ("body", "head")
 """`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
 
 
-def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, **fields):
+def states(rank, *, local=(), apart=(), clipped=False, handed=(), none=((), ()), other=0, **fields):
     """Looks before steps 0, 1, 2 and 4. Of the parameters at `local`, gradients differ and so do
-    the values after the first step; those at `apart` always differ."""
+    the values after the first step; those at `apart` always differ; those at `none` got no gradient
+    on the rank with that number."""
     for step in (0, 1, 2, 4):
         own = 1000 * (rank + 1)
         gradients = [10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(4)]
+        gradients = [0 if i in none[rank % 2] else g for i, g in enumerate(gradients)]
         drifted = {*apart, *(local if step else ())}
         values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(4)]
         yield UnwrappedState(
@@ -39,18 +41,21 @@ def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, **fie
 
 
 def found_in(ranks=(0, 1), change=None, **kwargs):
+    rows = {rank: list(states(rank, **kwargs)) for rank in ranks}
+    for told in rows.values() if change is not None else ():
+        told[-1] = msgspec.structs.replace(told[-1], **change)
+    return found_with(rows)
+
+
+def found_with(rows):
     made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()"),
             site(3, "train.py", 8, "dist.all_reduce(flat)")]  # fmt: skip
     event = Unwrapped(
         at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(LAYERS)
     )
-    events = {}
-    for rank in ranks:
-        rows = list(states(rank, **kwargs))
-        if change is not None:
-            rows[-1] = msgspec.structs.replace(rows[-1], **change)
-        events[rank] = [*made, group(tuple(ranks)), event, *rows, *steps(8)]
-    run = make_run(events)
+    run = make_run(
+        {r: [*made, group(tuple(rows)), event, *told, *steps(8)] for r, told in rows.items()}
+    )
     check = ParameterDrift()
     told = list(check.examine(run))
     assert not told or check.unobserved(run) is None
@@ -96,3 +101,24 @@ def test_copies_that_were_never_equal():
 ])  # fmt: skip
 def test_traps(kwargs):
     assert found_in(**kwargs) == []
+
+
+def mixed(ranks=(0, 1), hands=None, **kwargs):
+    """Ranks hand over the gradients that they have, or those at `hands`."""
+    none = ((2,), (3,))
+    events = {}
+    for rank in ranks:
+        own = [i for i in range(4) if i not in none[rank]] if hands is None else hands
+        events[rank] = list(states(rank, apart=(2, 3), none=none, handed=own, **kwargs))
+    return found_with(events)
+
+
+def test_gradients_of_different_parameters_that_are_paired():
+    (found,) = mixed()
+    assert found.subjects == ("head.weight", "head.bias")
+    assert found.location.line == 8
+    assert "head.weight got no gradient on rank 0" in found.cause
+
+
+def test_ranks_that_hand_over_the_same_parameters_pair_them_rightly():
+    assert not [f for f in mixed(hands=(0, 1)) if "different parameters" in f.summary]

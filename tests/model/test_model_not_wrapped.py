@@ -119,6 +119,19 @@ def test_one_rank_is_no_distributed_run():
     assert CHECK.unobserved(make_run({0: loose(state(0, 1, 2), ranks=(0,))}))
 
 
+def test_gradients_that_are_exchanged_once_they_are_applied():
+    def told(rank):
+        rows = [state(0, 10 + rank, 7), state(1, 20 + rank, 30 + rank)]
+        late = [msgspec.structs.replace(s, late=s.step) for s in rows]
+        made, group_, event, *rest = loose(*late)
+        line = site(2, "train.py", 8, "optimizer.step()")
+        return [made, line, group_, msgspec.structs.replace(event, step_site=2), *rest]
+
+    (found,) = CHECK.examine(make_run({r: told(r) for r in (0, 1)}))
+    assert found.location.line == 8
+    assert "after the step" in found.cause
+
+
 def test_a_parameter_beside_the_wrapped_model_belongs_into_it():
     def beside(rank):
         made, group_, event, *rest = loose(state(0, 10 + rank, 7), layers=("body",))
