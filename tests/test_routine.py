@@ -28,7 +28,7 @@ from ddpdoctor.findings import Report
 from ddpdoctor.probe import forwards, modules, moments, routine
 from ddpdoctor.probe.models import Model
 from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.probe.routine import ALIKE, Routine, Stage
+from ddpdoctor.probe.routine import ALIKE, Routine, Seen, Stage
 from ddpdoctor.runfolder import EventWriter, Lines
 
 PROGRAM = """
@@ -84,6 +84,25 @@ def train(at, steps=12, late=8):
         if at == "not finite" and now and rank:
             x[1, 1] = float("nan")
         optimizer.zero_grad()
+        if at.startswith("accumulating"):
+            count = 3 if not now else {"cut short": 2, "longer": 4}.get(at.partition(", ")[2], 3)
+            for part in range(count):
+                inside = now and at.endswith("the wrong one")
+                last = part == 2 - inside
+                with contextlib.nullcontext() if last else model.no_sync():
+                    back(model(x).square().mean() / 3)
+            optimizer.step()
+            continue
+        if at == "sharpness":
+            back(model(x).square().mean())
+            optimizer.zero_grad()
+            back(model(x + 1).square().mean())
+            optimizer.step()
+            continue
+        if at == "in pairs":
+            back((model(x) - model(x + 1)).square().mean())
+            optimizer.step()
+            continue
         if at == "forward fails" and now:
             with contextlib.suppress(ValueError):
                 model(x, fail=True)
@@ -143,11 +162,12 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
-USUAL = ("", "collective", "evaluation")
+USUAL = ("", "collective", "evaluation", "accumulating", "in pairs", "sharpness")
 UNUSUAL = (
     "no_sync", "both in no_sync", "a part unused", "two forwards", "another backward", "flag",
     "functional", "twice", "no step", "around the wrapper", "step fails", "another optimizer",
-    "forward fails", "not finite",
+    "forward fails", "not finite", "accumulating, cut short", "accumulating, longer",
+    "accumulating, the wrong one",
 )  # fmt: skip
 
 
@@ -201,7 +221,7 @@ def run(folder: Path, first: int, *variants: str) -> tuple[int, list[dict[str, A
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:7], UNUSUAL[7:]])
+@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:8], UNUSUAL[8:]])
 def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> None:
     passed, routine_record, routine_findings = run(tmp_path, 3, *variants)
     never, record, findings = run(tmp_path, 10**9, *variants)
@@ -225,9 +245,21 @@ def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.Mon
 # --- what is expected ---------------------------------------------------------------------------
 
 
-MODEL: Any = SimpleNamespace(number=0, wrapper=lambda: None, sampled=[lambda: None])
+def model(number: int) -> Any:
+    return SimpleNamespace(number=number, wrapper=lambda: None, sampled=[lambda: None])
+
+
+MODEL, OTHER = model(0), model(1)
 OPTIMIZER: Any = SimpleNamespace(steps=10**6)
 ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=SimpleNamespace(entering=lambda *at: at)))
+
+
+def forward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
+    return Seen(moments.Forward, of, site, sync)
+
+
+def backward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
+    return Seen(moments.Backward, of, site, sync)
 
 
 @pytest.fixture
@@ -237,7 +269,7 @@ def active(tmp_path: Path) -> Recorder:
 
 def steps(watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER) -> bool:
     for _ in range(count):
-        for part in trail or ((MODEL, 1), (MODEL, 2)):
+        for part in trail or (forward(1), backward(2)):
             watched.note(part)
         watched.learn(ACTIVE, optimizer, 3)
     return watched.expected is not None
@@ -249,13 +281,40 @@ def test_steps_alike_make_a_routine() -> None:
     assert steps(watched, 1)
 
 
+ACCUMULATING = [forward(1, False), backward(2, False)] * 3 + [forward(1), backward(2)]
+
+
+@pytest.mark.parametrize(
+    ("trail", "pending"),
+    [
+        (ACCUMULATING, 1),
+        ([forward(1), backward(2)] * 2, 1),
+        ([forward(1), forward(2), backward(3)], 2),
+    ],
+)
+def test_so_do_several_forwards_and_backwards(trail: list[Seen], pending: int) -> None:
+    watched = Routine()
+    assert steps(watched, ALIKE + 1, *trail)
+    assert watched.expected is not None
+    assert list(watched.expected.passed()) == []
+    watched.expected.next = None
+    for one, seen in zip(watched.expected.passed(), trail, strict=True):
+        now = one.backward or one.forward
+        assert isinstance(now, seen.kind) and (now.site, one.sync) == (seen.site, seen.sync)
+        assert one.pending == pending or one.forward
+
+
 @pytest.mark.parametrize(
     "trail",
     [
-        [(MODEL, 1)],
-        [(MODEL, 1), (MODEL, 2), (MODEL, 2)],
-        [(MODEL, 1), None],
-        [(MODEL, 1), (SimpleNamespace(number=1), 2)],
+        [forward(1)],
+        [forward(1), backward(2), backward(2)],
+        [forward(1), None],
+        [forward(1), backward(2, of=OTHER)],
+        [forward(1, False), backward(2, False)],
+        [forward(1), backward(2, False)],
+        [forward(1), backward(2), forward(3)],
+        [forward(1), backward(2)] * 1000,
         [None] * 1000,
     ],
 )
@@ -266,7 +325,7 @@ def test_nothing_else_does(trail: list[Any]) -> None:
 def test_lines_that_take_turns_do_not() -> None:
     watched = Routine()
     for number in range(100):
-        assert not steps(watched, 1, (MODEL, 1), (MODEL, 2 + number % 2))
+        assert not steps(watched, 1, forward(1), backward(2 + number % 2))
 
 
 def test_the_first_steps_are_all_looked_at() -> None:
@@ -293,27 +352,26 @@ def test_a_pause_costs_no_trust() -> None:
     assert steps(watched, 1)
 
 
-def test_who_was_left_out_is_told_once_it_is_over(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("done", range(3))
+def test_who_was_left_out_is_told_what_has_passed(
+    done: int, active: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int] = []
-    interrupted: moments.Moment[Routine] = moments.Moment("interrupted")
-    interrupted.subscribe(lambda active, passed: told.append(passed.stage))
+    told: list[list[routine.Pass]] = []
+    interrupted: moments.Moment[routine.Expected] = moments.Moment("interrupted")
+    interrupted.subscribe(lambda active, step: told.append(list(step.passed())))
     monkeypatch.setattr(moments, "interrupted", interrupted)
-    for stage, expected in (
-        (Stage.NONE, []),
-        (Stage.FORWARD, []),
-        (Stage.FORWARD_DONE, [Stage.FORWARD_DONE]),
-        (Stage.BACKWARD_DONE, [Stage.BACKWARD_DONE]),
-        (Stage.STEP, [Stage.STEP]),
-    ):
-        watched = Routine()
-        steps(watched, ALIKE + 1)
-        watched.stage = stage
-        watched.stop(active)
-        assert told == expected
-        assert watched.expected is None
-        told.clear()
+    watched = Routine()
+    steps(watched, ALIKE + 1)
+    expected = watched.expected
+    assert expected is not None and expected.next is not None
+    both = [expected.first, expected.first.following]
+    for _ in range(done):
+        assert expected.next is not None
+        expected.next = expected.next.following
+        watched.stage = Stage.BETWEEN
+    watched.stop(active)
+    assert told == ([both[:done]] if done else [])
+    assert watched.expected is None
 
 
 def test_a_running_backward_goes_on_as_it_began(active: Recorder) -> None:
@@ -322,8 +380,8 @@ def test_a_running_backward_goes_on_as_it_began(active: Recorder) -> None:
     watched.stage = Stage.BACKWARD
     watched.stop(active)
     assert watched.expected is not None
-    watched.stage = Stage.BACKWARD_DONE
-    watched.settle(active)
+    watched.stage = Stage.BETWEEN
+    watched.settle(active, broken=False)
     assert watched.expected is None
 
 

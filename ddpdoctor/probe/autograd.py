@@ -13,7 +13,7 @@ from .models import Model
 from .moments import Backward
 from .patching import around
 from .recorder import Recorder, recorder
-from .routine import Stage, Usual, routine
+from .routine import Seen, Stage, Usual, routine
 from .torch_private import sequence_number
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
@@ -91,15 +91,16 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward that a routine step has after its forward."""
+    """The backward that a routine step has next."""
     step = routine.expected
-    if step is None or routine.stage != Stage.FORWARD_DONE or step.model.pending != 1:
+    if step is None or (now := step.next) is None or (backward := now.backward) is None:
         return None
     wrapper = step.wrapper()
-    if wrapper is None or not wrapper.require_backward_grad_sync:
+    if wrapper is None or step.model.pending != now.pending or _state.depth:
         return None
-    frame, site = active.sites.caller("backward as usual")
-    backward = step.backward
+    if now.sync and not wrapper.require_backward_grad_sync:
+        return None
+    frame, site = active.sites.caller(now.hook)
     if site != backward.site:
         return None
     _state.depth += 1
@@ -109,12 +110,13 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     backward.error = None
     backward.synced.clear()
     routine.stage = Stage.BACKWARD
-    calls.backward_opens(step.tape, step.model, frame)
+    if now.sync:
+        calls.backward_opens(step.tape, step.model, frame)
     moments.backward_begins.passes(active, backward)
     backward.frame = None
     step.sequence, step.before = sequence_number(wrapper.process_group), version(step.sampled())
     backward.began = time.monotonic()
-    step.in_backward(backward.began)
+    now.entering(backward.began)
     return backward
 
 
@@ -122,35 +124,33 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
     step = routine.expected
-    if step is None:
+    if step is None or (now := step.next) is None:
         _ends(active, backward, result, None)
         return
-    now = time.monotonic()
-    step.after_backward(now)
+    ended = time.monotonic()
+    now.leaving(ended)
+    routine.stage = Stage.BETWEEN
     model = step.model
     _state.depth -= 1
-    _state.seconds += now - backward.began
+    _state.seconds += ended - backward.began
     _state.count += 1
     _state.step = active.step
     backward.nested = _state.nested
     averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
     if averaged:
-        routine.stage = Stage.BACKWARD_DONE
         _state.synced += 1
         backward.synced.add(model.number)
-        model.averaged_as_usual(active.step)
-    elif version(step.sampled()) != step.before:
-        routine.stage = Stage.BACKWARD_DONE
-        model.reached(active.step, False)
+    if averaged or version(step.sampled()) != step.before:
+        step.next, step.averaged = now.following, averaged
+        model.reached(active.step, averaged)
         model.answered()
     else:
-        routine.stage = Stage.FORWARD_DONE
         backward.models = []
     calls.backward_closes(active, step.tape, backward)
     if moments.backward_ends.in_routine:
         moments.backward_ends.passes(active, backward)
     backward.roots = ()
-    routine.settle(active, broken=not averaged)
+    routine.settle(active, broken=averaged is not now.sync or not backward.models)
 
 
 def _complete(active: Recorder, backward: Backward, model: Model) -> None:
@@ -165,8 +165,8 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     backward: Backward = token
     _state.seconds += time.monotonic() - backward.began
     step = routine.expected
-    if step is not None and backward is step.backward:
-        routine.stage = Stage.FORWARD_DONE  # as far as it got
+    if step is not None and step.next is not None and backward is step.next.backward:
+        routine.stage = Stage.BETWEEN  # as far as it got
         routine.stop(active)
     backward.error, backward.nested = error, _state.nested
     waiting = 0
@@ -184,7 +184,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
             _attribute(backward, look, active.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
         _state.step = active.step
-    routine.note(_routine_part(backward))
+    routine.note(_seen(backward))
     moments.backward_ends.happens(active, backward)
     if backward.untouched:
         moments.backward_examined.happens(active, backward)
@@ -194,12 +194,12 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
         moments.backward_failed.happens(active, backward)
 
 
-def _routine_part(backward: Backward) -> tuple[Model, int] | None:
-    """Model and line of a backward that may be part of a routine step."""
-    alone = len(backward.looks) == len(backward.models) == len(backward.synced) == 1
+def _seen(backward: Backward) -> Seen | None:
+    """A backward that may be part of a routine step."""
+    alone = len(backward.looks) == len(backward.models) == 1
     if not alone or backward.error is not None or backward.looks[0].sequence < 0:
         return None
-    return backward.models[0], backward.site
+    return Seen(Backward, backward.models[0], backward.site, bool(backward.synced))
 
 
 def _credit(looks: list[Look]) -> None:

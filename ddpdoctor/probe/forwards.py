@@ -12,7 +12,7 @@ from .models import Model
 from .moments import Forward
 from .patching import around, hide_hooks
 from .recorder import Recorder
-from .routine import Stage, Usual, routine
+from .routine import Seen, Stage, Usual, routine
 
 LOST = "forwards of wrapped models"
 
@@ -98,9 +98,9 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     grad_enabled = _state.grad_enabled()
     sync = bool(wrapper.require_backward_grad_sync)
     number = model.forwards
-    usual = grad_enabled and sync and wrapper.training and not model.superseded
+    usual = grad_enabled and wrapper.training and not model.superseded
     if routine.expected is not None and grad_enabled:
-        if usual and model.examined():
+        if usual and routine.expected.examined():
             routine.pause()
         routine.stop(active)
     forward = Forward(
@@ -117,7 +117,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         models.supersede(model)
     if grad_enabled:
         model.began(forward, active.step)
-        routine.note((model, site) if usual else None)
+        routine.note(Seen(Forward, model, site, sync) if usual else None)
     _state.inside += 1
     moments.forward_begins.happens(active, forward)
     if not (grad_enabled and wrapper.training):
@@ -137,27 +137,28 @@ def _due(number: int) -> bool:
 
 
 def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward that a routine step begins with."""
+    """The forward that a routine step has next."""
     step = routine.expected
-    if step is None or routine.stage:
+    if step is None or (now := step.next) is None or (forward := now.forward) is None:
         return None
     wrapper, model = step.wrapper(), step.model
     if (
         wrapper is None
         or wrapper is not args[0]
-        or model.pending
+        or model.pending != now.pending
         or model.superseded
-        or model.synced_backwards >= model.next_examined
-        or not (wrapper.require_backward_grad_sync and wrapper.training and _state.grad_enabled())
+        or wrapper.require_backward_grad_sync is not now.sync
+        or not (wrapper.training and _state.grad_enabled())
+        or routine.stage == Stage.FORWARD
+        or (routine.stage == Stage.NONE and step.examined())
     ):
         return None
-    frame, site = active.sites.caller("forward as usual")
-    forward = step.forward
+    frame, site = active.sites.caller(now.hook)
     if site != forward.site:
         return None
     routine.stage = Stage.FORWARD
     number = model.forwards
-    model.began_as_usual(active.step)
+    model.began(forward, active.step)
     _state.count += 1
     _state.inside += 1
     forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
@@ -167,9 +168,9 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     if _due(number):
         moments.forward_due.happens(active, forward)
     forward.frame = None
-    now = time.monotonic()
-    step.in_forward(now)
-    return forward, now
+    began = time.monotonic()
+    now.entering(began)
+    return forward, began
 
 
 def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) -> None:
@@ -177,13 +178,14 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
         _ends(active, token, result, None)
         return
     step, (forward, began) = routine.expected, token
-    assert step is not None
-    now = time.monotonic()
-    step.after_forward(now)
+    assert step is not None and step.next is not None
+    ended = time.monotonic()
+    step.next.leaving(ended)
+    step.next = step.next.following
+    routine.stage = Stage.BETWEEN
     _state.inside -= 1
-    _state.seconds += now - began
+    _state.seconds += ended - began
     forward.output = result
-    routine.stage = Stage.FORWARD_DONE
     calls.forward_closes(active, step.tape, forward)
     if moments.forward_ends.in_routine:
         moments.forward_ends.passes(active, forward)

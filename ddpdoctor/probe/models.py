@@ -110,14 +110,6 @@ class Model:
         if not forward.sync:
             self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
-    def began_as_usual(self, step: int) -> None:
-        """The same where the last forward has been answered and this one is as that was."""
-        self.forwards += 1
-        self.pending = self.forwards_now = self.forwards_in_step = 1
-        self.pending_sync = self.armed = True
-        self.backwards_now = 0
-        self.forward_step = step
-
     def reached(self, step: int, averaged: bool) -> None:
         """A backward reached it, after so many optimizer steps, and averaged its gradients."""
         self.backwards += 1
@@ -130,15 +122,6 @@ class Model:
         """That was the backward of the forwards that were pending."""
         self.synced_backwards += self.pending_sync
         self.pending, self.pending_sync = 0, False
-
-    def averaged_as_usual(self, step: int) -> None:
-        """Both of it, after `began_as_usual`."""
-        self.backwards += 1
-        self.synced_backwards += 1
-        self.backwards_now = 1
-        self.backward_step = step
-        self.pending = 0
-        self.pending_sync = self.armed = False
 
     def examined(self) -> bool:
         """Whether its next backward that synchronises is examined whole."""

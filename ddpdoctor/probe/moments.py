@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .looks import Look
     from .models import Model
     from .optimizers import Optimizer
-    from .routine import Routine
+    from .routine import Expected
 
 M = TypeVar("M")
 Callback = Callable[[Recorder, M], None]
@@ -272,7 +272,7 @@ closure_ends: Moment[Step] = Moment("closure ends")
 """Just before that, where the step had a closure: only now are the gradients its own."""
 pulse: Moment[Step] = Moment("pulse")
 """After a step: the first `PULSES_FIRST`, then no more than one in some time."""
-interrupted: Moment[Routine] = Moment("interrupted")
+interrupted: Moment[Expected] = Moment("interrupted")
 """A step that began as a routine one is none: what has passed of it is still to be told."""
 leaving: Moment[None] = Moment("leaving")
 """The interpreter is about to leave; the last chance to record."""

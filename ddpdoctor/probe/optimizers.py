@@ -182,9 +182,9 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
-    """The step that a routine step ends with."""
+    """The optimizer's part of a routine step."""
     expected = routine.expected
-    if expected is None or routine.stage != Stage.BACKWARD_DONE:
+    if expected is None or expected.next is not None:
         return None
     known = expected.optimizer
     step = known.step
@@ -202,7 +202,7 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
     if moments.step_begins.in_routine:
         moments.step_begins.passes(active, step)
     now = step.began = known.began = time.monotonic()
-    expected.in_step(now)
+    expected.entering(now)
     return step
 
 
@@ -326,7 +326,8 @@ def _ends_as_usual(active: Recorder, optimizer: Any, _: None) -> None:
         return
     now = _count(active, known)
     expected.tape.step_ended(active.step)
-    expected.after_step(now)
+    expected.leaving(now)
+    expected.next, expected.averaged = expected.first, False
     routine.stage = Stage.NONE
     if moments.step_ends.in_routine:
         moments.step_ends.passes(active, known.step)

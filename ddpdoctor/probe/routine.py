@@ -1,4 +1,4 @@
-"""Steps like the ones before: one forward, one backward that averages, one step, at known lines.
+"""Steps like the ones before: the same forwards and backwards of one model, at the same lines.
 
 Most steps of most programs are such. In them nothing is to be learned about which backward belongs
 to which model or whether the gradients that are applied were averaged, and what is not learned
@@ -8,12 +8,13 @@ has happened in this step so far, and the rest of it is looked at as any other.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ring import Phase
 from . import moments
@@ -35,15 +36,53 @@ ALIKE, MOST_ALIKE = 2, 64
 was not, up to the most."""
 
 
+MOST_PASSES = 64
+"""Forwards and backwards of a routine step."""
+
+
 class Stage:
     """How far a routine step has come. Plain numbers: looking up an enum's member takes longer."""
 
     NONE = 0
     FORWARD = 1
-    FORWARD_DONE = 2
-    BACKWARD = 3
-    BACKWARD_DONE = 4
-    STEP = 5
+    BACKWARD = 2
+    BETWEEN = 3
+    STEP = 4
+
+
+class Seen(NamedTuple):
+    """A forward or backward as it was looked at.
+
+    Attributes:
+        sync: the forward told DDP to average, or the backward did.
+    """
+
+    kind: type[Forward] | type[Backward]
+    model: Model
+    site: int
+    sync: bool
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward or backward of a routine step, the other is None; the same object in every step.
+
+    Attributes:
+        backward: its `looks` are empty.
+        sync: as in `Seen`; pending: forwards that wait for their backward, before it.
+        hook: names it to `Sites.caller`.
+        entering, leaving: put on record that the rank goes in or comes out, given the time.
+        following: the next one, None for the step.
+    """
+
+    forward: Forward | None
+    backward: Backward | None
+    sync: bool
+    pending: int
+    hook: str
+    entering: Callable[[float], None]
+    leaving: Callable[[float], None]
+    following: Pass | None = None
 
 
 @dataclass(slots=True)
@@ -51,10 +90,12 @@ class Expected:
     """A routine step.
 
     Attributes:
-        wrapper: of the model.
-        forward, backward: the same objects for every such step. `backward.looks` is empty.
-        sampled: reference to one of the model's parameters.
-        tape: of the recorder; `in_forward` and so on put the phase on record, given the time.
+        wrapper: of the model; sampled: reference to one of its parameters.
+        tape: of the recorder.
+        syncs: backwards that average.
+        first, next: of its passes, and the one that is to come; None for the step, which is told
+            of as they are (`entering`, `leaving`).
+        averaged: the last backward of this step did.
         sequence: torch's count of the group's collectives before the backward; before: identity
             and version of the first gradient then.
     """
@@ -62,18 +103,27 @@ class Expected:
     model: Model
     wrapper: weakref.ref[Any]
     optimizer: Optimizer
-    forward: Forward
-    backward: Backward
     sampled: weakref.ref[Any]
     tape: Tape
-    in_forward: Callable[[float], None]
-    after_forward: Callable[[float], None]
-    in_backward: Callable[[float], None]
-    after_backward: Callable[[float], None]
-    in_step: Callable[[float], None]
-    after_step: Callable[[float], None]
+    syncs: int
+    first: Pass
+    next: Pass | None
+    entering: Callable[[float], None]
+    leaving: Callable[[float], None]
+    averaged: bool = False
     sequence: int = -1
     before: tuple[int, int] = NO_GRADIENT
+
+    def examined(self) -> bool:
+        """Whether one of the backwards of the step that begins may be one to examine."""
+        return self.model.synced_backwards + self.syncs > self.model.next_examined
+
+    def passed(self) -> Iterator[Pass]:
+        """What of this step is over."""
+        one: Pass | None = self.first
+        while one is not None and one is not self.next:
+            yield one
+            one = one.following
 
 
 class Routine:
@@ -81,58 +131,44 @@ class Routine:
 
     Attributes:
         expected: it is, or may be.
-        trail: what happened since the last step: model and line of each forward and backward that
-            may be part of a routine step, None for any other.
+        trail: what happened since the last step: each forward and backward that may be part of a
+            routine step, None for any other.
     """
 
     def __init__(self) -> None:
         self.expected: Expected | None = None
         self.stage = Stage.NONE
-        self.trail: list[tuple[Model, int] | None] = []
+        self.trail: list[Seen | None] = []
         self._shape: tuple[Any, ...] = ()
         self._alike = 0
         self._enough = ALIKE
         self._broken = False
 
-    def note(self, part: tuple[Model, int] | None) -> None:
+    def note(self, seen: Seen | None) -> None:
         """A forward with gradients, or a backward, that was looked at."""
-        if len(self.trail) <= 2:  # more than two are no routine
-            self.trail.append(part)
+        if len(self.trail) <= MOST_PASSES:  # more are no routine
+            self.trail.append(seen)
 
     def learn(self, active: Recorder, optimizer: Optimizer, site: int) -> None:
         """A step that was looked at is over: whether the next is expected to be like it."""
         trail, self.trail = self.trail, []
-        forward, backward = trail if len(trail) == 2 else (None, None)
-        shape: tuple[Any, ...] = ()
-        if forward is not None and backward is not None and forward[0] is backward[0]:
-            shape = (forward[0], optimizer, forward[1], backward[1], site)
+        shape = (optimizer, site, *trail) if _may_repeat(trail) else ()
         self._alike = self._alike + 1 if shape and shape == self._shape else 0
         self._shape = shape
         if self._alike >= self._enough and optimizer.steps >= FIRST and active.tape is not None:
-            self._expect(active.tape, *shape)
+            self._expect(active.tape, optimizer, site, [seen for seen in trail if seen])
 
-    def _expect(
-        self, tape: Tape, model: Model, optimizer: Optimizer, in_forward: int, in_backward: int,
-        in_step: int,
-    ) -> None:  # fmt: skip
-        wrapper, entering = model.wrapper, tape.ring.entering
+    def _expect(self, tape: Tape, optimizer: Optimizer, site: int, trail: list[Seen]) -> None:
+        model, entering = trail[0].model, tape.ring.entering
+        wrapper = model.wrapper
         if wrapper is None or joins(wrapper()):
             return
+        first = _passes(trail, entering)
+        syncs = sum(seen.sync for seen in trail if seen.kind is Backward)
         self.expected = Expected(
-            model,
-            wrapper,
-            optimizer,
-            Forward(model, None, in_forward, True, True, (), {}),
-            Backward(0, in_backward, (), 0.0, models=[model], expected_sync={model.number: True}),
-            model.sampled[0],
-            tape,
-            entering(Phase.FORWARD, in_forward),
-            entering(Phase.USER, in_forward),
-            entering(Phase.BACKWARD, in_backward),
-            entering(Phase.USER, in_backward),
-            entering(Phase.OPTIMIZER, in_step),
-            entering(Phase.USER, in_step),
-        )
+            model, wrapper, optimizer, model.sampled[0], tape, syncs, first, first,
+            entering(Phase.OPTIMIZER, site), entering(Phase.USER, site),
+        )  # fmt: skip
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
@@ -146,16 +182,16 @@ class Routine:
         elif self.expected is not None:
             self._interrupt(active)
 
-    def settle(self, active: Recorder, *, broken: bool = False) -> None:
+    def settle(self, active: Recorder, *, broken: bool) -> None:
         """The end of a backward was told: stop, if that is still to be done."""
         if broken or self._broken:
             self._interrupt(active)
 
     def _interrupt(self, active: Recorder) -> None:
+        assert self.expected is not None
         if self.stage != Stage.NONE:
             self._enough = min(2 * self._enough, MOST_ALIKE)
-        if self.stage >= Stage.FORWARD_DONE:
-            moments.interrupted.happens(active, self)
+            moments.interrupted.happens(active, self.expected)
         self.expected, self.stage = None, Stage.NONE
         self._alike, self._broken = 0, False
 
@@ -169,11 +205,47 @@ class Routine:
         self.expected, self.stage, self._enough = None, Stage.NONE, sys.maxsize
 
     def averaged(self, model: Model) -> bool:
-        """Whether the gradients of a model were averaged in this step, if it is a routine one."""
+        """Whether the last backward averaged a model's gradients, in a routine step."""
         step = self.expected
-        if step is None or step.model is not model or self.stage < Stage.BACKWARD_DONE:
+        return step is not None and step.model is model and step.averaged
+
+
+def _may_repeat(trail: list[Seen | None]) -> bool:
+    """Whether a step of these may be a routine one: each backward is of all the forwards since the
+    one before, averages if the last of them asked for it, and so does the last backward."""
+    if not 2 <= len(trail) <= MOST_PASSES or trail[0] is None:
+        return False
+    model, asked, pending = trail[0].model, False, 0
+    for seen in trail:
+        if seen is None or seen.model is not model:
             return False
-        return model.number in step.backward.synced
+        if seen.kind is Forward:
+            asked, pending = seen.sync, pending + 1
+        elif not pending or seen.sync != asked:
+            return False
+        else:
+            pending = 0
+    return asked and not pending
+
+
+def _passes(trail: list[Seen], entering: Callable[[int, int], Callable[[float], None]]) -> Pass:
+    """The passes of a step, linked; the first of them."""
+    passes: list[Pass] = []
+    pending = 0
+    for kind, model, site, sync in trail:
+        forward = backward = None
+        if kind is Forward:
+            forward, phase = Forward(model, None, site, True, sync, (), {}), Phase.FORWARD
+        else:
+            backward, phase = Backward(0, site, (), 0.0, models=[model]), Phase.BACKWARD
+            backward.expected_sync[model.number] = sync
+        within, after = entering(phase, site), entering(Phase.USER, site)
+        hook = f"{len(passes)} of a routine step"
+        passes.append(Pass(forward, backward, sync, pending, hook, within, after))
+        pending = pending + 1 if kind is Forward else 0
+    for one, following in itertools.pairwise(passes):
+        one.following = following
+    return passes[0]
 
 
 routine = Routine()

@@ -17,7 +17,7 @@ from .moments import Backward, Forward, Step, nothing
 from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
-from .routine import Routine, Stage, routine
+from .routine import Expected, routine
 from .torch_private import exposed_seconds
 
 LOST = "which backwards synchronised"
@@ -127,18 +127,19 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     sync.off_site = -1 if sync.flag else _off_site(active, forward.wrapper)
 
 
-def _interrupted(active: Recorder, passed: Routine) -> None:
-    """A step that had been a routine one so far."""
-    assert passed.expected is not None
-    model, backward = passed.expected.model, passed.expected.backward
-    sync = _syncs[model]
-    sync.forwards, sync.flag = 1, True
-    sync.forward_site, sync.off_site = passed.expected.forward.site, -1
-    if passed.stage >= Stage.BACKWARD_DONE:
-        sync.after = model.gradients()
-        averaged = model.number in backward.synced
-        new = Contribution(backward.site, averaged, frozenset(model.sample))
-        _contribute(sync, backward, new, own_forward=True)
+def _interrupted(active: Recorder, step: Expected) -> None:
+    """What has passed of a step that was a routine one so far."""
+    sync, wrapper = _syncs[step.model], step.wrapper()
+    for one in step.passed():
+        if one.forward is not None:
+            sync.forwards += 1
+            sync.flag, sync.forward_site = one.sync, one.forward.site
+            sync.off_site = -1 if one.sync else _off_site(active, wrapper)
+        elif one.backward is not None:
+            sync.after = step.model.gradients()
+            averaged = step.model.number in one.backward.synced
+            new = Contribution(one.backward.site, averaged, frozenset(step.model.sample))
+            _contribute(sync, one.backward, new, own_forward=True)
 
 
 def _off_site(active: Recorder, wrapper: Any) -> int:
