@@ -84,7 +84,12 @@ def install() -> None:
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and _state.told < MOST_TOLD:
-        found = _tensors(enumerate(forward.args))
+        args = forward.args
+        found: list[tuple[int | str, Any]]
+        if len(args) == 1 and type(args[0]) is _state.plain:  # as most often
+            found = [(0, Reference(args[0]))]
+        else:
+            found = _tensors(enumerate(args))
         if forward.kwargs:
             found += _tensors(forward.kwargs.items())
         _state.inputs[forward.model] = found
@@ -129,7 +134,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             _state.suspect = _diagnose(active, backward, root)
             _judging.wake()
         return
-    asked = active.every > 0 and active.step % active.every == 0
+    asked = active.every and active.step % active.every == 0
     if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
         _state.backwards += 1
         _watch_gradients(active, backward)

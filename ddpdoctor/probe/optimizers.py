@@ -14,7 +14,7 @@ from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
 from .routine import Stage, Usual, routine
-from .torch_private import pre_hooks_after
+from .torch_private import own_pre_hooks, pre_hooks_after
 
 PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
@@ -138,12 +138,12 @@ def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Where there are others it is among the optimizer's own hooks, for as long as a step takes."""
     if (active := current.recorder) is None:
         return
-    if _usual.begins(active, (optimizer, *args[1:]), kwargs) is None:
+    if _usual.begins(active, (optimizer, args), kwargs) is None:
         run_hook(active, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
+    if others := own_pre_hooks(optimizer):
         others.pop(_LAST, None)
     if (active := current.recorder) is None:
         return
@@ -188,7 +188,7 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
         return None
     known = expected.optimizer
     step = known.step
-    if step is None or known.reference() is not args[0] or _has_closure(args, kwargs):
+    if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
         return None
     _, site = active.sites.caller("step as usual")
     if site != step.site:

@@ -282,14 +282,19 @@ def flight_recorder() -> str | None:
         return None
 
 
+def own_pre_hooks(optimizer: Any) -> Any:
+    """The optimizer's own hooks before a step, None where torch keeps none."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", None)
+
+
 def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
     """The optimizer's own hooks before a step, where any hook runs after this one, which is for all
     optimizers; None where it is the last."""
-    every = sys.modules["torch.optim.optimizer"].__dict__.get("_global_optimizer_pre_hooks")
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    if own is None or not (own or (every and next(reversed(every.values())) is not hook)):
+    own = own_pre_hooks(optimizer)
+    if own is None:
         return None
-    return own
+    every = sys.modules["torch.optim.optimizer"].__dict__.get("_global_optimizer_pre_hooks", own)
+    return own if own or (len(every) > 1 and next(reversed(every.values())) is not hook) else None
 
 
 def exposed_seconds(ddp: Any) -> float:
