@@ -90,7 +90,8 @@ class UnevenBatches(Check):
         shortest = tuple(r for r, n in counts.items() if n == least)
         over = any(e.exhausted for e in epochs.values())
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
-        lengths = {r: e.seen.length for r, e in epochs.items()}
+        lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
+        by = "" if reader.seen.iterable else " (`DistributedSampler`)"
         return self.finding(
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
             ranks=shortest,
@@ -102,15 +103,15 @@ class UnevenBatches(Check):
             f"{shortest[0]}, {most} on rank {longest[0]}",
             cause=f"the data sets differ in length ({_listed(lengths)})"
             if unlike
-            else f"{reader.seen.sampler or 'the data set'} gives some ranks more than others",
-            fix="give every rank equally many samples (`DistributedSampler`), stop all after "
-            f"{least} batches, or train inside `with Join([model]):`",
+            else f"{_giver(reader)} gives some ranks more than others",
+            fix=f"give every rank equally many samples{by}, stop all after {least} batches, or "
+            "train inside `with Join([model]):`",
             evidence={
                 "batches": counts,
                 "delivered": {r: e.batches for r, e in epochs.items()},
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),
-                "lengths": lengths,
+                **({"lengths": lengths} if lengths else {}),
                 "waits": list(longest),
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
@@ -121,6 +122,12 @@ def _communicates(loader: Loader) -> bool:
     """An evaluation in which something is communicated for every batch."""
     ended = [e.ended for r in loader.readers.values() for e in r.epochs if e.ended]
     return any(e.collectives >= e.batches > 0 for e in ended)
+
+
+def _giver(reader: Reader) -> str:
+    """What decides how many batches there are: torch's own sampler of an iterable has no end."""
+    seen = reader.seen
+    return seen.dataset if seen.iterable else seen.sampler or "the data set"
 
 
 def _known(epochs: dict[int, Epoch]) -> dict[int, int]:

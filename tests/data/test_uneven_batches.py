@@ -39,6 +39,7 @@ def test_streams_are_told_by_what_they_delivered() -> None:
     long = [*_unknown_length(36, ended=False), *steps(6, first=2)]
     (finding,) = examine(long, _unknown_length(24))
     assert "6 on rank 1" in finding.summary
+    assert finding.cause.startswith(finding.subjects[0])
 
 
 def _unknown_length(count: int, *, ended: bool = True) -> list[Event]:
