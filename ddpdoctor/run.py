@@ -277,6 +277,15 @@ class Run:
     def backend(self) -> str:
         return next((e.backend for e in self._each(GroupReady) if e.group == 0), "")
 
+    @property
+    def store_used_before(self) -> bool:
+        """Whether the ranks meet in a store in which an attempt before has left its addresses:
+        torchrun lets them use its own, which outlives them."""
+        shared = (r.started.environment for r in self.ranks.values() if r.started)
+        return self.attempt > 0 and any(
+            e.get("TORCHELASTIC_USE_AGENT_STORE") == "True" for e in shared
+        )
+
     def _each(self, kind: type[E]) -> Iterator[E]:
         for rank in self.ranks.values():
             yield from rank.of(kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpdoctor.events import (
     CallSite,
@@ -113,9 +113,10 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """The exception's own text."""
+        """The exception's own text, or what an exit said."""
         if self.exception is None:
-            return ""
+            leaving = self.rank.latest(RankExiting)
+            return leaving.message if leaving and self.kind == "exit" else ""
         return (self.exception.relayed or self.exception).message
 
     @property
@@ -127,10 +128,9 @@ class Failure:
     @property
     def text(self) -> str:
         """`ValueError: boom`, or `exit status 7`."""
-        if self.exception is not None:
-            lines = self.message.strip().splitlines()
-            return f"{self.kind_raised}: {cut(lines[0], 200)}" if lines else self.kind_raised
-        return f"exit status {self.status}"
+        lines = self.message.strip().splitlines()
+        what = self.kind_raised if self.exception else f"exit status {self.status}"
+        return f"{what}: {cut(lines[0], 200)}" if lines else what
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -215,6 +215,9 @@ def failures(run: Run) -> list[Failure]:
     if stopped(run):
         return []
     found = [f for r in run.ranks.values() if (f := failure(r)) is not None]
+    interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
+    if len(interrupted) < len(run.ranks):  # whoever stops a run interrupts all of it
+        found = [replace(f, kind="exception") if f in interrupted else f for f in found]
     return sorted(found, key=lambda f: f.at)
 
 

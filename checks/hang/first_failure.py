@@ -94,7 +94,7 @@ class FirstFailure(Check):
             label="raised here" if first.exception else "left here",
             related=_received(first),
             summary=summary,
-            cause=_cause(message, ranks, others, _behind(run, first, ranks)),
+            cause=_cause(first, ranks, others, _behind(run, first, ranks)),
             fix=_fix(run, first, ranks),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -189,9 +189,11 @@ def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> list[int]:
     return []
 
 
-def _cause(message: str, ranks: tuple[int, ...], others: list[Failure], behind: list[int]) -> str:
-    meant = translate(message)
+def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind: list[int]) -> str:
+    meant = translate(first.message)
     told = f"the text means: {meant}" if meant else ""
+    if first.kind_raised == "KeyboardInterrupt":
+        told = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
     if others:
         late = ranks_text([f.rank.rank for f in others])
         follow = f"it failed first; what {late} reported came after it"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, InitEntered, RankStood
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, shorten
+from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
 
 from ._claims import unentered
 
@@ -20,7 +20,8 @@ class RendezvousStall(Check):
     Ranks that wait in `init_process_group` for others that do not come: they are still in
     something else before it, they ended, or there are fewer of them than `world_size` says. Names
     who came, who did not, and where these are. Also ranks that are all there and do not meet: at
-    a `tcp://` address where, under torchrun, nobody listens.
+    a `tcp://` address where, under torchrun, nobody listens, or after a restart, where the ranks of
+    the attempt before are still in torchrun's store and gloo looks for them.
 
     ## Why it hurts
     `init_process_group` waits for everybody, half an hour by default, and then every rank that did
@@ -44,6 +45,9 @@ class RendezvousStall(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         waiting = [r for r in run.ranks.values() if _waits(r)]
+        if run.store_used_before and (met_nobody := _met_nobody(run, waiting)):
+            yield self._after_restart(run, met_nobody)
+            return
         if not waiting or any(r.default_group for r in run.ranks.values()):
             return
         world = max(expected_world(r) for r in waiting)
@@ -57,7 +61,37 @@ class RendezvousStall(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in ("stall", "rank-missing") or (
-            other.check == "first-failure" and not set(mine.ranks) & set(other.ranks)
+            other.check == "first-failure"
+            and (bool(mine.evidence.get("attempt")) or not set(mine.ranks) & set(other.ranks))
+        )
+
+    def _after_restart(self, run: Run, waiting: list[Rank]) -> Finding:
+        """They look for the ranks of the attempt before."""
+        first = waiting[0]
+        entered = first.latest(InitEntered)
+        ranks = [r.rank for r in waiting]
+        raised = first.exception.message if first.exception else ""
+        return self.finding(
+            ranks=tuple(ranks),
+            confidence=Confidence.SUSPECTED,
+            subjects=("init_process_group",),
+            location=first.location(entered.site) if entered else None,
+            label="looks for the ranks of the attempt before",
+            summary=f"after the restart {ranks_text(ranks)} "
+            f"{'find' if len(ranks) > 1 else 'finds'} no other rank in init_process_group",
+            cause=f"torchrun's store outlives the ranks: the addresses that attempt "
+            f"{run.attempt - 1} wrote there are still in it, and gloo takes those that are not "
+            "yet written anew; whether a restart works is a matter of luck",
+            fix="`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment, with `--standalone` or "
+            "`--rdzv-backend=c10d`: each attempt then makes a store of its own",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "attempt": run.attempt,
+                "came": fold_ranks(ranks),
+                "meets_at": entered.rendezvous if entered else "",
+                **({"message": raised[:500]} if raised else {}),
+            },
+            at=first.wall(entered.at) if entered else 0.0,
         )
 
     def _nobody_answers(self, waiting: list[Rank]) -> Finding:
@@ -138,6 +172,12 @@ class RendezvousStall(Check):
 def _waits(rank: Rank) -> bool:
     """Whether a rank entered `init_process_group` and did not get its group."""
     return bool(rank.of(InitEntered)) and not rank.of(GroupReady)
+
+
+def _met_nobody(run: Run, waiting: list[Rank]) -> list[Rank]:
+    """Ranks that could not reach another one; all of them, where all stand there."""
+    refused = [r for r in waiting if _gave_up(r)]
+    return refused or (waiting if run.stall is not None and len(waiting) == len(run.ranks) else [])
 
 
 def _no_store(rank: Rank) -> bool:

@@ -115,12 +115,14 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
     Attributes:
         how: `return`, `sys.exit`, `os._exit` or `exception`.
         status: the exit status where the process knew it, else None.
+        message: what `sys.exit` was given to print.
     """
 
     how: str
     status: int | None = None
     site: int = -1
     groups_alive: int = 0
+    message: str = ""
 
     def describe(self) -> str:
         return f"leaving ({self.how}{'' if self.status is None else f', status {self.status}'})"

@@ -32,6 +32,7 @@ class _Ending:
     how = "return"
     status: int | None = None
     site = -1
+    message = ""
     caught: tuple[int, ExceptionRaised] | None = None
     """The last call that raised, by its number, and what."""
     told = False
@@ -115,6 +116,7 @@ def _wrap_exits() -> None:
 def _note_exit(active: Recorder, status: Any) -> None:
     known = int(status or 0) if isinstance(status, int | None) else 1
     _ending.how, _ending.status = "sys.exit", known
+    _ending.message = status[:MESSAGE_LIMIT] if isinstance(status, str) else ""
     _note_site(active)
     handled = sys.exc_info()[1]
     if known and handled is not None and not isinstance(handled, SystemExit):
@@ -243,6 +245,7 @@ def _tell_end(active: Recorder) -> None:
             status=_ending.status,
             site=_ending.site,
             groups_alive=0 if _ending.stays else _groups_alive(),
+            message=_ending.message,
         ),
         vital=True,
     )

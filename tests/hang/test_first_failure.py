@@ -132,6 +132,22 @@ def test_somebody_stopped_the_run() -> None:
     assert found(run) == []
 
 
+def test_one_rank_alone_is_interrupted() -> None:
+    victim, interrupted = raised(5.1, "RuntimeError", CLOSED), raised(5, "KeyboardInterrupt", "")
+    (finding,) = found(make_run({0: victim, 1: interrupted}, ended={0: 1, 1: -2}))
+    assert finding.ranks == (1,)
+    assert "interrupted it; it failed first" in finding.cause
+    (everybody,) = found(make_run({0: interrupted, 1: interrupted}, ended={0: -2, 1: -2}))
+    assert everybody.evidence["consequence"] is True
+
+
+def test_what_an_exit_said() -> None:
+    leaving = RankExiting(at=START + 4, how="sys.exit", status=1, message="no more data\nat all")
+    (finding,) = found(make_run({0: [], 1: [leaving]}, ended={0: 0, 1: 1}))
+    assert "left with exit status 1: no more data" in finding.summary
+    assert finding.evidence["message"] == "no more data\nat all"
+
+
 def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     (finding,) = found(make_run({0: over, 1: over}, ended={1: -6}))

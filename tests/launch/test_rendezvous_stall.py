@@ -81,3 +81,23 @@ def test_all_are_there_and_nobody_listens() -> None:
     assert at in finding.summary
     assert "torchrun's own is at MASTER_ADDR" in finding.cause
     assert found(make_run(ranks, ended=None)) == []
+
+
+def test_a_restart_that_finds_the_addresses_of_the_attempt_before() -> None:
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ready = GroupReady(
+        at=START + 3, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=1
+    )
+    refused = ExceptionRaised(
+        at=START + 9, kind="RuntimeError", message="connectFullMesh failed: Connection refused"
+    )
+    ranks: dict[int, list[Event]] = {
+        0: [started(0, 2, environment=told), *entered(0), refused],
+        1: [started(1, 2, environment=told), *entered(1), ready],
+    }
+    run = make_run(ranks, ended={0: 1, 1: -15})
+    assert found(run) == []
+    run.attempt = 1
+    (finding,) = found(run)
+    assert finding.ranks == (0,)
+    assert "attempt 0 wrote there" in finding.cause
