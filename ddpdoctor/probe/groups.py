@@ -209,7 +209,7 @@ def _tell_ready(
             at=time.monotonic(),
             group=number,
             name=name,
-            backend=str(dist.get_backend(group)) if member else "",
+            backend=_backend(group) if member else "",
             ranks=ranks or (),
             member=member,
             site=active.site(),
@@ -217,6 +217,18 @@ def _tell_ready(
             description=description,
         )
     )
+
+
+def _backend(group: Any) -> str:
+    """The one for the accelerator, if there is any, where nobody chose: torch then takes one for
+    each kind of device and calls that `undefined`."""
+    import torch.distributed as dist
+
+    name = str(dist.get_backend(group))
+    if name != "undefined":
+        return name
+    pairs = [p.partition(":") for p in str(dist.get_backend_config(group)).split(",")]
+    return next((b for device, _, b in pairs if device != "cpu"), pairs[0][2]) or name
 
 
 def _destroying(

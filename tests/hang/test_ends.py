@@ -54,3 +54,31 @@ def test_a_hook_of_the_programs_own_hides_no_exception(
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert [(e.kind, e.frames[-1].line) for e in raised] == [("ZeroDivisionError", 2)] * ended
     assert (leaving.how, leaving.status) == (("exception", 1) if ended else ("return", None))
+
+
+@pytest.mark.parametrize(("status", "said"), [("no more data", "no more data"), (3, "")])
+def test_what_an_exit_prints_is_kept(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
+) -> None:
+    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    process._note_exit(active, status)
+    process._leaving()
+    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    assert leaving.message == said
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("gloo", "cpu:gloo,cuda:gloo", "gloo"),
+        ("undefined", "cpu:gloo", "gloo"),
+        ("undefined", "cpu:gloo,cuda:nccl", "nccl"),
+    ],
+)
+def test_the_backend_where_nobody_chose_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, config: str, told: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: name)
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: config)
+    assert groups._backend(None) == told
