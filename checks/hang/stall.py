@@ -159,13 +159,10 @@ class Stall(Check):
             confidence=Confidence.SUSPECTED,
             steps=Steps.of([least.rank.steps]) if least.rank.steps else None,
             location=least.location,
-            label=f"{ranks_text([least.rank.rank])} is here",
+            label=f"{_are(_with(stands, least))} here",
             summary=f"no rank has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
-            cause="all ranks are in the same collective, so nobody is missing: the network or the "
-            "devices do not deliver"
-            if together
-            else "nobody waits for another rank; the stacks say where each of them is",
+            cause=_why(stands, together),
             fix="check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
             if together
             else "look at the lines in the stacks",
@@ -180,13 +177,37 @@ class Stall(Check):
         )
 
 
+def _why(stands: list[Stand], together: bool) -> str:
+    if together:
+        return (
+            "all ranks are in the same collective, so nobody is missing: the network or the "
+            "devices do not deliver"
+        )
+    if all(s.blocked for s in stands):
+        return (
+            "each waits for another one, and what they wait for was begun there: a message that "
+            "is under way, or one that is lost because nobody kept or waited for its handle"
+        )
+    return "nobody waits for another rank; the stacks say where each of them is"
+
+
 def _doing(stands: list[Stand], least: Stand) -> str:
-    """Where all are, if all wait; else the least progressed."""
-    rows: dict[str, list[int]] = {}
-    for stand in stands if all(s.blocked for s in stands) else [least]:
-        rows.setdefault(stand.doing, []).append(stand.rank.rank)
-    told = list(rows.items())[:4]
-    return ", ".join(f"{ranks_text(r)} {'is' if len(r) == 1 else 'are'} {d}" for d, r in told)
+    """Where all are, if all wait; else the least progressed, and who is there with it."""
+    rows: dict[str, list[int]] = {least.doing: _with(stands, least)}
+    if all(s.blocked for s in stands):
+        rows = {}
+        for stand in stands:
+            rows.setdefault(stand.doing, []).append(stand.rank.rank)
+    return ", ".join(f"{_are(r)} {d}" for d, r in list(rows.items())[:4])
+
+
+def _with(stands: list[Stand], one: Stand) -> list[int]:
+    """The ranks that are where this one is."""
+    return [s.rank.rank for s in stands if (s.doing, s.location) == (one.doing, one.location)]
+
+
+def _are(ranks: list[int]) -> str:
+    return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
 
 
 def _pending(now: Scene) -> list[str]:

@@ -78,6 +78,15 @@ def test_all_at_one_number_in_different_collectives(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
     assert "rank 0 is in barrier (train.py:8), rank 1 is in all_reduce" in finding.summary
     assert "all are" not in finding.summary
+    assert finding.cause.startswith("each waits for another one")
+
+
+def test_all_are_at_one_line_of_their_own(tmp_path: Path) -> None:
+    made = {r: Tape(r, 3).call(line=5) for r in range(3)}
+    seen = [*(stood(r, 9, "event.wait()") for r in made), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=dict.fromkeys(made, -15)))
+    assert "ranks 0-2 are in the program's own code at train.py:9" in finding.summary
+    assert finding.label == "ranks 0-2 are here"
 
 
 def test_no_stall_on_record(tmp_path: Path) -> None:
