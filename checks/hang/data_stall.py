@@ -161,8 +161,8 @@ def _workers_text(stood: RankStood | None, loader: LoaderSeen | None) -> str:
     if lost > 0:
         return f"{lost} of its {loader.workers} workers are gone"
     states = fold_states(stood)
-    alive = "worker is" if loader.workers == 1 else f"{loader.workers} workers are"
-    return f"its {alive} alive: {states}"
+    those = "worker is" if loader.workers == 1 else f"{loader.workers} workers are"
+    return f"its {those} alive: {states}"
 
 
 def fold_states(stood: RankStood) -> str:
