@@ -20,10 +20,11 @@ class DoubleAveraging(Check):
 
     ## What it finds
     A loss divided by exactly the world size before its backward, gradients divided by it by hand,
-    or gradients all-reduced by hand, although DDP has averaged them already. The division is read
-    from autograd's graph or from the gradients' values, and the line that makes it must divide by
-    the world size: another 2 does not count. Without a wrapper: gradients that the program
-    exchanges by hand and whose mean it divides once more, or of a loss that was divided before.
+    or gradients (or copies of them) all-reduced by hand, although DDP has averaged them already.
+    The division is read from autograd's graph or from the gradients' values, and the line that
+    makes it must divide by the world size: another 2 does not count. Without a wrapper: gradients
+    that the program exchanges by hand and whose mean it divides once more, or of a loss that was
+    divided before.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and
@@ -118,6 +119,7 @@ class DoubleAveraging(Check):
         if ratio is None:
             return
         same = abs(ratio - 1) < 1e-3
+        copied = all(e.copied for e in seen.values())
         effect = (
             "which changes nothing and costs its time"
             if same
@@ -125,7 +127,7 @@ class DoubleAveraging(Check):
         )
         yield self._finding(
             member,
-            severity=Severity.WARNING if same else Severity.ERROR,
+            severity=Severity.ERROR if not same else Severity.NOTE if copied else Severity.WARNING,
             ranks=tuple(seen),
             first=event.step,
             location=member.rank.location(event.site),

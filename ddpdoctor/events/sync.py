@@ -86,6 +86,7 @@ class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     Attributes:
         op: the reduction (`SUM`, `AVG`, ...).
         call: zero-based number of the step in which this line did so.
+        copied: on copies of them, each alone or all in one flat tensor.
     """
 
     model: int
@@ -93,6 +94,7 @@ class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     step: int
     site: int
     call: int = 0
+    copied: bool = False
 
 
 class BatchSeen(Event, frozen=True, tag="batch"):

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ..events import BatchSeen, GradientReduced, LossScaled
-from . import edits, models, moments, sync
+from . import autograd, edits, models, moments, sync
 from .divisors import divided_by_world_size
 from .models import Model
 from .moments import Backward, Call, Forward, Subscriptions, nothing
@@ -34,6 +34,9 @@ is a new line."""
 
 BATCHES_AT_MOST = 300
 REDUCTION = {1: "mean", 2: "sum"}
+
+OWN, COPY = "own", "copy"
+"""What a collective is made on: gradients themselves, or copies of them."""
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 _NONE = "", "0", ""
@@ -237,24 +240,29 @@ def _tell_batch(
 
 def _called(active: Recorder, call: Call) -> None:
     """A collective that the program itself makes on gradients that DDP has averaged."""
-    if call.reduction is None or not call.tensors:
+    if call.reduction is None or not call.tensors or autograd.running():
         return
     for model in models.live():
-        if sync.averaged(model) and any(_is_gradient(model, t) for t in call.tensors):
-            _tell_reduced(active, model, str(call.reduction).rpartition(".")[2])
+        if not sync.averaged(model):
+            continue
+        found = {kind for t in call.tensors if (kind := _is_gradient(model, t))}
+        if found:
+            operation = str(call.reduction).rpartition(".")[2]
+            _tell_reduced(active, model, operation, copied=found == {COPY})
             return
 
 
 def _sizes(model: Model) -> frozenset[int]:
-    """Numbers of elements of the parameters that DDP averages."""
+    """Numbers of elements of the parameters that DDP averages, and of all of them."""
     found = _losses.sizes.get(model)
     if found is None:
         held = (model.parameters[position]() for position in model.expected)
-        found = _losses.sizes[model] = frozenset(p.numel() for p in held if p is not None)
+        sizes = [p.numel() for p in held if p is not None]
+        found = _losses.sizes[model] = frozenset([*sizes, sum(sizes)])
     return found
 
 
-def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
+def _tell_reduced(active: Recorder, model: Model, operation: str, *, copied: bool) -> None:
     site = active.site()
     if _losses.last_step.get(site) == active.step:
         return
@@ -272,23 +280,40 @@ def _tell_reduced(active: Recorder, model: Model, operation: str) -> None:
                 step=active.step,
                 site=site,
                 call=number,
+                copied=copied,
             )
         )
 
 
-def _is_gradient(model: Model, tensor: Any) -> bool:
-    """Whether a tensor shares memory with one of the gradients."""
+def _is_gradient(model: Model, tensor: Any) -> str:
+    """Whether a tensor shares memory with one of the gradients, or holds a copy: of one of them, or
+    of all in a row."""
     try:
         storage = tensor.untyped_storage()
         wanted = storage.data_ptr()
         whole = storage.nbytes() == tensor.numel() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
-        return False
+        return ""
     if whole and tensor.numel() not in _sizes(model):
-        return False  # most often: a loss or a count
-    for position in model.expected:
-        parameter = model.parameters[position]()
-        grad = None if parameter is None else parameter.grad
-        if grad is not None and (grad is tensor or grad.untyped_storage().data_ptr() == wanted):
-            return True
-    return False
+        return ""  # most often: a loss or a count
+    held = (model.parameters[position]() for position in model.expected)
+    grads = [p.grad for p in held if p is not None and p.grad is not None]
+    if any(g is tensor or g.untyped_storage().data_ptr() == wanted for g in grads):
+        return OWN
+    return COPY if whole and _copied(tensor, grads) else ""
+
+
+def _copied(tensor: Any, grads: list[Any]) -> bool:
+    """Whether a tensor begins as a gradient does and ends as one does; nothing is read from a
+    device, and zeros prove nothing."""
+    import torch
+
+    if not tensor.is_cpu or not tensor.is_floating_point() or type(tensor) is not torch.Tensor:
+        return False
+    same = [g for g in grads if type(g) is torch.Tensor and g.is_cpu and g.dtype == tensor.dtype]
+    whole = [g.detach().reshape(-1) for g in same if g.is_contiguous() and g.numel()]
+    values = tensor.detach().reshape(-1)
+    first, last = float(values[0]), float(values[-1])
+    return bool(first and last) and all(
+        any(float(g[place]) == value for g in whole) for place, value in ((0, first), (-1, last))
+    )

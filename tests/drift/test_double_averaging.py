@@ -95,6 +95,14 @@ def test_averaged_by_hand_again_changes_nothing(events):
     assert finding.severity is Severity.WARNING
 
 
+def test_copies_that_change_nothing_are_a_note():
+    copies = [msgspec.structs.replace(reduced(n), copied=True) for n in (0, 1)]
+    (unchanged,) = judge(edit(0.0, changed=False), *copies)
+    assert unchanged.severity is Severity.NOTE
+    (summed,) = judge(edit(2.0), *copies)
+    assert summed.severity is Severity.ERROR
+
+
 @pytest.mark.parametrize("apart", [1, 2])
 def test_begun_late_the_first_look_is_a_step_after_it(apart):
     steps = [300, 300 + apart]
