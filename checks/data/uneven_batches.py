@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.events import ExceptionPassed
 from ddpdoctor.findings import Check, Confidence, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
 from ._loaders import Epoch, Loader, Reader, loaders, partners
 from ._words import dataset, no_loader, related
@@ -92,6 +93,7 @@ class UnevenBatches(Check):
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
         lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
         by = "" if reader.seen.iterable else " (`DistributedSampler`)"
+        lost = "" if unlike or _known(epochs) else _lost([run.ranks[r] for r in shortest])
         return self.finding(
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
             ranks=shortest,
@@ -101,10 +103,16 @@ class UnevenBatches(Check):
             related=related(reader),
             summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
             f"{shortest[0]}, {most} on rank {longest[0]}",
-            cause=f"the data sets differ in length ({_listed(lengths)})"
-            if unlike
-            else f"{_giver(reader)} gives some ranks more than others",
-            fix=f"give every rank equally many samples{by}, stop all after {least} batches, or "
+            cause=lost
+            or (
+                f"the data sets differ in length ({_listed(lengths)})"
+                if unlike
+                else f"{_giver(reader)} gives some ranks more than others"
+            ),
+            fix="let no rank go on alone after an exception: give another sample in its place "
+            "(`__getitem__`), or let it end the run"
+            if lost
+            else f"give every rank equally many samples{by}, stop all after {least} batches, or "
             "train inside `with Join([model]):`",
             evidence={
                 "batches": counts,
@@ -116,6 +124,17 @@ class UnevenBatches(Check):
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
         )
+
+
+def _lost(ranks: list[Rank]) -> str:
+    """What made the loaders of all of these give no batch, and was caught."""
+    found = [(r, e) for r in ranks for e in r.of(ExceptionPassed) if e.where == "data"]
+    if {r.rank for r, _ in found} != {r.rank for r in ranks} or any(r.exception for r in ranks):
+        return ""
+    rank, event = found[0]
+    spot = rank.location(event.site)
+    at = f" ({spot})" if spot else ""
+    return f"rank {rank.rank} got no batch but {event.text}{at}, which it caught"
 
 
 def _communicates(loader: Loader) -> bool:

@@ -8,6 +8,7 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
+from ._caught import caught
 from ._loops import left_loop
 from ._mismatch import Parting, entered, partings
 from ._rounds import left_out
@@ -163,7 +164,10 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
-        return f"{left.cause}; {effect}"
+        gone = [made.rank for n, made in parting.made.items() if n in left.ranks]
+        stay = [made.rank for n, made in parting.made.items() if n not in left.ranks]
+        what = caught(gone, stay)
+        return f"{what + '; ' if what else ''}{left.cause}; {effect}"
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"

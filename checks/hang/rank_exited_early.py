@@ -8,6 +8,7 @@ from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
+from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import lines
 from ._loops import How, Left, apart_since, loop_of_leaver
@@ -95,7 +96,10 @@ class RankExitedEarly(Check):
             else f"{who} {ended} {lacks}"
         )
         if loop and loop.ways:
-            cause = f"{loop.cause}; {cause}"
+            mixed = _mixed(left, first, others) if loop.how is How.SKIPPED else ""
+            cause = f"{loop.cause}{mixed}; {cause}"
+        if what := caught([s.rank for s in left], [s.rank for s in waiting]):
+            cause = f"{what}; {cause}"
         if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
             cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"
         return self.finding(
@@ -118,6 +122,14 @@ class RankExitedEarly(Check):
             },
             at=now.at,
         )
+
+
+def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:
+    """What follows for the rounds after one that was skipped: nothing failed in them."""
+    its = "its" if len(left) == 1 else "their"
+    text = f"; from there on {its} rounds meet earlier ones of {ranks_text(others)}"
+    averages = waiting.made is not None and waiting.made.signature.op == "DDP backward"
+    return text + (", and gradients of different steps are averaged" if averages else "")
 
 
 def _leaving(left: list[Stand]) -> tuple[str, str]:

@@ -76,6 +76,7 @@ from .numerics import NonFinite
 from .optimizer import OptimizerSeen, Ownership, StepDone
 from .pace import Pace
 from .process import (
+    ExceptionPassed,
     ExceptionRaised,
     Frame,
     NotObserved,
@@ -116,6 +117,7 @@ __all__ = [
     "EpochBegan",
     "EpochEnded",
     "Event",
+    "ExceptionPassed",
     "ExceptionRaised",
     "FileLocked",
     "FileRead",

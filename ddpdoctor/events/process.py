@@ -109,6 +109,31 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         return f"{'caught' if self.caught else 'raised'} {told.kind}: {first[0] if first else ''}"
 
 
+class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
+    """An exception came out of something that is watched; the program may have caught it.
+
+    Attributes:
+        where: `forward`, `backward` or `data`.
+        message: the begin of its text; of a loader's worker, what was raised there.
+        step: optimizer steps of this process before it.
+        site: the last line of the user's on its way; -1 where there was none.
+    """
+
+    where: str
+    kind: str
+    message: str
+    step: int
+    site: int = -1
+
+    @property
+    def text(self) -> str:
+        """`ValueError: bad sample`"""
+        return ": ".join((self.kind, *(t[:100] for t in self.message.strip().splitlines()[:1])))
+
+    def describe(self) -> str:
+        return f"{self.text} in the {self.where} (step {self.step})"
+
+
 class RankExiting(Event, frozen=True, tag="rank-exiting"):
     """The interpreter is leaving.
 

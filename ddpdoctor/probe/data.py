@@ -12,6 +12,7 @@ from . import identity, modules, moments, randomness, samplers
 from .contents import Fingerprints
 from .frames import passed_over, unframe
 from .moments import Forward, Loading, Step
+from .passing import passed
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, current, run_hook
@@ -288,7 +289,7 @@ def _watch_batches(base: Any) -> None:
             state.waited_ns += clock() - began
             moments.loading_ends.happens(active, loading)
             if reading is not None:
-                _failed(active, reading, error)
+                _failed(active, reading, error, loading.site)
             unframe(error)
             raise
         now = clock()
@@ -351,13 +352,15 @@ def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any)
         active.trouble("data.look", error, LOST)
 
 
-def _failed(active: Recorder, reading: Reading, error: BaseException) -> None:
-    if isinstance(error, StopIteration):
-        reading.exhausted = True
-        try:
+def _failed(active: Recorder, reading: Reading, error: BaseException, site: int) -> None:
+    try:
+        if isinstance(error, StopIteration):
+            reading.exhausted = True
             _close(active, reading)
-        except Exception as trouble:
-            active.trouble("data.close", trouble, LOST)
+        else:
+            passed(active, "data", error, site)
+    except Exception as trouble:
+        active.trouble("data.close", trouble, LOST)
 
 
 # --- what the loop does with them ---------------------------------------------------------------

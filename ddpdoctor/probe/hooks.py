@@ -45,6 +45,7 @@ def install(activate: Activate) -> list[Missing]:
         numerics,
         optimizers,
         ownership,
+        passing,
         phases,
         process,
         reduction,
@@ -102,6 +103,7 @@ def install(activate: Activate) -> list[Missing]:
         averaging,
         ownership,
         reduction,
+        passing,
         references,
         zeros,
     ):

@@ -8,7 +8,7 @@ from ddpdoctor.checks.data.uneven_batches import UnevenBatches
 from readers import found, loader, run_of
 from recordings import steps
 
-from ddpdoctor.events import Event
+from ddpdoctor.events import EpochEnded, Event, ExceptionPassed
 from ddpdoctor.findings import Confidence, Finding, Severity
 
 FAILED = {0: 1, 1: 0}
@@ -89,3 +89,19 @@ def test_what_follows_from_it_is_folded() -> None:
         fix="", evidence=told, at=mine.at + 1,
     )  # fmt: skip
     assert check.explains(mine, other)
+
+
+def test_a_batch_that_was_lost_to_an_exception() -> None:
+    bad = ExceptionPassed(at=0, where="data", kind="OSError", message="truncated", step=3)
+    short = [
+        *(e for e in part(36, ended=False) if not isinstance(e, EpochEnded)),
+        *(e for e in part(32) if isinstance(e, EpochEnded)),
+    ]
+    long = [*part(36, ended=False), *steps(9, first=2)]
+    (finding,) = examine(long, [bad, *short])
+    assert finding.ranks == (1,)
+    assert "rank 1 got no batch but OSError: truncated, which it caught" in finding.cause
+    (finding,) = examine([bad, *long], short)
+    assert "gives some ranks more" in finding.cause
+    (finding,) = examine(part(36, ended=False), [bad, *part(24)])
+    assert "gives some ranks more" in finding.cause, "so do the lengths that were known before"

@@ -17,6 +17,7 @@ from ddpdoctor.events import (
     EpochBegan,
     EpochEnded,
     Event,
+    ExceptionPassed,
     ExceptionRaised,
     Frame,
     GroupDestroyed,
@@ -94,6 +95,23 @@ def test_a_round_that_was_skipped(tmp_path: Path, loop: Enclosing, line: int, ca
     assert finding.location.line == line
     assert cause in finding.cause
     assert ("alone" in finding.fix) == (line == 11)
+    assert ("its rounds meet earlier ones of rank 0" in finding.cause) == (line == 11)
+
+
+def test_what_was_caught_is_told(tmp_path: Path) -> None:
+    bad = ExceptionPassed(
+        at=START + 3, where="forward", kind="ValueError", message="odd\nvery", step=7
+    )
+    read: dict[int, list[Event]] = {0: [], 1: [bad]}
+    loop = (rounds("for i in range(80):"),)
+    (finding,) = found(left(tmp_path, loop=loop, loaders=read))
+    assert "rank 1 caught ValueError: odd in the forward of step 7; rank 1 skip" in finding.cause
+    everywhere: dict[int, list[Event]] = {0: [bad], 1: [bad]}
+    (finding,) = found(left(tmp_path / "all", loop=loop, loaders=everywhere))
+    assert "ValueError: odd" not in finding.cause
+    closed = msgspec.structs.replace(bad, message=CLOSED)
+    (finding,) = found(left(tmp_path / "lost", loop=loop, loaders={0: [], 1: [closed]}))
+    assert "rank 1 caught" not in finding.cause
 
 
 @pytest.mark.parametrize(("text", "line"), [("for i in range(80):", 6), ("for i in range(n):", 8)])

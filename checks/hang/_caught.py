@@ -1,0 +1,41 @@
+"""What a rank caught, so that it left something out that the others did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpdoctor.events import ExceptionPassed
+from ddpdoctor.run import Rank
+
+from ._failures import LOST_PEER
+
+
+def caught(ranks: Iterable[Rank], others: Iterable[Rank]) -> str:
+    """`rank 1 caught ValueError: bad sample (data.py:12) in the forward of step 7`, of exceptions
+    that the other ranks did not have; empty where none was seen: those that are raised outside of
+    what is watched are not."""
+    theirs = {_key(rank, event) for rank in others for event in rank.of(ExceptionPassed)}
+    for rank in ranks:
+        mine = [e for e in rank.of(ExceptionPassed) if not LOST_PEER.search(e.message)]
+        own = [e for e in mine if _key(rank, e) not in theirs]
+        if own and rank.exception is None:
+            first, more = own[0], len(own) - 1
+            spot = rank.location(first.site)
+            return (
+                f"rank {rank.rank} caught {first.text}"
+                + (f" ({spot})" if spot else "")
+                + f" {_PLACE[first.where]} step {first.step}"
+                + (f" and {more} more" if more else "")
+            )
+    return ""
+
+
+_PLACE = {
+    "forward": "in the forward of",
+    "backward": "in the backward of",
+    "data": "where it loads the batch for",
+}
+
+
+def _key(rank: Rank, event: ExceptionPassed) -> tuple[str, str, int]:
+    return event.kind, str(rank.location(event.site)), event.step

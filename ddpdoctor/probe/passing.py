@@ -1,0 +1,76 @@
+"""Exceptions that come out of a forward, a backward or a loader: where a program catches one and
+goes on, nothing else is seen of it."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from ..events import ExceptionPassed
+from . import moments
+from .moments import Backward, Forward
+from .recorder import Recorder
+from .relayed import relayed
+
+LOST = "exceptions that the program catches"
+
+TOLD_AT_MOST = 50
+MESSAGE_LIMIT = 300
+
+
+class _Passing:
+    told = 0
+
+
+_passing = _Passing()
+
+
+def install() -> None:
+    _passing.told = 0
+    moments.forward_failed.subscribe(_forward_failed, lost=LOST)
+    moments.backward_failed.subscribe(_backward_failed, lost=LOST)
+
+
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    assert forward.error is not None
+    passed(active, "forward", forward.error, forward.site)
+
+
+def _backward_failed(active: Recorder, backward: Backward) -> None:
+    assert backward.error is not None
+    passed(active, "backward", backward.error, backward.site)
+
+
+def passed(active: Recorder, where: str, error: BaseException, site: int) -> None:
+    """Record an exception; `site` is told where no line of the user's raised it or called what
+    did."""
+    if _passing.told >= TOLD_AT_MOST or not isinstance(error, Exception):
+        return
+    _passing.told += 1
+    text = str(error)
+    other = relayed(text, active.sites, MESSAGE_LIMIT)
+    if other is not None:
+        frame = next((f for f in reversed(other.frames) if f.user), None)
+        if frame is not None:
+            site = active.sites.place(frame.file, frame.line, frame.function)
+    else:
+        site = _raised_at(active, error.__traceback__, site)
+    active.emit(
+        ExceptionPassed(
+            at=time.monotonic(),
+            where=where,
+            kind=other.kind if other else type(error).__qualname__,
+            message=(other.message if other else text)[:MESSAGE_LIMIT],
+            step=active.step,
+            site=site,
+        )
+    )
+
+
+def _raised_at(active: Recorder, trace: TracebackType | None, site: int) -> int:
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if active.sites.kind(code) == "user":
+            site = active.sites.number(code, trace.tb_lineno)
+        trace = trace.tb_next
+    return site

@@ -1,0 +1,76 @@
+"""Exceptions that come out of what is watched: what of them is on record."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpdoctor.events import ExceptionPassed
+from ddpdoctor.probe import passing
+
+WORKER = """Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/torch/fetch.py", line 50, in fetch
+    data = [self.dataset[idx]]
+  File "/home/data.py", line 12, in __getitem__
+    raise OSError("truncated")
+OSError: truncated
+"""
+
+
+class Sites:
+    """The user's files are this one and those at home; numbers are lines."""
+
+    def kind(self, code: Any) -> str:
+        return self.kind_of(code.co_filename)
+
+    def kind_of(self, file: str) -> str:
+        return "user" if file in (__file__, "/home/data.py") else "torch"
+
+    def number(self, code: Any, line: int) -> int:
+        return line
+
+    def place(self, file: str, line: int, function: str) -> int:
+        return line
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
+    monkeypatch.setattr(passing._passing, "told", 0)
+    return []
+
+
+def passes(told: list[ExceptionPassed], error: BaseException, site: int = 3) -> None:
+    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    passing.passed(active, "forward", error, site)
+
+
+def test_the_line_that_raised(told: list[ExceptionPassed]) -> None:
+    try:
+        [].pop()
+    except IndexError as error:
+        passes(told, error)
+        trace = error.__traceback__
+    assert trace is not None
+    assert (told[0].kind, told[0].site, told[0].step) == ("IndexError", trace.tb_lineno, 7)
+    assert told[0].text == "IndexError: pop from empty list"
+
+
+def test_where_no_line_is_known_the_call_is_told(told: list[ExceptionPassed]) -> None:
+    passes(told, ValueError())
+    assert (told[0].site, told[0].text) == (3, "ValueError")
+
+
+def test_an_exception_of_a_worker(told: list[ExceptionPassed]) -> None:
+    passes(told, OSError(WORKER))
+    assert (told[0].text, told[0].site) == ("OSError: truncated", 12)
+
+
+def test_what_ends_a_program_is_not_told_and_not_all_is(told: list[ExceptionPassed]) -> None:
+    passes(told, KeyboardInterrupt())
+    assert not told
+    for _ in range(2 * passing.TOLD_AT_MOST):
+        passes(told, ValueError())
+    assert len(told) == passing.TOLD_AT_MOST
