@@ -141,7 +141,9 @@ def left_loop(parting: Parting) -> Left | None:
         if rest and all(_has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (_told([parting.made[r].rank for r in rest], all_) for rest, all_ in loops.items())
-    return next((left for left in found if left is not None), None)
+    left = next((left for left in found if left is not None), None)
+    usual = parting.left_out and left and left.how is How.UNKNOWN
+    return None if usual else left  # the others are in a later round of the loop
 
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:

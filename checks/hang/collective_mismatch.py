@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, ranks_text
 
 from ._caught import caught
-from ._loops import left_loop
+from ._loops import left_loop, ways_around
 from ._mismatch import Parting, entered, partings
 from ._rounds import left_out
 from ._scene import Scene, Stand, scene
@@ -140,6 +140,8 @@ def _concerns(mine: Finding, other: Finding) -> bool:
 
 
 def _label(parting: Parting) -> str:
+    if parting.left_out:
+        return f"left out by {ranks_text(parting.odd)}"
     if parting.extra:
         return "not called by every rank"
     return "in another order than on the other ranks" if parting.shifted else "not what others call"
@@ -152,6 +154,9 @@ def _summary(parting: Parting) -> str:
         return f"only some ranks call {op} here: at {number}, {sides_text(parting)}"
     if parting.shifted:
         return f"ranks make the same calls in another order: at {number}, {sides_text(parting)}"
+    if parting.left_out:
+        op = parting.place.signature.op
+        return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
     return f"ranks are in different collectives: at {number}, {sides_text(parting)}"
 
 
@@ -164,13 +169,27 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
-        gone = [made.rank for n, made in parting.made.items() if n in left.ranks]
-        stay = [made.rank for n, made in parting.made.items() if n not in left.ranks]
-        what = caught(gone, stay)
-        return f"{what + '; ' if what else ''}{left.cause}; {effect}"
+        return f"{_caught(parting, left.ranks)}{left.cause}; {effect}"
+    if parting.left_out:
+        made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
+        left_it = f"rounds, and left it out in this one{_around(parting)}"
+        return f"{_caught(parting, parting.odd)}{made} {left_it}; {effect}"
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
+
+
+def _caught(parting: Parting, ranks: Collection[int]) -> str:
+    gone = [made.rank for n, made in parting.made.items() if n in ranks]
+    stay = [made.rank for n, made in parting.made.items() if n not in ranks]
+    what = caught(gone, stay)
+    return f"{what}; " if what else ""
+
+
+def _around(parting: Parting) -> str:
+    """What leads around the call that was left out."""
+    ways = ways_around(parting.place)
+    return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:2]) if ways else ""
 
 
 def _fix(parting: Parting) -> str:
@@ -179,6 +198,8 @@ def _fix(parting: Parting) -> str:
     left = left_loop(parting)
     if left is not None:
         return left.fix
+    if parting.left_out and branched is None:
+        return f"make every rank of the group call {op} in every round, or none"
     if parting.shifted and not parting.extra:
         return "issue the collectives in one order on every rank (sort the keys you loop over)"
     if branched is not None and op.startswith("DDP"):

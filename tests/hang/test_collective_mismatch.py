@@ -408,3 +408,38 @@ def test_a_backward_that_only_computes_is_not_stuck(tmp_path: Path, under_way: b
     log = FlightLog(at=START + 6, group="0", entries=(entry,))
     (finding,) = found(run_of(tmp_path, made, more={1: [log]}, now=START + 9))
     assert finding.evidence["stuck"] is under_way
+
+
+@pytest.mark.parametrize(("rounds", "told"), [(6, True), (2, False)])
+def test_a_call_that_a_rank_made_in_every_round_before(
+    tmp_path: Path, rounds: int, told: bool
+) -> None:
+    way = Way(line=13, text="except ValueError:", first=9, last=12)
+    around = (Enclosing(line=8, text="for step in range(20):", ways=(way,)),)
+    loop = ((15, "for p in params:"), (8, "for step in range(20):"))
+    made = tapes()
+    for tape in made.values():
+        for _ in range(rounds):
+            tape.call(line=16, inside=loop, numel=9).call(line=16, inside=loop, numel=3)
+            tape.call(line=12, inside=around, numel=1)
+        tape.call(line=16, inside=loop, numel=9).call(line=16, inside=loop, numel=3)
+    made[0].call(line=12, inside=around, numel=1, state=State.BEGUN, at=START + 5)
+    made[1].call(line=16, inside=loop, numel=9, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert ("rank 1 left out all_reduce" in finding.summary) is told
+    if told:
+        assert finding.ranks == (1,)
+        assert str(finding.location) == "train.py:12"
+        assert "in each of the last 5 rounds, and left it out in this one" in finding.cause
+        assert "`except ValueError:` (train.py:13)" in finding.cause
+
+
+def test_a_round_more_is_no_call_left_out(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        for _ in range(5):
+            tape.call(line=9, numel=8).call("barrier", 10)
+    made[0].call("barrier", 20, state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, numel=8, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left out" not in finding.summary
