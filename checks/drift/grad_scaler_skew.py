@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import ScalerStep
+from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
@@ -64,18 +64,22 @@ class GradScalerSkew(Check):
             n: [e for e in m.rank.of(ScalerStep) if e.optimizer in (optimizer[n], -1)]
             for n, m in group.members.items()
         }
-        if not any(events.values()):
-            return
+        for scaler in sorted({e.scaler for mine in events.values() for e in mine}):
+            own = {n: [e for e in mine if e.scaler == scaler] for n, mine in events.items()}
+            if (found := self._compare(group, own)) is not None:
+                yield found
+                return
+
+    def _compare(self, group: Replicas, events: dict[int, list[ScalerStep]]) -> Finding | None:
         calls = sorted({e.call for mine in events.values() for e in mine})
         for call in calls:
             scales = {n: _scale(mine, call) for n, mine in events.items()}
             skips = {n: _skipped(mine, call) for n, mine in events.items()}
             if len({s for s in scales.values() if s is not None}) > 1:
-                yield self._finding(group, events, call, scales, "scale")
-                return
-            if len(set(skips.values())) > 1 and _all_came(group, call):
-                yield self._finding(group, events, call, skips, "skip")
-                return
+                return self._finding(group, events, call, scales, "scale")
+            if len(set(skips.values())) > 1 and _all_came(group, events, call):
+                return self._finding(group, events, call, skips, "skip")
+        return None
 
     def _finding(
         self,
@@ -103,6 +107,10 @@ class GradScalerSkew(Check):
             summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
             cause = "gradients are infinite on some ranks only: they were not averaged, or were "
             cause += "changed on some ranks after that"
+        if what == "scale" and set_by_hand is None and (loaded := _loaded(group, own)) is not None:
+            related = (Related("steps with it", location),) if location else ()
+            location, some = loaded
+            label = cause = f"{ranks_do(some, 'load')} the scaler's state, the others do not"
         if set_by_hand is not None:
             related = (Related("steps with it", location),) if location else ()
             location, how = set_by_hand
@@ -124,6 +132,23 @@ class GradScalerSkew(Check):
             },
             at=min(group.members[n].rank.wall(e.at) for n, e in own.items() if e is not None),
         )
+
+
+def _loaded(
+    group: Replicas, steps: dict[int, ScalerStep | None]
+) -> tuple[Location, list[int]] | None:
+    """The line that loads a scaler before these steps, and the ranks that do, if not all do."""
+    loads: dict[int, list[int]] = {}
+    for n, step in steps.items():
+        if step is not None:
+            mine = [e for e in group.members[n].rank.of(Loaded) if e.what == "scaler"]
+            loads[n] = [e.site for e in mine if e.at < step.at]
+    count = max(map(len, loads.values()))
+    some = [n for n, sites in loads.items() if sites and len(sites) == count]
+    if not some or len(some) == len(loads):
+        return None
+    spot = group.members[some[0]].rank.location(loads[some[0]][-1])
+    return None if spot is None else (spot, some)
 
 
 def _set_by_hand(
@@ -150,11 +175,12 @@ def _skipped(events: list[ScalerStep], call: int) -> bool:
     return any(e.call == call and e.skipped for e in events)
 
 
-def _all_came(group: Replicas, call: int) -> bool:
+def _all_came(group: Replicas, events: dict[int, list[ScalerStep]], call: int) -> bool:
     """Whether every rank got as far as this call (its last steps and skips say so)."""
-    for member in group.members.values():
-        done = member.last_step + 1
-        skipped = sum(e.skipped for e in member.rank.of(ScalerStep))
+    for number, member in group.members.items():
+        before = events[number][0].step if events[number] else 0
+        done = member.last_step + 1 - before
+        skipped = sum(e.skipped for e in events[number])
         if done + skipped <= call:
             return False
     return True

@@ -80,10 +80,10 @@ class Sketch(Event, frozen=True, tag="sketch"):
 
 
 class Loaded(Event, frozen=True, tag="loaded"):
-    """`load_state_dict` on a wrapped model, or on its optimizer (`what`).
+    """`load_state_dict` on a wrapped model, on its optimizer, or on a gradient scaler (`what`).
 
     Attributes:
-        model: number of the wrapper, -1 where an optimizer of no wrapper was loaded.
+        model: number of the wrapper, -1 for none.
         step: optimizer steps of this process before it.
         assigned: with `assign=True`, which puts other parameters in the place of the model's.
     """
@@ -95,7 +95,8 @@ class Loaded(Event, frozen=True, tag="loaded"):
     assigned: bool = False
 
     def describe(self) -> str:
-        return f"loaded the {self.what} of model {self.model} (step {self.step})"
+        whose = f" of model {self.model}" if self.model >= 0 else ""
+        return f"loaded the {self.what}{whose} (step {self.step})"
 
 
 class StateTaken(Event, frozen=True, tag="state-taken"):

@@ -47,6 +47,7 @@ class Told:
 class _Known:
     def __init__(self) -> None:
         self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
+        self.scalers_made = 0
         self.made: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -207,7 +208,8 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
     scaler, optimizer, before, scale, site = token
     state = _known.scalers.get(scaler)
     if state is None:
-        state = _known.scalers[scaler] = Scaler(len(_known.scalers))
+        state = _known.scalers[scaler] = Scaler(_known.scalers_made)
+        _known.scalers_made += 1
     call, state.calls = state.calls, state.calls + 1
     known = known_optimizer(optimizer)
     skipped = (known.steps if known else 0) == before

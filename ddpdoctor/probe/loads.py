@@ -35,6 +35,7 @@ _loads = _Loads()
 
 
 def install() -> None:
+    import torch.amp
     import torch.nn
     from torch.optim import Optimizer
 
@@ -43,6 +44,8 @@ def install() -> None:
     around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
     around(torch.nn.Module, "state_dict", before=_taking, after=_took, lost="checkpoints")
     around(Optimizer, "load_state_dict", before=_into_optimizer, after=_done, lost=LOST)
+    scaler = torch.amp.GradScaler
+    around(scaler, "load_state_dict", before=_into_scaler, after=_done, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
 
 
@@ -63,6 +66,11 @@ def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
     if not owners and len(_loads.early) < EARLY_AT_MOST:
         _loads.early.append((weakref.ref(args[0]), time.monotonic(), active.site()))
     return "optimizer", owners, active.site(), False
+
+
+def _into_scaler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    return None if _loads.depth > 1 else ("scaler", [None], active.site(), False)
 
 
 def _held(optimizer: Any) -> set[int]:
@@ -93,14 +101,15 @@ def _done(active: Recorder, token: Any, result: Any, error: BaseException | None
         return
     what, owners, site, assigned = token
     for model in owners:
-        drift.look_whole(model)
+        if model is not None:
+            drift.look_whole(model)
         _loads.told += 1
         if _loads.told <= TOLD_AT_MOST:
             active.emit(
                 Loaded(
                     at=time.monotonic(),
                     what=what,
-                    model=model.number,
+                    model=-1 if model is None else model.number,
                     step=active.step,
                     site=site,
                     assigned=assigned,

@@ -4,7 +4,7 @@ import msgspec
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from replicas import LINE, OTHER, run_of
 
-from ddpdoctor.events import ScalerStep
+from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Steps
 
 
@@ -59,5 +59,32 @@ def test_a_scale_that_one_rank_sets_by_hand():
 def test_a_scale_set_by_hand_before_is_not_blamed():
     told = [scale(0, 8.0), scale(2, 16.0, set_site=OTHER), scale(3, 16.0)]
     run = run_of({0: told, 1: [*told, scale(6, 32.0)]})
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.location.line == 33
+
+
+def again(call, value):
+    """Of the scaler that was made after a resume, before step 8."""
+    return msgspec.structs.replace(scale(call, value), scaler=1, step=8 + call, at=2)
+
+
+def test_each_scaler_counts_its_own_steps():
+    first = [scale(0, 8.0), scale(4, 16.0)]
+    run = run_of({n: [*first, again(0, 8.0 + n)] for n in (0, 1)})
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.steps.first == 8
+
+
+def test_a_state_that_one_rank_loads():
+    loaded = Loaded(at=1, what="scaler", model=-1, step=8, site=OTHER)
+    run = run_of({0: [scale(0, 8.0), loaded, again(0, 16.0)], 1: [scale(0, 8.0), again(0, 8.0)]})
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.location.line == 35
+    assert finding.cause == "rank 0 loads the scaler's state, the others do not"
+
+
+def test_a_state_that_all_ranks_load_is_not_blamed():
+    loaded = Loaded(at=1, what="scaler", model=-1, step=8, site=OTHER)
+    run = run_of({n: [scale(0, 8.0), loaded, again(0, 8.0 + n)] for n in (0, 1)})
     (finding,) = GradScalerSkew().examine(run)
     assert finding.location.line == 33
