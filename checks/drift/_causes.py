@@ -135,16 +135,12 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in _edits(member, kind):
-            if event.changed and event.step <= found.first:
+            if event.changed and found.before < event.step <= found.first:
                 last[number] = event
-    everybody = tuple(sorted(group.members))
-    if tuple(sorted(found.minority)) == everybody:
-        # No majority: whoever changed something since all were equal, and not everybody.
-        last = {n: e for n, e in last.items() if e.step > found.before}
-        apart = tuple(sorted(last))
-    else:
-        apart = tuple(sorted(found.minority))
-    ranks = tuple(sorted(last))
+    everybody, ranks = tuple(sorted(group.members)), tuple(sorted(last))
+    apart = tuple(sorted(found.minority))
+    if apart == everybody:
+        apart = ranks  # no majority: whoever changed something, and not everybody
     if not ranks or ranks != apart or ranks == everybody:
         return None
     member, event = group.members[ranks[0]], last[ranks[0]]

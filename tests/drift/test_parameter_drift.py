@@ -337,3 +337,20 @@ def test_parameters_that_one_rank_edits_between_the_wrap_and_the_first_step():
     assert (finding.ranks, finding.location.line) == ((1,), 33)
     assert "between the wrap and the first step" in finding.cause
     assert "before `DistributedDataParallel(...)`" in finding.fix
+
+
+def test_what_all_ranks_edited_while_they_were_equal_is_no_cause():
+    """They load a checkpoint by hand after the wrap; later one of them edits its parameters."""
+
+    def edit(step, changed, site=-1):
+        return Edited(
+            at=0, model=0, optimizer=0, kind="parameters", step=step, changed=changed, site=site
+        )
+
+    rows = [{k: [1, 2, 3, 4 + (n == 1 and k > 3)] for k in (0, 3, 6)} for n in range(3)]
+    events = {n: [edit(0, True, OTHER), edit(1, False)] for n in range(3)}
+    events[1] += [edit(4, True, LINE), edit(5, False)]
+    tables = {n: [*events[n], digests("parameters", rows[n])] for n in range(3)}
+    (finding,) = ParameterDrift().examine(run_of(tables, count=8))
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    assert "before step 4" in finding.cause
