@@ -179,7 +179,7 @@ class Routine:
         """It is not what was expected: tell those who were left out of what has passed."""
         if self.stage == Stage.BACKWARD:
             self._broken = True  # as soon as that is over
-        elif self.expected is not None:
+        else:
             self._interrupt(active)
 
     def settle(self, active: Recorder, *, broken: bool) -> None:
@@ -188,7 +188,8 @@ class Routine:
             self._interrupt(active)
 
     def _interrupt(self, active: Recorder) -> None:
-        assert self.expected is not None
+        if self.expected is None:
+            return
         if self.stage != Stage.NONE:
             self._enough = min(2 * self._enough, MOST_ALIKE)
             moments.interrupted.happens(active, self.expected)
