@@ -14,7 +14,7 @@ import pytest
 from ddpdoctor.probe import modules
 from ddpdoctor.probe.frames import variables
 from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.probe.tracing import Tracer
+from ddpdoctor.probe.tracing import LINES_AT_MOST, Tracer
 from ddpdoctor.runfolder import EventWriter
 
 
@@ -102,6 +102,24 @@ def test_all_lines_that_change_it_are_told_but_what_is_passed_over(tmp_path: Pat
     box[0] = 7
     lines = [line for _, line in tracer.stop()]
     assert lines == [line_of("box[0] = 5"), line_of("box[0] = 7")]
+
+
+@pytest.mark.parametrize("part", ["_over", "_look", "_leave", "_follows"])
+def test_what_fails_while_lines_are_followed_does_not_reach_the_program(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    active.sites.kinds[__file__] = "user"
+    tracer = Tracer.start(active, "gradients", lambda: 0)
+    if tracer is None:
+        pytest.skip("a debugger or coverage is at work")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracer, part, lambda *given: 1 / 0)
+        tracer._lines = LINES_AT_MOST + (part == "_leave")
+        assert line_of("assert line_of") > 0
+        sys.settrace(None)
+    tracer._leave()
+    assert "ZeroDivisionError" in (tmp_path / "rank-0.jsonl").read_text()
 
 
 def line_of(text: str) -> int:

@@ -87,10 +87,10 @@ class Tracer:
             return None
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self._over():
-            self._leave()
-            return None
         try:
+            if self._over():
+                self._leave()
+                return None
             if event == "line":
                 self._lines += 1
                 self._look()
@@ -98,8 +98,11 @@ class Tracer:
             elif event == "return":
                 self._look()
         except Exception as error:
-            self._lines = LINES_AT_MOST + 1
+            frame.f_trace = None
+            if getattr(sys.gettrace(), "__self__", None) is self:
+                sys.settrace(None)
             self._active.trouble("tracing", error, LOST)
+            return None
         return self._local
 
     def _look(self) -> None:
