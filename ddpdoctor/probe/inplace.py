@@ -48,11 +48,13 @@ def _windows(begin: list[Place], end: list[Place]) -> Iterator[tuple[CodeType, i
     common = 0
     while common < min(len(begin), len(end)) and begin[common] == end[common]:
         common += 1
-    for code, line in begin[common + 1 :]:
+    here, there = begin[common:], end[common:]
+    if here and there and here[0][0] is there[0][0]:
+        yield here[0][0], here[0][1], there[0][1]
+        here, there = here[1:], there[1:]
+    for code, line in here:
         yield code, line, sys.maxsize
-    if common < min(len(begin), len(end)) and begin[common][0] is end[common][0]:
-        yield begin[common][0], begin[common][1], end[common][1]
-    for code, line in end[common + 1 :]:
+    for code, line in there:
         yield code, code.co_firstlineno, line
 
 

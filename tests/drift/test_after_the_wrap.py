@@ -70,6 +70,7 @@ def test_where_the_functions_have_changed_between(tmp_path: Path) -> None:
     module = compile(path.read_text(), str(path), "exec")
     build = next(c for c in module.co_consts if isinstance(c, CodeType))
     assert editing([(module, 4), (build, 2)], [(module, 5)]) == [(build, 3)]
+    assert editing([(module, 4), (build, 2)], [(module, 4)]) == [(build, 3)]
 
 
 def steps_after(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Any], object]) -> list[Any]:
