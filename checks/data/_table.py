@@ -103,12 +103,13 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     length = readers[0].seen.length
     epochs = max(len(r.epochs) for r in readers)
     read = sorted({sum(e.samples for e in r.epochs) for r in readers})
+    over = any(e.ended is not None for r in readers for e in r.epochs)
     return (
         _name(loader),
         fold_ranks(range(epochs)),
         fold_ranks(loader.readers),
         str(length) if length >= 0 else "stream",
-        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read",
+        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read" if over else "-",
         "-",
         "-",
         "-",

@@ -10,9 +10,9 @@ from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
 from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
-from ._log import lines
+from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
-from ._mismatch import condition, is_inside, on_rank
+from ._mismatch import HISTORY, branch, condition, is_inside, on_rank
 from ._scene import QUIET_S, Scene, Stand, scene
 from ._waiting import gone, unanswered, victims, waiting_for
 
@@ -80,7 +80,7 @@ class RankExitedEarly(Check):
         others = sorted({s.rank.rank for s in waiting})
         first = waiting[0]
         call, here = _waited_in(first)
-        only = _only_some(left[0].rank, first)
+        only = _only_some(now, left[0].rank, first)
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
         related += [Related("the branch that leads there", only)] if only else []
@@ -159,6 +159,10 @@ def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
 
 
 def _fix(only: Location | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
+    if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
+        return (
+            f"run the wrapped model on every rank, or use `model.module(...)` under `{only.source}`"
+        )
     if only:
         return f"call it on every rank: move it out of `{only.source}`"
     if loop:
@@ -201,12 +205,15 @@ def _waited_in(stand: Stand) -> tuple[str, Location | None]:
     return f"{name} ({here})" if here else name, here
 
 
-def _only_some(leaver: Rank, stand: Stand) -> Location | None:
-    """The branch around a call that only some enter, where the rank that left never made it."""
+def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Location | None:
+    """The branch around a call that only some enter, where the rank that left never made it: its
+    text says so, or the other has made that call before."""
     if stand.made:
         if any(lines(leaver, site) == stand.made.text for site in leaver.of(CallSite)):
             return None
         found = condition(stand.made)
+        if found is None and _made_before(now, stand, stand.made):
+            found = branch(stand.made)
         spot = stand.rank.location(found[0].site) if found else None
         if found is None or spot is None:
             return None
@@ -220,6 +227,14 @@ def _only_some(leaver: Rank, stand: Stand) -> Location | None:
             file = shorten(frame.file, stand.rank.cwd)
             return Location(file, head.line, frame.function, head.text)
     return None
+
+
+def _made_before(now: Scene, stand: Stand, made: Made) -> bool:
+    log = now.known.logs[stand.key].get(stand.rank.rank) if stand.key in now.known.logs else None
+    if log is None or made.index < 0:
+        return False
+    first = max(0, made.index - HISTORY)
+    return any(m.text == made.text for m in now.known.window(log, first, made.index - first))
 
 
 def _well(rank: Rank) -> bool:

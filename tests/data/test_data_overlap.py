@@ -244,3 +244,10 @@ def test_data_sharded_by_hand_is_told_rank_by_rank(
 ) -> None:
     (table,) = DataOverlap().tables(run_of(*ranks))
     assert [r[3:7] for r in table.rows] == [row]
+
+
+def test_the_table_says_nothing_of_epochs_that_never_ended() -> None:
+    ranks = [loader(0, [[1, 2, 3, 4]], ended=False) for _ in range(2)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    (row,) = table.rows
+    assert row[4] == "-"

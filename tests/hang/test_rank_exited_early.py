@@ -332,3 +332,25 @@ def test_a_message_that_was_not_sent(tmp_path: Path, omitted: bool) -> None:
     assert told is omitted
     assert ("messages were under way" in finding.cause) is not omitted
     assert "every receive" in finding.fix
+
+
+@pytest.mark.parametrize(("before", "certain"), [(2, True), (0, False)])
+def test_a_branch_that_the_rank_that_left_never_entered(
+    tmp_path: Path, before: int, certain: bool
+) -> None:
+    loop = (8, "for epoch in range(9):")
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for epoch in range(3):
+        for rank, tape in made.items():
+            if rank == 0 and epoch < before:
+                tape.call("DDP forward", 12, inside=((11, "if self.chief:"), loop))
+            else:
+                tape.call("DDP forward", 9, inside=(loop,))
+            tape.call("DDP backward", 10, inside=(loop,))
+    made[0].call(
+        "DDP forward", 12, inside=((11, "if self.chief:"), loop), state=State.BEGUN, at=START + 5
+    )
+    leaving = [RankExiting(at=START + 5, how="return")]
+    (finding,) = found(run_of(tmp_path, made, more={1: leaving}, now=START + 8))
+    assert ("only some ranks enter `if self.chief:`" in finding.cause) is certain
+    assert ("model.module" in finding.fix) is certain
