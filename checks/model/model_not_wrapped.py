@@ -8,11 +8,12 @@ from math import prod
 import msgspec
 
 from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedState
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
 
+GROUP = "gradients of a group"
 ENOUGH = 0.5
 """Numbers exchanged per step and parameter that may be gradients."""
 
@@ -72,9 +73,14 @@ class ModelNotWrapped(Check):
 
     def _judge(self, run: Run, optimizer: int, alike: dict[Rank, Unwrapped]) -> Iterator[Finding]:
         states = {r: {s.step: s for s in _states(r, optimizer)} for r in alike}
-        if any(_exchanged(rank, event) for rank, event in alike.items()):
-            return
+        means = {rank: _exchanged(rank, event) for rank, event in alike.items()}
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
+        lone = {rank: event for rank, event in alike.items() if not means[rank]}
+        if len(lone) < len(alike):
+            others = [rank for rank in alike if rank not in lone]
+            if lone and {m for rank in others for m in means[rank]} == {GROUP}:
+                yield from self._beside(run, lone, others, states, common)
+            return
         apart = [n for n in common if len({rows[n].gradients for rows in states.values()}) > 1]
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
         if any(n > moved[0] and n not in moved for n in common if moved):
@@ -83,6 +89,26 @@ class ModelNotWrapped(Check):
             yield self._tell(run, alike, Severity.ERROR, common, moved)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
+
+    def _beside(
+        self,
+        run: Run,
+        lone: dict[Rank, Unwrapped],
+        others: list[Rank],
+        states: dict[Rank, dict[int, UnwrappedState]],
+        common: list[int],
+    ) -> Iterator[Finding]:
+        """Ranks that begin with the values of the others, and are in no group that averages."""
+        moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
+        if len(common) > 2 and common[0] == 0 and moved == common[1:]:
+            found = self._tell(run, lone, Severity.WARNING, common, moved)
+            apart = f"; {ranks_text(r.rank for r in others)} average theirs in a group of their own"
+            yield msgspec.structs.replace(
+                found,
+                confidence=Confidence.SUSPECTED,
+                cause=found.cause + apart,
+                fix="make the group of all ranks that train this model, or use the default one",
+            )
 
     def _tell(
         self,
@@ -94,7 +120,7 @@ class ModelNotWrapped(Check):
     ) -> Finding:
         rank, event = next(iter(alike.items()))
         kind = event.kind or _loose(len(event.parameters))
-        bad = severity is Severity.ERROR
+        bad = severity is not Severity.NOTE
         late = max(s.late for r, e in alike.items() for s in _states(r, e.optimizer))
         spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
         stepped = rank.location(event.step_site)
@@ -153,12 +179,13 @@ def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
     return [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
 
 
-def _exchanged(rank: Rank, event: Unwrapped) -> bool:
-    """Whether these parameters were exchanged since the first step, be it under an optimizer that
-    was made anew for them (for each round of averaging, say)."""
+def _exchanged(rank: Rank, event: Unwrapped) -> set[str]:
+    """How these parameters were exchanged since the first step, be it under an optimizer that was
+    made anew for them (for each round of averaging, say)."""
     model = event.kind, event.parameters
     same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
-    return any(s.exchanged for s in rank.of(UnwrappedState) if s.optimizer in same)
+    states = (s for s in rank.of(UnwrappedState) if s.optimizer in same)
+    return {s.exchanged for s in states if s.exchanged}
 
 
 def _talk(alike: dict[Rank, Unwrapped]) -> bool:

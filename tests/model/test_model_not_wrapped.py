@@ -7,6 +7,7 @@ from recordings import make_run, site, steps
 from wraps import codes, group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.findings import Severity
 
 CHECK = ModelNotWrapped()
 
@@ -130,6 +131,33 @@ def test_gradients_that_are_exchanged_once_they_are_applied():
     (found,) = CHECK.examine(make_run({r: told(r) for r in (0, 1)}))
     assert found.location.line == 8
     assert "after the step" in found.cause
+
+
+def beside(begin, means="gradients of a group"):
+    """Ranks 0 and 1 average gradients in a group, rank 2 steps alone."""
+
+    def rows(rank):
+        alone = 1000 * (rank == 2)
+        exchanged = "" if alone else means
+        first = state(0, 10 + alone, begin[rank], exchanged)
+        return [first, *(state(n, 20 * n + alone, 30 * n + alone, exchanged) for n in (1, 2, 4))]
+
+    events = {r: loose(*rows(r), ranks=(0, 1, 2)) for r in range(3)}
+    return list(CHECK.examine(make_run(events)))
+
+
+def test_a_rank_that_the_group_of_the_others_leaves_out():
+    (found,) = beside(begin=(7, 7, 7))
+    assert (found.ranks, found.severity) == ((2,), Severity.WARNING)
+    assert "ranks 0-1" in found.cause
+
+
+def test_a_rank_that_began_with_values_of_its_own_trains_another_model():
+    assert beside(begin=(7, 7, 8)) == []
+
+
+def test_a_rank_beside_others_that_exchange_on_the_default_group_is_not_judged():
+    assert beside(begin=(7, 7, 7), means="gradients") == []
 
 
 def test_a_parameter_beside_the_wrapped_model_belongs_into_it():
