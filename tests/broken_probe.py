@@ -34,7 +34,8 @@ GUARDS = {
     "patching.replace", "patching.replace_copies", "patching.restore", "process.uninstall",
     "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
     "optimizers._last_pre_hook",
-    "recorder.guarded", "recorder.recorder", "recorder.set_recorder", "recorder.shielded",
+    "recorder.guarded", "recorder.recorder", "recorder.run_hook", "recorder.set_recorder",
+    "recorder.shielded", "stacks.drop",
     "torch_private.resume_compiler",
 }  # fmt: skip
 """What catches the failures of all others: nothing stands between these and the user."""

@@ -67,7 +67,10 @@ def train(at, steps=12, late=8):
     routine.forget()
     torch.manual_seed(0)
     model = DDP(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    halves = list(model.parameters())
+    used = halves[:3] if at == "two optimizers" else halves
+    optimizer = torch.optim.SGD(used, lr=0.01)
+    second = torch.optim.SGD(halves[3:], lr=0.01)
     other = nn.Linear(4, 1)
     for step in range(steps):
         torch.manual_seed(100 * step + rank)
@@ -98,6 +101,12 @@ def train(at, steps=12, late=8):
             optimizer.zero_grad()
             back(model(x + 1).square().mean())
             optimizer.step()
+            continue
+        if at == "two optimizers":
+            back(model(x).square().mean())
+            optimizer.step()
+            if not now:
+                second.step()
             continue
         if at == "in pairs":
             back((model(x) - model(x + 1)).square().mean())
@@ -162,7 +171,7 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
-USUAL = ("", "collective", "evaluation", "accumulating", "in pairs", "sharpness")
+USUAL = ("", "collective", "evaluation", "accumulating", "in pairs", "sharpness", "two optimizers")
 UNUSUAL = (
     "no_sync", "both in no_sync", "a part unused", "two forwards", "another backward", "flag",
     "functional", "twice", "no step", "around the wrapper", "step fails", "another optimizer",
@@ -267,11 +276,14 @@ def active(tmp_path: Path) -> Recorder:
     return Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
 
 
-def steps(watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER) -> bool:
+def steps(
+    watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER, more: Any = ()
+) -> bool:
     for _ in range(count):
         for part in trail or (forward(1), backward(2)):
             watched.note(part)
-        watched.learn(ACTIVE, optimizer, 3)
+        for one in (optimizer, *more):
+            watched.learn(ACTIVE, one, 3)
     return watched.expected is not None
 
 
@@ -296,12 +308,37 @@ def test_so_do_several_forwards_and_backwards(trail: list[Seen], pending: int) -
     watched = Routine()
     assert steps(watched, ALIKE + 1, *trail)
     assert watched.expected is not None
-    assert list(watched.expected.passed()) == []
-    watched.expected.next = None
-    for one, seen in zip(watched.expected.passed(), trail, strict=True):
+    assert watched.expected.passed() == []
+    for seen in trail:
+        one = watched.expected.next
         now = one.backward or one.forward
         assert isinstance(now, seen.kind) and (now.site, one.sync) == (seen.site, seen.sync)
         assert one.pending == pending or one.forward
+        assert one.following is not None
+        watched.expected.next = one.following
+        assert watched.expected.passed()[-1] is one
+    assert watched.expected.next.optimizer is OPTIMIZER
+
+
+def test_so_do_optimizers_that_step_together() -> None:
+    watched, second = Routine(), SimpleNamespace(steps=10**6)
+    assert steps(watched, ALIKE + 1, more=[second])
+    assert watched.expected is not None
+    one, several = watched.expected.first, []
+    while one.following is not None:
+        one = one.following
+        several.append(one.optimizer)
+    assert several == [None, OPTIMIZER, second]
+    watched.expected.next = one
+    assert watched.expected.passed() == [], "the first has made use of all"
+    assert not steps(Routine(), 1, more=[second])
+    alone = Routine()
+    steps(alone, 100, more=[second])
+    alone.note(forward(1))
+    alone.note(backward(2))
+    alone.expected = None
+    alone.learn(ACTIVE, OPTIMIZER, 3)
+    assert alone.expected is None, "half a step"
 
 
 @pytest.mark.parametrize(
@@ -358,15 +395,15 @@ def test_who_was_left_out_is_told_what_has_passed(
 ) -> None:
     told: list[list[routine.Pass]] = []
     interrupted: moments.Moment[routine.Expected] = moments.Moment("interrupted")
-    interrupted.subscribe(lambda active, step: told.append(list(step.passed())))
+    interrupted.subscribe(lambda active, step: told.append(step.passed()))
     monkeypatch.setattr(moments, "interrupted", interrupted)
     watched = Routine()
     steps(watched, ALIKE + 1)
     expected = watched.expected
-    assert expected is not None and expected.next is not None
+    assert expected is not None
     both = [expected.first, expected.first.following]
     for _ in range(done):
-        assert expected.next is not None
+        assert expected.next.following is not None
         expected.next = expected.next.following
         watched.stage = Stage.BETWEEN
     watched.stop(active)

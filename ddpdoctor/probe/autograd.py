@@ -93,7 +93,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The backward that a routine step has next."""
     step = routine.expected
-    if step is None or (now := step.next) is None or (backward := now.backward) is None:
+    if step is None or (backward := (now := step.next).backward) is None:
         return None
     wrapper = step.wrapper()
     if wrapper is None or step.model.pending != now.pending or _state.depth:
@@ -101,7 +101,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     if now.sync and not wrapper.require_backward_grad_sync:
         return None
     frame, site = active.sites.caller(now.hook)
-    if site != backward.site:
+    if site != now.site:
         return None
     _state.depth += 1
     _state.nested = 0
@@ -124,10 +124,10 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
     step = routine.expected
-    if step is None or (now := step.next) is None:
+    if step is None:
         _ends(active, backward, result, None)
         return
-    ended = time.monotonic()
+    now, ended = step.next, time.monotonic()
     now.leaving(ended)
     routine.stage = Stage.BETWEEN
     model = step.model
@@ -141,7 +141,7 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
         _state.synced += 1
         backward.synced.add(model.number)
     if averaged or version(step.sampled()) != step.before:
-        step.next, step.averaged = now.following, averaged
+        step.next, step.averaged = now.following or step.first, averaged
         model.reached(active.step, averaged)
         model.answered()
     else:
@@ -165,7 +165,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     backward: Backward = token
     _state.seconds += time.monotonic() - backward.began
     step = routine.expected
-    if step is not None and step.next is not None and backward is step.next.backward:
+    if step is not None and backward is step.next.backward:
         routine.stage = Stage.BETWEEN  # as far as it got
         routine.stop(active)
     backward.error, backward.nested = error, _state.nested

@@ -298,10 +298,8 @@ def _watch_batches(base: Any) -> None:
         if reading is not None:
             state.delivered += 1
             reading.batches = batches = reading.batches + 1
-            if state.pending and state.moved != active.moves:
-                _settle(active)
-            if state.tried:
-                _evaluated()
+            if state.tried or (state.pending and state.moved != active.moves):
+                _use(active)
             if grad_enabled():
                 reading.grad_enabled = True
                 state.pending[reading], state.moved = None, active.moves
@@ -405,6 +403,15 @@ def _trial(active: Recorder, forward: Forward) -> None:
     for the other network, examples that are mined. Only the next batch tells."""
     _settle(active)
     _data.tried.update(_data.pending)
+
+
+def _use(active: Recorder) -> None:
+    """Another batch comes: what those before it were used for."""
+    try:
+        _settle(active)
+        _evaluated()
+    except Exception as error:
+        active.trouble("data.use", error, "which batches were trained on")
 
 
 def _evaluated() -> None:

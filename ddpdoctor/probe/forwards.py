@@ -139,7 +139,7 @@ def _due(number: int) -> bool:
 def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward that a routine step has next."""
     step = routine.expected
-    if step is None or (now := step.next) is None or (forward := now.forward) is None:
+    if step is None or (forward := (now := step.next).forward) is None:
         return None
     wrapper, model = step.wrapper(), step.model
     if (
@@ -154,7 +154,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     ):
         return None
     frame, site = active.sites.caller(now.hook)
-    if site != forward.site:
+    if site != now.site:
         return None
     routine.stage = Stage.FORWARD
     number = model.forwards
@@ -178,10 +178,10 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
         _ends(active, token, result, None)
         return
     step, (forward, began) = routine.expected, token
-    assert step is not None and step.next is not None
+    assert step is not None
     ended = time.monotonic()
     step.next.leaving(ended)
-    step.next = step.next.following
+    step.next = step.next.following or step.first
     routine.stage = Stage.BETWEEN
     _state.inside -= 1
     _state.seconds += ended - began

@@ -125,9 +125,14 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The first hook before a step, before those of the user's that may still edit gradients."""
-    if current.recorder is None:
+    if (active := current.recorder) is None:
         return
-    if (others := pre_hooks_after(optimizer, _pre_hook)) is not None:
+    try:
+        others = pre_hooks_after(optimizer, _pre_hook)
+    except Exception as error:
+        active.trouble(PART, error, LOST)
+        return
+    if others is not None:
         others.pop(_LAST, None)
         others[_LAST] = _last_pre_hook
     else:
@@ -143,10 +148,13 @@ def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if others := own_pre_hooks(optimizer):
-        others.pop(_LAST, None)
     if (active := current.recorder) is None:
         return
+    try:
+        if others := own_pre_hooks(optimizer):
+            others.pop(_LAST, None)
+    except Exception as error:
+        active.trouble(PART, error, LOST)
     if routine.stage == Stage.STEP:
         _usual.ends(active, optimizer, None)
     else:
@@ -184,14 +192,13 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
 def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
     """The optimizer's part of a routine step."""
     expected = routine.expected
-    if expected is None or expected.next is not None:
+    if expected is None or (known := (now := expected.next).optimizer) is None:
         return None
-    known = expected.optimizer
     step = known.step
     if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
         return None
-    _, site = active.sites.caller("step as usual")
-    if site != step.site:
+    _, site = active.sites.caller(now.hook)
+    if site != now.site:
         return None
     number = step.number = known.steps
     routine.stage = Stage.STEP
@@ -201,8 +208,8 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
         step.due = False
     if moments.step_begins.in_routine:
         moments.step_begins.passes(active, step)
-    now = step.began = known.began = time.monotonic()
-    expected.entering(now)
+    step.began = known.began = time.monotonic()
+    now.entering(known.began)
     return step
 
 
@@ -320,15 +327,17 @@ def _ends(active: Recorder, optimizer: Any) -> None:
 
 def _ends_as_usual(active: Recorder, optimizer: Any, _: None) -> None:
     expected = routine.expected
-    known = expected.optimizer if expected is not None else None
+    known = expected.next.optimizer if expected is not None else None
     if expected is None or known is None or known.step is None:
         _ends(active, optimizer)
         return
     now = _count(active, known)
     expected.tape.step_ended(active.step)
-    expected.leaving(now)
-    expected.next, expected.averaged = expected.first, False
-    routine.stage = Stage.NONE
+    expected.next.leaving(now)
+    if expected.next.following is not None:
+        expected.next, routine.stage = expected.next.following, Stage.BETWEEN
+    else:
+        expected.next, expected.averaged, routine.stage = expected.first, False, Stage.NONE
     if moments.step_ends.in_routine:
         moments.step_ends.passes(active, known.step)
     if now >= _optimizers.pulse_at:

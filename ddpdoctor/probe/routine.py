@@ -1,4 +1,5 @@
-"""Steps like the ones before: the same forwards and backwards of one model, at the same lines.
+"""Steps like the ones before: the same forwards and backwards of one model, and the same optimizers
+that step after them, at the same lines.
 
 Most steps of most programs are such. In them nothing is to be learned about which backward belongs
 to which model or whether the gradients that are applied were averaged, and what is not learned
@@ -12,14 +13,14 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ring import Phase
 from . import moments
 from .gradients import NO_GRADIENT
-from .moments import Backward, Forward
+from .moments import Backward, Forward, Step
 from .recorder import Recorder
 from .torch_private import interposed, joins, without_modes
 
@@ -51,32 +52,36 @@ class Stage:
 
 
 class Seen(NamedTuple):
-    """A forward or backward as it was looked at.
+    """A forward, a backward or an optimizer's step as it was looked at.
 
     Attributes:
+        of: the model, or the optimizer.
         sync: the forward told DDP to average, or the backward did.
     """
 
-    kind: type[Forward] | type[Backward]
-    model: Model
+    kind: type[Forward] | type[Backward] | type[Step]
+    of: Any
     site: int
     sync: bool
 
 
 @dataclass(slots=True)
 class Pass:
-    """A forward or backward of a routine step, the other is None; the same object in every step.
+    """A forward, a backward or an optimizer's step in a routine step, the others are None; the same
+    object in every routine step.
 
     Attributes:
         backward: its `looks` are empty.
         sync: as in `Seen`; pending: forwards that wait for their backward, before it.
         hook: names it to `Sites.caller`.
         entering, leaving: put on record that the rank goes in or comes out, given the time.
-        following: the next one, None for the step.
+        following: the next one, None for the last.
     """
 
     forward: Forward | None
     backward: Backward | None
+    optimizer: Optimizer | None
+    site: int
     sync: bool
     pending: int
     hook: str
@@ -93,8 +98,7 @@ class Expected:
         wrapper: of the model; sampled: reference to one of its parameters.
         tape: of the recorder.
         syncs: backwards that average.
-        first, next: of its passes, and the one that is to come; None for the step, which is told
-            of as they are (`entering`, `leaving`).
+        first, next: of its passes, and the one that is to come.
         averaged: the last backward of this step did.
         sequence: torch's count of the group's collectives before the backward; before: identity
             and version of the first gradient then.
@@ -102,14 +106,11 @@ class Expected:
 
     model: Model
     wrapper: weakref.ref[Any]
-    optimizer: Optimizer
     sampled: weakref.ref[Any]
     tape: Tape
     syncs: int
     first: Pass
-    next: Pass | None
-    entering: Callable[[float], None]
-    leaving: Callable[[float], None]
+    next: Pass
     averaged: bool = False
     sequence: int = -1
     before: tuple[int, int] = NO_GRADIENT
@@ -118,12 +119,23 @@ class Expected:
         """Whether one of the backwards of the step that begins may be one to examine."""
         return self.model.synced_backwards + self.syncs > self.model.next_examined
 
-    def passed(self) -> Iterator[Pass]:
-        """What of this step is over."""
-        one: Pass | None = self.first
-        while one is not None and one is not self.next:
-            yield one
+    def hasten(self) -> None:
+        """As in `Routine`."""
+        one: Pass | None = self.next
+        while one is not None and one.optimizer is None:
             one = one.following
+        if one is not None and one.optimizer is not None:
+            one.optimizer.due_at = 0
+
+    def passed(self) -> list[Pass]:
+        """The forwards and backwards of this step that are over, and that nothing has been made of
+        yet by an optimizer."""
+        found: list[Pass] = []
+        one = self.first
+        while one is not self.next and one.following is not None:
+            found = [] if one.optimizer is not None else [*found, one]
+            one = one.following
+        return found
 
 
 class Routine:
@@ -131,44 +143,46 @@ class Routine:
 
     Attributes:
         expected: it is, or may be.
-        trail: what happened since the last step: each forward and backward that may be part of a
-            routine step, None for any other.
+        trail: the forwards and backwards that may be part of a routine step, and the optimizers'
+            steps after them; None for any other forward or backward.
     """
 
     def __init__(self) -> None:
         self.expected: Expected | None = None
         self.stage = Stage.NONE
         self.trail: list[Seen | None] = []
-        self._shape: tuple[Any, ...] = ()
+        self._last: list[Seen | None] = []
         self._alike = 0
         self._enough = ALIKE
         self._broken = False
 
     def note(self, seen: Seen | None) -> None:
         """A forward with gradients, or a backward, that was looked at."""
+        last = self.trail[-1] if self.trail else None
+        if last is not None and last.kind is Step:  # another routine step begins
+            self._alike = self._alike + 1 if self.trail == self._last else 0
+            self._last, self.trail = self.trail, []
         if len(self.trail) <= MOST_PASSES:  # more are no routine
             self.trail.append(seen)
 
     def learn(self, active: Recorder, optimizer: Optimizer, site: int) -> None:
-        """A step that was looked at is over: whether the next is expected to be like it."""
-        trail, self.trail = self.trail, []
-        shape = (optimizer, site, *trail) if _may_repeat(trail) else ()
-        self._alike = self._alike + 1 if shape and shape == self._shape else 0
-        self._shape = shape
-        if self._alike >= self._enough and optimizer.steps >= FIRST and active.tape is not None:
-            self._expect(active.tape, optimizer, site, [seen for seen in trail if seen])
+        """An optimizer's step that was looked at is over: whether it ends a routine step, and the
+        next is expected to be like it."""
+        if len(self.trail) <= MOST_PASSES:
+            self.trail.append(Seen(Step, optimizer, site, False))
+        enough = self._alike + 1 >= self._enough and optimizer.steps >= FIRST
+        if enough and active.tape is not None and self.trail == self._last:
+            self._expect(active.tape, self.trail)
 
-    def _expect(self, tape: Tape, optimizer: Optimizer, site: int, trail: list[Seen]) -> None:
-        model, entering = trail[0].model, tape.ring.entering
-        wrapper = model.wrapper
+    def _expect(self, tape: Tape, trail: list[Seen | None]) -> None:
+        seen = _may_repeat(trail)
+        wrapper = seen[0].of.wrapper if seen else None
         if wrapper is None or joins(wrapper()):
             return
-        first = _passes(trail, entering)
-        syncs = sum(seen.sync for seen in trail if seen.kind is Backward)
-        self.expected = Expected(
-            model, wrapper, optimizer, model.sampled[0], tape, syncs, first, first,
-            entering(Phase.OPTIMIZER, site), entering(Phase.USER, site),
-        )  # fmt: skip
+        first = _passes(seen, tape.ring.entering)
+        syncs = sum(one.sync for one in seen if one.kind is Backward)
+        model = seen[0].of
+        self.expected = Expected(model, wrapper, model.sampled[0], tape, syncs, first, first)
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
@@ -193,13 +207,13 @@ class Routine:
         if self.stage != Stage.NONE:
             self._enough = min(2 * self._enough, MOST_ALIKE)
             moments.interrupted.happens(active, self.expected)
-        self.expected, self.stage = None, Stage.NONE
+        self.expected, self.stage, self.trail = None, Stage.NONE, []
         self._alike, self._broken = 0, False
 
     def hasten(self) -> None:
-        """Have those who wait for a step told of this one."""
+        """Have those who wait for a step told of the next one."""
         if self.expected is not None:
-            self.expected.optimizer.due_at = 0
+            self.expected.hasten()
 
     def give_up(self) -> None:
         """Expect nothing for the rest of the run."""
@@ -211,38 +225,47 @@ class Routine:
         return step is not None and step.model is model and step.averaged
 
 
-def _may_repeat(trail: list[Seen | None]) -> bool:
-    """Whether a step of these may be a routine one: each backward is of all the forwards since the
-    one before, averages if the last of them asked for it, and so does the last backward."""
-    if not 2 <= len(trail) <= MOST_PASSES or trail[0] is None:
-        return False
-    model, asked, pending = trail[0].model, False, 0
-    for seen in trail:
-        if seen is None or seen.model is not model:
-            return False
-        if seen.kind is Forward:
-            asked, pending = seen.sync, pending + 1
-        elif not pending or seen.sync != asked:
-            return False
+def _may_repeat(trail: list[Seen | None]) -> list[Seen]:
+    """The trail, if a step of these may be a routine one: each backward is of all the forwards
+    since the one before, and averages if the last of them asked for it; so does the last one, and
+    only then do optimizers step. Else nothing."""
+    seen = [one for one in trail if one is not None]
+    if len(seen) != len(trail) or len(seen) > MOST_PASSES:
+        return []
+    model, asked, pending, stepping = seen[0].of, False, 0, False
+    for kind, of, _, sync in seen:
+        if kind is Step:
+            stepping = True
+            if pending or not asked:
+                return []
+        elif stepping or of is not model:
+            return []
+        elif kind is Forward:
+            asked, pending = sync, pending + 1
+        elif not pending or sync != asked:
+            return []
         else:
             pending = 0
-    return asked and not pending
+    return seen
+
+
+_PHASES = {Forward: Phase.FORWARD, Backward: Phase.BACKWARD, Step: Phase.OPTIMIZER}
 
 
 def _passes(trail: list[Seen], entering: Callable[[int, int], Callable[[float], None]]) -> Pass:
     """The passes of a step, linked; the first of them."""
     passes: list[Pass] = []
     pending = 0
-    for kind, model, site, sync in trail:
-        forward = backward = None
-        if kind is Forward:
-            forward, phase = Forward(model, None, site, True, sync, (), {}), Phase.FORWARD
-        else:
-            backward, phase = Backward(0, site, (), 0.0, models=[model]), Phase.BACKWARD
-            backward.expected_sync[model.number] = sync
-        within, after = entering(phase, site), entering(Phase.USER, site)
+    for kind, of, site, sync in trail:
+        forward = Forward(of, None, site, True, sync, (), {}) if kind is Forward else None
+        backward = Backward(0, site, (), 0.0, models=[of]) if kind is Backward else None
+        if backward is not None:
+            backward.expected_sync[of.number] = sync
+        optimizer = of if kind is Step else None
         hook = f"{len(passes)} of a routine step"
-        passes.append(Pass(forward, backward, sync, pending, hook, within, after))
+        within, after = entering(_PHASES[kind], site), entering(Phase.USER, site)
+        new = Pass(forward, backward, optimizer, site, sync, pending, hook, within, after)
+        passes.append(new)
         pending = pending + 1 if kind is Forward else 0
     for one, following in itertools.pairwise(passes):
         one.following = following
