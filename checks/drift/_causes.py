@@ -343,7 +343,7 @@ def told(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
         "subjects": tuple(found.names),
         "location": cause.location or step_line(group, found.minority),
         "label": cause.label,
-        "related": cause.related + ((Related("wrapped here", wrapped),) if wrapped else ()),
+        "related": cause.related + ((Related(group.any.wrapped.here, wrapped),) if wrapped else ()),
         "cause": cause.text,
         "fix": cause.fix,
         "at": found.at,

@@ -93,10 +93,10 @@ class BufferDrift(Check):
         around = broadcast and spot is not None and found.point == "eval"
         if around:
             location, label = spot, "calls the model inside of the wrapper"
-            related = (Related("wrapped here", wrapped),) if wrapped else ()
+            related = (Related(group.any.wrapped.here, wrapped),) if wrapped else ()
         else:
             location, related = wrapped, (Related("they matter here", spot),) if spot else ()
-            label = "wrapped here" if broadcast else "buffers are not synchronised"
+            label = group.any.wrapped.here if broadcast else "buffers are not synchronised"
         cause = (
             "the buffers were updated from each rank's own data and not copied since"
             if broadcast

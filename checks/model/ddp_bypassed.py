@@ -71,9 +71,7 @@ class DdpBypassed(Check):
             subjects=(wrapped.kind,),
             location=spot,
             label="goes around the wrapper" if call >= 0 else "backward of a forward around DDP",
-            related=models.related(
-                rank, (("wrapped here", wrapped.site), ("backward", first.site))
-            ),
+            related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
             summary=f"the optimizer stepped {last.count} times on gradients of {wrapped.kind} that "
             f"went around DistributedDataParallel, {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(wrapped.kind, last),

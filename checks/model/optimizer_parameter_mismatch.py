@@ -70,7 +70,9 @@ class OptimizerParameterMismatch(Check):
             subjects=event.missing,
             location=spot or rank.location(event.made) or rank.location(wrap_site),
             label=_label(event),
-            related=models.related(rank, (("made here", event.made), ("wrapped here", wrap_site))),
+            related=models.related(
+                rank, (("made here", event.made), (wrapped.here if wrapped else "", wrap_site))
+            ),
             summary=f"{_summary(event)} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(event, kind),
             fix="build the optimizer last, from `model.parameters()`"

@@ -89,7 +89,7 @@ class ParametersChangedAfterWrap(Check):
             subjects=event.names,
             location=spot or rank.location(event.forward_site),
             label=done if spot else "first forward after the change",
-            related=models.related(rank, (("wrapped here", wrapped.site),)),
+            related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=f"{models.some(event.names)} of {wrapped.kind} {_were(done, event.names)} "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=f"DDP registered the parameters of {wrapped.kind} when it was wrapped: {why}",

@@ -86,7 +86,7 @@ class RankDependentGraph(Check):
             subjects=names,
             location=spot,
             label=label,
-            related=models.related(rank, (("wrapped here", wrapped.site),)),
+            related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=_summary(run, wrapped, event.step, left, without, names),
             cause=_cause(wrapped, parts, allowed),
             fix=_fix(parts[0], allowed),

@@ -69,7 +69,7 @@ class ReadyTwice(Check):
             location=_spot(rank, event, why),
             label=why,
             related=models.related(
-                rank, (("backward that torch refused", event.site), ("wrapped here", wrapped.site))
+                rank, (("backward that torch refused", event.site), (wrapped.here, wrapped.site))
             ),
             summary=f"torch refused the backward at step {event.step}: {name or 'a parameter'} of "
             f"{wrapped.kind} was marked ready twice",

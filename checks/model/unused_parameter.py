@@ -142,7 +142,7 @@ def _why(event: UnusedParameters, part: Part, share: str) -> str:
 def _related(
     rank: Rank, wrapped: Wrapped, event: UnusedParameters, part: Part
 ) -> tuple[Related, ...]:
-    places = [("wrapped here", wrapped.site), ("backward without it", event.site)]
+    places = [(wrapped.here, wrapped.site), ("backward without it", event.site)]
     branch = models.branch_of(event, part)
     if branch >= 0:
         places.insert(0, ("this branch is not taken", branch))

@@ -51,6 +51,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         options: constructor flags that matter.
         frozen_site: the line that froze parameters before the wrap, -1 where there are none or it
             was not found.
+        adopted: it was wrapped before anybody watched; `site` is where it was first called.
     """
 
     model: int
@@ -64,6 +65,12 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
     options: dict[str, str | int | float | bool | None] = {}
     device: str = ""
     frozen_site: int = -1
+    adopted: bool = False
+
+    @property
+    def here(self) -> str:
+        """What there is at `site`."""
+        return "first called here, wrapped before" if self.adopted else "wrapped here"
 
     def describe(self) -> str:
         return f"wrapped {self.kind} in {self.wrapper} ({len(self.parameters)} parameters)"

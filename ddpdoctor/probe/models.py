@@ -222,7 +222,7 @@ def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _tell(active, module, given), weakref.ref(args[0])
 
 
-def _tell(active: Recorder, module: Any, given: dict[str, Any]) -> Model:
+def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False) -> Model:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
     named = list(module.named_parameters())
     expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
@@ -249,7 +249,8 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any]) -> Model:
                 if isinstance(v, (bool, int, float, str)) or v is None
             },
             device=str(named[0][1].device) if named else "",
-            frozen_site=-1 if all(model.trainable) else _frozen_site(active),
+            frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(active),
+            adopted=adopted,
         )
     )
     return model
@@ -349,6 +350,6 @@ def adopted(active: Recorder, wrapper: Any) -> Model:
         "broadcast_buffers",
     )  # fmt: skip
     given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
-    model = _tell(active, wrapper.module, given)
+    model = _tell(active, wrapper.module, given, adopted=True)
     _join(active, model, wrapper)
     return model

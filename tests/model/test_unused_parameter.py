@@ -1,10 +1,12 @@
 """DDP301: what is unused on all ranks, with the cause, and what must stay silent."""
 
+import msgspec
 import pytest
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
 from wraps import codes, rank, skipped, unused, use
 
+from ddpdoctor.events import Wrapped
 from ddpdoctor.findings import Severity
 
 ALL = ("body", "head", "aux")
@@ -23,6 +25,15 @@ def test_a_layer_that_is_never_called():
     assert found.label == "never called"
     assert found.ranks == (0, 1)
     assert [r.label for r in found.related] == ["wrapped here", "backward without it"]
+
+
+def test_a_model_that_was_wrapped_before_anybody_watched():
+    events = rank(unused([4, 5]), use(1, {4: 1, 5: 1}))
+    events = [
+        msgspec.structs.replace(e, adopted=True) if isinstance(e, Wrapped) else e for e in events
+    ]
+    (found,) = UnusedParameter().examine(make_run({0: events, 1: events}))
+    assert found.related[0].label == "first called here, wrapped before"
 
 
 def test_an_output_that_does_not_reach_the_loss():
