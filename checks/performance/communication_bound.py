@@ -29,7 +29,7 @@ class CommunicationBound(Check):
     That part of every step computes nothing, and grows with the number of ranks.
 
     ## How to fix it
-    Send less often (gradient accumulation with `no_sync()`), less (`bf16_compress_hook`), or
+    Send less often (gradient accumulation with `no_sync()`), less (`fp16_compress_hook`), or
     earlier (`bucket_cap_mb`, `gradient_as_bucket_view=True`, `static_graph=True`); a larger batch
     per rank makes the rest of the step longer. The note gives sizes and times.
 
@@ -79,7 +79,7 @@ class CommunicationBound(Check):
                 f"{step * 1e3:.0f} ms beyond what the backward hides ({100 * exposed / step:.0f} %)"
             ),
             cause=(
-                f"{size / MIB:.0f} MB of gradients in {len(times.bucket_bytes)} buckets go around "
+                f"{size / MIB:.3g} MB of gradients in {_count(times)} go around "
                 f"in {times.communication_s * 1e3:.0f} ms"
             ),
             fix=_fix(times),
@@ -109,6 +109,11 @@ def _exposed(times: SyncTimes) -> float:
     return max(0.0, times.communication_s - times.overlap_s)
 
 
+def _count(times: SyncTimes) -> str:
+    count = len(times.bucket_bytes)
+    return f"{count} bucket{'s' if count > 1 else ''}"
+
+
 def _fix(times: SyncTimes) -> str:
     ideas = ["accumulate gradients over several batches under `ddp.no_sync()`"]
     small = times.bucket_bytes and max(times.bucket_bytes) < SMALL_BUCKET
@@ -116,7 +121,9 @@ def _fix(times: SyncTimes) -> str:
         ideas.append("try `bucket_cap_mb=25` or more: the buckets are small")
     if not times.bucket_view:
         ideas.append("`gradient_as_bucket_view=True` saves a copy")
-    ideas.append(
-        "`ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)` sends half as much"
-    )
+    if sum(times.bucket_bytes) >= MIB:
+        ideas.append(
+            "`ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)` sends half as much "
+            "(`bf16_compress_hook` with NCCL)"
+        )
     return "; ".join(ideas)
