@@ -211,8 +211,9 @@ def _lost(run: Run) -> list[str]:
     lost = []
     blind = run.unobserved
     if blind:
+        was, whom = ("was", "it") if len(blind) == 1 else ("were", "them")
         lost.append(
-            f"{_ranks(blind)} ran but were not observed: the probe did not reach them "
+            f"{_ranks(blind)} ran but {was} not observed: the probe did not reach {whom} "
             "(python -I, -E or -S, an environment without PYTHONPATH, or not a Python program)"
         )
     elif not run.ranks:

@@ -91,7 +91,7 @@ class SamplerPaddingDuplicates(Check):
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
             f"and the sampler pads to {reader.seen.total_size}",
-            fix=_fix(loader, reader, own=own),
+            fix=_fix(loader, reader, own=own, gathered=gathered),
             fix_kind=FixKind.CHECK,
             evidence={
                 **figures(audit),
@@ -123,11 +123,12 @@ def _bound(audit: Audit) -> float:
     return sum(max(0.0, n / total - even) for n in audit.total.values())
 
 
-def _fix(loader: Loader, reader: Reader, *, own: bool) -> str:
+def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
     if loader.trains:
         return "nothing, or `drop_last=True` on the sampler: in training a few repeats do no harm"
-    gathered = "count each sample once" if own else f"keep the first {reader.seen.length}"
+    once = "count each sample once" if own else f"keep the first {reader.seen.length}"
+    done = "nothing where what is gathered is trimmed already; otherwise " if gathered else ""
     return (
-        f"gather the predictions and {gathered}, or read each sample once "
+        f"{done}gather the predictions and {once}, or read each sample once "
         "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop"
     )

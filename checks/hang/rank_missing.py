@@ -80,7 +80,7 @@ class RankMissing(Check):
             f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
             f"{it} {be} {absent[0].doing}",
             cause=_cause(absent[0], why),
-            fix=_fix(absent[0]),
+            fix=_fix(absent[0], first),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
@@ -104,15 +104,17 @@ def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
     return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
 
 
-def _fix(stand: Stand) -> str:
+def _fix(stand: Stand, waiting: Stand) -> str:
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
             return f"let the debugger that holds process {stand.stood.pid}{node} go on"
         return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and find out who stopped it"
+    op = waiting.made.signature.op if waiting.made else ""
+    own = op == "monitored_barrier"  # it does not ask the group for how long
     return (
         "see what the line does on that rank; if it is right and only slow, give the others more "
-        "time: `init_process_group(..., timeout=timedelta(hours=2))`"
+        f"time: `{op if own else 'init_process_group'}(..., timeout=timedelta(hours=2))`"
     )
 
 

@@ -123,6 +123,7 @@ def test_results_that_are_gathered_may_be_trimmed() -> None:
     ranks = [[*part(21, 2, r), *gathers] for r in range(2)]
     (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
     assert finding.severity is Severity.NOTE
+    assert finding.fix.startswith("nothing where what is gathered is trimmed already")
 
 
 def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:

@@ -86,3 +86,11 @@ def test_it_came_back_and_the_run_ended_before_that_was_seen(tmp_path: Path) -> 
         tape.call(line=9, at=START + 51)
     assert found(run_of(tmp_path, made, nodes={0: seen})) == []
     assert found(run_of(tmp_path / "killed", made, nodes={0: seen}, ended={0: -9, 1: -9})) == []
+
+
+def test_a_barrier_with_a_timeout_of_its_own(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call("monitored_barrier", 9, state=State.BEGUN, at=START + 5)
+    seen = [stood(1, 33, "save(model)"), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
+    assert "`monitored_barrier(..., timeout=" in finding.fix
