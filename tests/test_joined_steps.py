@@ -12,7 +12,7 @@ from ddpdoctor.probe import optimizers
 from ddpdoctor.probe.moments import Step
 from ddpdoctor.probe.optimizers import FIRST_STEPS, JOINED_S, Optimizer
 from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.ring import Phase, RingWriter
+from ddpdoctor.ring import RingWriter
 from ddpdoctor.run import load
 from ddpdoctor.runfolder import EventWriter, Lines
 
@@ -106,6 +106,5 @@ def test_steps_that_a_kill_kept_off_the_record(
 ) -> None:
     folder = write_folder(tmp_path / "run", {0: [site(0, "/t.py", 1), *events]})
     writer = RingWriter(folder.rank_files()[0][1].with_suffix(".ring"))
-    writer.step = 145
-    writer.phase(Phase.USER, -1)
+    writer.stepped(145)
     assert load([folder]).ranks[0].steps == steps

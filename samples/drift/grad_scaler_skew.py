@@ -1,7 +1,7 @@
 """The loss scaler's state is restored on rank 0 only.
 
 run: --nproc-per-node 2
-finds: DDP406 error at `scaler.step(optimizer)`
+finds: DDP406 error at `scaler.load_state_dict(STATE)`
 """
 
 import torch
