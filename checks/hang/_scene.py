@@ -51,6 +51,8 @@ class Stand:
     Attributes:
         gone: its process had ended, or was leaving, or had destroyed its groups.
         call, key: the call it was in, and whose group; made: the same with its lines.
+        computes: the forward or backward of a wrapped model that it was in without any
+            communication under way.
         still_s: how long it had made no progress.
         stood: what the monitor saw of it.
     """
@@ -64,6 +66,7 @@ class Stand:
     phase_site: int
     still_s: float
     stood: RankStood | None
+    computes: Call | None = None
 
     @property
     def blocked(self) -> bool:
@@ -135,7 +138,8 @@ class Scene:
         return [s for s in self.stands.values() if s.blocked]
 
     def absent(self, stand: Stand) -> list[Stand]:
-        """Members of the group of this rank's call that had not begun that call."""
+        """Members of the group of this rank's call that had not begun that call, or were in it and
+        had not come to what this rank waits for there."""
         if stand.key is None or stand.call is None or stand.call.index < 0:
             return []
         return [
@@ -143,8 +147,23 @@ class Scene:
             for r in stand.key.ranks
             if (other := self.stands.get(r)) is not None
             and r != stand.rank.rank
-            and not self._has_begun(other, stand.key, stand.call.index)
+            and (
+                not self._has_begun(other, stand.key, stand.call.index)
+                or self._is_behind(other, stand, stand.key, stand.call.index)
+            )
         ]
+
+    def _is_behind(self, other: Stand, stand: Stand, key: GroupKey, index: int) -> bool:
+        """Whether it computes in the same call, and torch's flight recorder has a communication
+        under way on this rank that has not begun there."""
+        call = other.computes
+        if call is None or call.index != index or self.known.key(other.rank, call.group) != key:
+            return False
+        ours, theirs = flight_log(stand.rank, key), flight_log(other.rank, key)
+        if ours is None or theirs is None or stand.call is None or ours.at < stand.call.began:
+            return False
+        begun = max([theirs.last_enqueued, *(e.sequence for e in theirs.entries)])
+        return any(not e.retired and e.sequence > begun for e in ours.entries)
 
     def _has_begun(self, other: Stand, key: GroupKey, index: int) -> bool:
         if other.rank.ring is None:
@@ -156,6 +175,11 @@ class Scene:
         if made is None or made.call is None:
             return True
         return other.rank.wall(made.call.began) <= self.at
+
+
+def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
+    """What torch's flight recorder had last of a group."""
+    return next((f for f in reversed(rank.of(FlightLog)) if f.group == key.name), None)
 
 
 @lru_cache(maxsize=1)
@@ -231,8 +255,9 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
         opened = [c for c in ring.calls if c.open_at(at)]
         call = opened[-1] if opened else None
     key = known.key(rank, call.group) if call else None
+    computes = None
     if call is not None and key is not None and _only_computes(known, rank, key, call):
-        call = key = None
+        computes, call, key = call, None, None
     made = None
     if call is not None and key is not None and call.index >= 0:
         log = known.logs.get(key, {}).get(rank.rank)
@@ -249,6 +274,7 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
         phase_site=ring.phase_site if ring else -1,
         still_s=_still(rank, call, at),
         stood=_stood(run, rank),
+        computes=computes,
     )
 
 
@@ -261,10 +287,10 @@ def _only_computes(known: Book, rank: Rank, key: GroupKey, call: Call) -> bool:
     made = known.at(log, call.index) if log and call.index >= 0 else None
     if made is None or not made.signature.op.startswith("DDP "):
         return False
-    seen = [f for f in rank.of(FlightLog) if f.group == key.name and f.at >= call.began]
-    if not seen or (call.ended and seen[-1].at > call.ended):
+    seen = flight_log(rank, key)
+    if seen is None or seen.at < call.began or (call.ended and seen.at > call.ended):
         return False
-    return all(entry.retired for entry in seen[-1].entries)
+    return all(entry.retired for entry in seen.entries)
 
 
 def _still(rank: Rank, call: Call | None, at: float) -> float:

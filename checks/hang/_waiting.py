@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ddpdoctor.events import Signature
+from ddpdoctor.events import FlightLog, Signature
 from ddpdoctor.findings import Evidence
 from ddpdoctor.run import Phase, State, fold_ranks
 
@@ -180,3 +180,14 @@ def merged_stacks(scene: Scene) -> list[dict[str, object]]:
 
 def _progress(stand: Stand) -> tuple[int, int]:
     return stand.rank.steps, stand.rank.ring.count if stand.rank.ring else 0
+
+
+def pending(now: Scene) -> list[str]:
+    """Collectives that torch's flight recorder has as not finished."""
+    lines = []
+    for stand in now.stands.values():
+        log = stand.rank.latest(FlightLog)
+        for entry in log.entries if log else ():
+            if not entry.retired:
+                lines.append(f"rank {stand.rank.rank}: {entry.sequence} {entry.op} {entry.sizes}")
+    return lines[:20]

@@ -10,7 +10,7 @@ from ddpdoctor.run import Phase, Run, fold_ranks, ranks_text
 
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
-from ._waiting import merged_stacks, missing, victims, waiting_for
+from ._waiting import merged_stacks, missing, pending, victims, waiting_for
 
 BUSY = 0.3
 """Share of a core."""
@@ -21,8 +21,9 @@ class RankMissing(Check):
 
     ## What it finds
     Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
-    in a loop, a sleep, a lock, a download, or stopped by a signal. Its own stack says where. The
-    stall time is `--hang-after`, or is learned from the run.
+    in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
+    by a signal. Its own stack says where. The stall time is `--hang-after`, or is learned from the
+    run.
 
     ## Why it hurts
     Every other rank stands still, and after the backend's timeout the error is raised on the ranks
@@ -62,6 +63,8 @@ class RankMissing(Check):
         waited = max(s.still_s for s in waiting)
         ranks = tuple(s.rank.rank for s in absent)
         call = first.made.place if first.made else "a collective"
+        inside = absent[0].computes is not None  # in the same call, before it communicates
+        call = f"the communication of {call}" if inside else call
         others = sorted({s.rank.rank for s in waiting})
         be = "is" if len(ranks) == 1 else "are"
         does = "does not" if len(ranks) == 1 else "do not"
@@ -90,6 +93,7 @@ class RankMissing(Check):
                 "time_to_verdict_s": round(waited, 2),
                 "hang_after_s": round(now.hang_after, 1),
                 "stacks": merged_stacks(now),
+                **({"flight_recorder": pending(now)} if inside else {}),
             },
             at=now.at - waited,
         )

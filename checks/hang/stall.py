@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import FlightLog
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -20,7 +19,7 @@ from ddpdoctor.run import Run, ranks_text
 from ._loops import ways_around
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
-from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, victims
+from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, pending, victims
 
 
 class Stall(Check):
@@ -171,7 +170,7 @@ class Stall(Check):
                 "waited_s": round(waited, 1),
                 "hang_after_s": round(now.hang_after, 1),
                 "stacks": merged_stacks(now),
-                "flight_recorder": _pending(now),
+                "flight_recorder": pending(now),
             },
             at=now.at - waited,
         )
@@ -188,6 +187,11 @@ def _why(stands: list[Stand], together: bool) -> str:
             "each waits for another one, and what they wait for was begun there: a message that "
             "is under way, or one that is lost because nobody kept or waited for its handle"
         )
+    waiting = [s for s in stands if s.blocked]
+    if waiting:
+        ranks = _with(waiting, waiting[0])
+        what = f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {waiting[0].doing}"
+        return f"{what}, where no rank is seen to be missing; the stacks say where each of them is"
     return "nobody waits for another rank; the stacks say where each of them is"
 
 
@@ -208,14 +212,3 @@ def _with(stands: list[Stand], one: Stand) -> list[int]:
 
 def _are(ranks: list[int]) -> str:
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def _pending(now: Scene) -> list[str]:
-    """Collectives that torch's flight recorder has as not finished."""
-    lines = []
-    for stand in now.stands.values():
-        log = stand.rank.latest(FlightLog)
-        for entry in log.entries if log else ():
-            if not entry.retired:
-                lines.append(f"rank {stand.rank.rank}: {entry.sequence} {entry.op} {entry.sizes}")
-    return lines[:20]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
+from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID
 from tapes import START, Tape, run_of, stall, stood
 
-from ddpdoctor.events import ExceptionRaised, StallOver
+from ddpdoctor.events import ExceptionRaised, FlightEntry, FlightLog, StallOver
 from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run
@@ -94,3 +96,41 @@ def test_a_barrier_with_a_timeout_of_its_own(tmp_path: Path) -> None:
     seen = [stood(1, 33, "save(model)"), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
     assert "`monitored_barrier(..., timeout=" in finding.fix
+
+
+def recorded(*retired: bool) -> FlightLog:
+    entries = tuple(
+        FlightEntry(sequence=n, op="all_reduce", sizes="[[4]]", dtypes="Float", retired=over)
+        for n, over in enumerate(retired)
+    )
+    return FlightLog(at=START + 20, group="0", entries=entries, last_enqueued=len(retired) - 1)
+
+
+@pytest.mark.parametrize(
+    ("logs", "ranks"),
+    [
+        ((recorded(True), recorded(True, False)), (0,)),
+        ((recorded(True, True), recorded(True, False)), None),
+        ((recorded(True, False), recorded(True, False)), None),
+        ((recorded(True), recorded(True)), None),
+    ],
+)
+def test_in_its_own_code_within_the_backward_in_which_the_other_waits(
+    tmp_path: Path, logs: tuple[FlightLog, FlightLog], ranks: tuple[int, ...] | None
+) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for tape in made.values():
+        tape.call("DDP backward", 12).call("DDP backward", 12, state=State.BEGUN, at=START + 5)
+    seen = [stood(0, 33, "time.sleep(1000)"), stall(START + 50, START + 5)]
+    more = {rank: [log] for rank, log in enumerate(logs)}
+    run = run_of(tmp_path, made, more=more, nodes={0: seen}, ended={0: -15, 1: -15})
+    missing = found(run)
+    assert [f.ranks for f in missing] == ([ranks] if ranks else [])
+    stalled = list(Stall().examine(run))
+    assert bool(stalled) is not bool(missing)
+    if missing:
+        assert "the communication of DDP backward (train.py:12), where rank 1" in missing[0].summary
+        assert missing[0].location is not None
+        assert missing[0].location.line == 33
+    waits = any(not e.retired for log in logs for e in log.entries)
+    assert not (waits and any("nobody waits" in f.cause for f in stalled))
