@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddpdoctor.events import SyncPattern
 
-from ._replicas import Member
+if TYPE_CHECKING:
+    from ._replicas import Member
 
 
 @dataclass(frozen=True)

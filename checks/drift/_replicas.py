@@ -15,6 +15,8 @@ from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 
+from ._lacking import Lacking
+
 ABSENT = 0
 
 NO_COPIES = "no two ranks were seen to train copies of one wrapped model"
@@ -198,7 +200,7 @@ def _alike(members: dict[int, Member]) -> Replicas | None:
 def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | None:
     """How the copies differ in digests of a kind, or None where they never do."""
     names = group.names("buffers" if kind == "buffers" else "parameters")
-    tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
+    tables = _tables(group, kind, point)
     found = Divergence(kind, point, [], total=len(names))
     positions: set[int] = set()
     looked: dict[int, range] = {}
@@ -236,8 +238,8 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
 
 def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:
     """The first step that some ranks took after more averaging backwards than others, and how
-    many: those have left a step out."""
-    tables = {n: _rows(m, "parameters", "step") for n, m in group.members.items()}
+    many: those have left a step out. Backwards that others are known to lack do not count."""
+    tables = _tables(group, "parameters", "step")
     for key in sorted({k for table in tables.values() for k in table}):
         made = {n: table[key][2] for n, table in tables.items() if key in table}
         if len(set(made.values())) > 1:
@@ -292,6 +294,19 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
             rows[key] = stride, tuple(values[begin : begin + count]), made
             begin += count
     return rows
+
+
+def _tables(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
+    """The rows of every rank; a backward that one is known to lack counts as if it had made it."""
+    tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
+    lacking = Lacking(group.members) if point == "step" else None
+    if lacking:
+        counted = {k for rows in tables.values() for k, (_, _, made) in rows.items() if made}
+        for number, rows in tables.items():
+            for key in counted & rows.keys():
+                stride, values, made = rows[key]
+                rows[key] = stride, values, made + lacking.at(number, key)
+    return tables
 
 
 def _wall(member: Member, kind: str, point: str, key: int) -> float:

@@ -9,6 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Sever
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _causes
+from ._lacking import parts_them
 from ._patterns import Span, patterns
 from ._replicas import NO_COPIES, Divergence, Member, Replicas, divergence, each_model, replicas
 
@@ -81,6 +82,8 @@ class UnsyncedStep(Check):
         return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
+        if parts_them(mine, other):
+            return True
         later = (
             "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
             "grad-scaler-skew", "model-not-wrapped",

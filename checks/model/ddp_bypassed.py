@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import Bypassed
+import msgspec
+
+from ddpdoctor.events import Bypassed, RankExiting, StepDone, SyncPattern
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -60,7 +62,7 @@ class DdpBypassed(Check):
 
     def _tell(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
         rank, events = next(iter(seen.items()))
-        first, last = events[0], events[-1]
+        first, last = events[0], _to_its_end(rank, events[-1])
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
         call = next((e.call_site for e in events if e.call_site >= 0), -1)
@@ -93,6 +95,25 @@ def _events(rank: Rank, model: int) -> list[Bypassed]:
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
         return []
     return [e for e in rank.of(Bypassed) if e.model == model]
+
+
+def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
+    """The last such step. They are recorded at powers of two and when the rank leaves: of one that
+    was stopped, those after the last record are the steps whose gradients came about alike."""
+    if rank.of(RankExiting):
+        return last
+    mine = (last.model, last.optimizer)
+    told = [e for e in rank.of(SyncPattern) if (e.model, e.optimizer) == mine]
+    now = next((e for e in reversed(told) if e.step <= last.step), None)
+    if now is None or not now.reason or now.synced:
+        return last
+    after = [e.step - 1 for e in told if e.step > last.step]
+    taken = [e.step for e in rank.of(StepDone) if e.optimizer == last.optimizer]
+    end = min(after) if after else max(taken, default=last.step)
+    more = end - last.step
+    if not 0 < more < last.count:  # else there were another record
+        return last
+    return msgspec.structs.replace(last, step=end, count=last.count + more)
 
 
 def _cause(kind: str, last: Bypassed) -> str:

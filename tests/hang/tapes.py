@@ -39,6 +39,7 @@ class Tape:
             )
         ]  # fmt: skip
         self.calls: list[tuple[int, int, int, int, int, State, float, float]] = []
+        self.steps: dict[tuple[int, int], int] = {}
         self.phase: tuple[Phase, int] = (Phase.USER, -1)
         self.progress_at: float | None = None
         self._next: dict[int, int] = {}
@@ -58,6 +59,7 @@ class Tape:
         peer: int = -1,
         at: float | None = None,
         lasts: float = 0.01,
+        step: int = 0,
         **arguments: object,
     ) -> Tape:
         """One call; it ended after `lasts` unless `state` says that the rank is still in it."""
@@ -94,6 +96,7 @@ class Tape:
         self.calls.append(
             (group, index, self._signatures[key], self._sites[place], peer, state, began, ended)
         )
+        self.steps[group, index] = step
         self._clock = began + max(lasts, 0.01) + 0.01
         return self
 
@@ -120,6 +123,8 @@ class Tape:
             writer = RingWriter(path)
             for group, index, signature, site, peer, state, began, ended in self.calls:
                 clock.return_value = began
+                if step := self.steps[group, index]:
+                    writer.stepped(step)
                 number = writer.begin(group, index, signature, site, peer)
                 clock.return_value = ended
                 writer.mark(number, state)

@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
-from recordings import make_run, site
+from recordings import make_run, site, steps
 from wraps import codes, rank
 
-from ddpdoctor.events import Bypassed
+from ddpdoctor.events import Bypassed, RankExiting, SyncPattern
 from ddpdoctor.probe import bypass
 
 CHECK = DdpBypassed()
@@ -56,3 +57,31 @@ def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
     for closure in (True, False):
         bypass._step_begins(None, SimpleNamespace(closure=closure))
     assert judged == [False]
+
+
+def pattern(step, **more):
+    return SyncPattern(at=0, model=0, optimizer=0, step=step, **more)
+
+
+LOCAL = pattern(2, unsynced=1, reason="second backward")
+
+
+@pytest.mark.parametrize(
+    ("events", "last", "count"),
+    [
+        pytest.param([LOCAL], 8, 7, id="to the end"),
+        pytest.param([LOCAL, pattern(7, synced=1)], 6, 5, id="until the wrapper is called again"),
+        pytest.param(
+            [LOCAL, RankExiting(at=9, how="done")], 5, 4, id="a rank that left told the last one"
+        ),
+        pytest.param([pattern(2, synced=1, unsynced=1, reason="x")], 5, 4, id="not known to be"),
+        pytest.param([], 5, 4, id="nothing known of the others"),
+    ],
+)
+def test_the_steps_of_a_rank_that_was_stopped(events, last, count):
+    told = [bypassed(2), bypassed(3, 2), bypassed(5, 4)]
+    run = make_run({0: rank(*steps(9)), 1: rank(*told, *steps(9), *events)})
+    (found,) = CHECK.examine(run)
+    assert (found.steps.first, found.steps.last, found.steps.count) == (2, last, count)
+    assert f"stepped {count} times" in found.summary
+    assert found.evidence["steps without synchronisation"] == count
