@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
 from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
+from ._usual import left_out
 
 WINDOW = 64
-HISTORY = 256
-_ROUNDS = 2
-"""Earlier rounds that have to agree."""
 ON_RANK = re.compile(
     r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|\bRANK|\bis_main|\bmain_process|\bis_master"
     r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|process_index|\bis_first|\bprimary\b",
@@ -110,9 +107,9 @@ def _judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Part
         return None
     place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
     apart = bool(differs) and a[0].text != b[0].text and _arms(a[0], b[0]) is None
-    left_out = 0
-    if apart and shift is None and (missed := _left_out(known, logs, index, made)):
-        place, odd, left_out = missed
+    earlier = 0
+    if apart and shift is None and (missed := left_out(known, logs, index, made)):
+        place, odd, earlier = missed
     return Parting(
         key=key,
         index=index,
@@ -121,11 +118,11 @@ def _judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Part
         shifted=shift is not None,
         extra=shift is not None and shift.only_one_side,
         elsewhere=apart,
-        left_out=left_out,
+        left_out=earlier,
         odd=odd,
         place=place,
         depth=_depth(
-            place, [m for m in made.values() if (m.rank.rank in odd) is bool(left_out)] or b
+            place, [m for m in made.values() if (m.rank.rank in odd) is bool(earlier)] or b
         ),
     )
 
@@ -292,25 +289,6 @@ def _fault(
     if odd_y > odd_x:
         return y, _minority(other, one, y, known)
     return x, _minority(one, other, x, known)
-
-
-def _left_out(
-    known: Book, logs: dict[int, Log], index: int, made: dict[int, Made]
-) -> tuple[Made, tuple[int, ...], int] | None:
-    """The call that came next in every earlier round, the ranks that are already at another one of
-    the round, and the number of rounds; None where no rank is, or earlier rounds differ."""
-    ours = logs[next(iter(made))]
-    past = list(known.window(ours, max(0, index - HISTORY), min(index, HISTORY)))
-    said = [(m.what, m.text) for m in past]
-    after = [then for now, then in itertools.pairwise(said) if now == said[-1]]
-    after = after[1:]  # in the first round DDP makes a call of its own
-    if len(after) < _ROUNDS or len(set(after)) > 1:
-        return None
-    kept = [m for m in made.values() if (m.what, m.text) == after[0]]
-    rest = {r: m for r, m in made.items() if m not in kept}
-    if not kept or not rest or any((m.what, m.text) not in said for m in rest.values()):
-        return None
-    return kept[0], tuple(sorted(rest)), len(after)
 
 
 def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:

@@ -188,8 +188,10 @@ def _caught(parting: Parting, ranks: Collection[int]) -> str:
 
 def _around(parting: Parting) -> str:
     """What leads around the call that was left out."""
-    ways = ways_around(parting.place)
-    return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:2]) if ways else ""
+    if ways := ways_around(parting.place):
+        return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:2])
+    branched = entered(parting)
+    return f": only some ranks entered `{branched[1].text}`" if branched else ""
 
 
 def _fix(parting: Parting) -> str:

@@ -12,8 +12,9 @@ from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
-from ._mismatch import HISTORY, branch, condition, is_inside, on_rank
+from ._mismatch import branch, condition, is_inside, on_rank
 from ._scene import QUIET_S, Scene, Stand, scene
+from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for
 
 FIX = (

@@ -1,0 +1,40 @@
+"""What comes at every k-th round of a loop, and is left out by one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, Tape, run_of
+
+from ddpdoctor.ring import State
+
+
+@pytest.mark.parametrize(
+    ("skew", "around", "told"),
+    [
+        (0, "for step in range(200):", True),
+        (1, "for step in range(200):", False),
+        (0, "if step % 3 == 0:", False),
+    ],
+)
+def test_a_call_of_every_third_round_that_a_rank_left_out(
+    tmp_path: Path, skew: int, around: str, told: bool
+) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    loop = (8, "for step in range(200):")
+    for tape in made.values():
+        for n in range(4):
+            tape.call(line=16, inside=((13, "if step % 3 == 0:"), (8, around)), numel=1)
+            for _ in range(3 + skew * (n == 2)):
+                tape.call("DDP backward", 12, inside=(loop,))
+    inside = ((13, "if step % 3 == 0:"), (8, around))
+    made[0].call(line=16, inside=inside, numel=1, state=State.BEGUN, at=START + 5)
+    made[1].call("DDP backward", 12, inside=(loop,), state=State.BEGUN, at=START + 5)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
+    assert ("rank 1 left out all_reduce" in finding.summary) is told
+    if told:
+        assert finding.ranks == (1,)
+        assert str(finding.location) == "train.py:16"
+        assert "in each of the last 3 rounds, and left it out in this one" in finding.cause
