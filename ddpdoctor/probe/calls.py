@@ -15,7 +15,7 @@ from . import groups, moments, process, waits
 from .frames import passed_over, unframe
 from .looks import Look
 from .models import Model
-from .moments import Backward, Forward, Step, nothing
+from .moments import Backward, Forward, Step
 from .patching import around, refused, replace
 from .recorder import Recorder, guarded, recorder
 from .tape import Tape, tape
@@ -105,11 +105,11 @@ def install() -> None:
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
     # Of routine steps the brackets themselves tell.
-    moments.forward_begins.subscribe(_forward_begins, routine=nothing, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, routine=nothing, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, routine=nothing, lost=LOST)
+    moments.forward_begins.subscribe(_forward_begins, routine=False, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 

@@ -14,7 +14,7 @@ from . import exchanges, moments, optimizers, sync
 from .digests import ABSENT, Sketcher, capturing, numbers, scattered, sums
 from .holdings import Holding
 from .models import Model
-from .moments import Forward, Step, nothing
+from .moments import Forward, Step
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
@@ -130,7 +130,7 @@ def install() -> None:
 
     _drift.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
-    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import models, moments, optimizers
 from .models import Model
-from .moments import Step, nothing
+from .moments import Step
 from .recorder import Recorder
 
 LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
@@ -43,7 +43,7 @@ class _Known:
 
 def install() -> None:
     """To be called before the watchers subscribe that read `Step.holdings`."""
-    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
 
 

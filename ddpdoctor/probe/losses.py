@@ -11,7 +11,7 @@ from ..events import BatchSeen, GradientReduced, LossScaled
 from . import autograd, edits, models, moments, sync
 from .divisors import divided_by_world_size
 from .models import Model
-from .moments import Backward, Call, Forward, Subscriptions, nothing
+from .moments import Backward, Call, Forward, Subscriptions
 from .recorder import Recorder
 from .sites import classify
 from .torch_private import anomaly_mode, made_at, saved
@@ -65,7 +65,7 @@ _sizing = Subscriptions()
 def install() -> None:
     _losses.__init__()  # type: ignore[misc]
     _sizing[:] = (moments.forward_ends.subscribe(_forward_ends, lost=LOST),)
-    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
     moments.called.subscribe(_called, lost="collectives on gradients")
 
 

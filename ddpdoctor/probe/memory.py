@@ -10,7 +10,7 @@ from typing import Any
 
 from ..events import MemoryHeld, MemorySample
 from . import forwards, holders, moments
-from .moments import Backward, Forward, Step, Subscriptions, nothing
+from .moments import Backward, Forward, Step, Subscriptions
 from .recorder import Recorder
 from .references import Reference
 
@@ -66,8 +66,8 @@ _made = Subscriptions()
 def install() -> None:
     _memory.__init__()  # type: ignore[misc]
     moments.pulse.subscribe(_pulse, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
     _made[:] = (
         moments.forward_ends.subscribe(_forward_made, lost=LOST, awake=False),
         moments.backward_begins.subscribe(_backward_made, lost=LOST, awake=False),

@@ -29,23 +29,19 @@ PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 64, 0.64
 """Seconds between pulses after the first ones; twice as many after so many pulses."""
 
 
-def nothing(active: Recorder, moment: Any) -> None:
-    """What a watcher does in a routine step that it need not be told of."""
-
-
 class Subscription(Generic[M]):
     """A callback of a moment. One that waits for nothing now can rest: it then costs nothing.
 
     Attributes:
         part: how its failures are told; `lost` is what they lose.
-        routine: what is called in its place in a routine step (see `routine`).
+        routine: it is told of routine steps too (see `routine`).
         given_up: it failed too often, and rests for ever.
     """
 
     __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part", "routine")
 
     def __init__(
-        self, moment: Moment[M], callback: Callback[M], routine: Callback[M], lost: str, awake: bool
+        self, moment: Moment[M], callback: Callback[M], routine: bool, lost: str, awake: bool
     ) -> None:
         self._moment = moment
         self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
@@ -94,13 +90,13 @@ class Moment(Generic[M]):
         self,
         callback: Callback[M],
         *,
-        routine: Callback[M] | None = None,
+        routine: bool = True,
         lost: str = "",
         awake: bool = True,
     ) -> Subscription[M]:
-        """Have `callback(recorder, moment)` called, in a routine step `routine` if given; `lost`
-        says what its failure loses."""
-        new = Subscription(self, callback, routine or callback, lost, awake)
+        """Have `callback(recorder, moment)` called, in routine steps only if `routine`; `lost` says
+        what its failure loses."""
+        new = Subscription(self, callback, routine, lost, awake)
         self._every.append(new)
         self.choose()
         return new
@@ -108,7 +104,7 @@ class Moment(Generic[M]):
     def choose(self) -> None:
         """Some of the subscriptions went to rest or woke up."""
         self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
-        self.in_routine = [one for one in self._awake if one.routine is not nothing]
+        self.in_routine = [one for one in self._awake if one.routine]
 
     def happens(self, active: Recorder, moment: M) -> None:
         for one in self._awake:
@@ -121,7 +117,7 @@ class Moment(Generic[M]):
         """It happens in a routine step."""
         for one in self.in_routine:
             try:
-                one.routine(active, moment)
+                one.callback(active, moment)
             except Exception as error:
                 self._failed(active, one, error)
 

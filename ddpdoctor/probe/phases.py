@@ -7,7 +7,6 @@ from typing import Any
 
 from ..ring import Phase, State
 from . import groups, moments
-from .moments import nothing
 from .patching import around
 from .recorder import Recorder
 from .tape import NEW_GROUPS, tape
@@ -25,8 +24,8 @@ def install() -> None:
         (moments.step_begins, Phase.OPTIMIZER),
         (moments.leaving, Phase.LEAVING),
     ):
-        usual = nothing if phase is Phase.OPTIMIZER else None  # see `optimizers`
-        moment.subscribe(_enters(phase), routine=usual, lost=LOST)
+        told = phase is not Phase.OPTIMIZER  # see `optimizers`
+        moment.subscribe(_enters(phase), routine=told, lost=LOST)
     around(groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
     around(groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
     around((c10d, dist), "destroy_process_group", before=_destroys, after=_goes_on, lost=LOST)

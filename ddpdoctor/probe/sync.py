@@ -13,7 +13,7 @@ from . import exchanges, models, moments, unused
 from .holdings import Holding
 from .looks import Look
 from .models import Model
-from .moments import Backward, Forward, Step, nothing
+from .moments import Backward, Forward, Step
 from .patching import around
 from .recorder import Recorder
 from .resolving import setting_in_frames
@@ -84,12 +84,12 @@ def install() -> None:
     _off_sites.clear()
     around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
     around(torch.autograd, "grad", before=_functional, lost="gradients taken by autograd.grad")
-    moments.forward_ends.subscribe(_forward_ends, routine=nothing, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, routine=nothing, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, routine=nothing, lost=LOST)
-    moments.step_begins.subscribe(_step_begins, routine=nothing, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
+    moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, routine=nothing, lost=LOST)
+    moments.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
     moments.interrupted.subscribe(_interrupted, lost=LOST)
 
 
