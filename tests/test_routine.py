@@ -165,6 +165,8 @@ def train(at, steps=12, late=8):
 
 for at in sys.argv[2:]:
     train(at)
+    if at in ("", "accumulating", "in pairs", "sharpness"):
+        assert routine.routine._enough == routine.ALIKE, f"{at}: expected, and then none"
     dist.barrier()
 if rank == 0:
     print("passed as routine:", passed, flush=True)
