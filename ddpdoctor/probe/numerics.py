@@ -17,6 +17,7 @@ import msgspec
 
 from ..events import NonFinite
 from . import models, moments, nonfinite_origin, optimizers
+from .accumulators import Captures, GradientHooks
 from .models import Model
 from .modules import named_roots
 from .moments import Backward, Forward, Step, Subscriptions
@@ -53,7 +54,7 @@ class _Numerics:
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local_bad = False
-        self.handles: list[Any] = []
+        self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
         self.waiting: list[tuple[Flag, NonFinite]] = []
         self.told = 0
@@ -161,22 +162,17 @@ def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> 
 def _watch_gradients(active: Recorder, backward: Backward) -> None:
     """Look at what arrives at one early parameter of each model, before it is averaged.
 
-    What is wrong anywhere on the way from the loss arrives there too. The hook stands on the
-    graph's node for the time of this backward, not on the parameter.
+    What is wrong anywhere on the way from the loss arrives there too.
     """
-    from torch.autograd.graph import get_gradient_edge
-
     for model in models.live():
         if not model.pending:
             continue
         parameter = _sample(model)
         if parameter is None or not parameter.requires_grad:  # frozen for this backward
             continue
-        node = get_gradient_edge(parameter).node
 
-        def look(gradients: Any) -> None:
-            gradient = gradients[0]
-            if gradient is None:
+        def look(gradient: Any) -> None:
+            if gradient is None or Captures.depth:
                 return
             if gradient.is_cuda:
                 _flag_later(active, backward, gradient, "gradient")
@@ -184,7 +180,7 @@ def _watch_gradients(active: Recorder, backward: Backward) -> None:
                 _state.local_bad = True
 
         _looked.wake()
-        _state.handles.append(node.register_prehook(shielded("numerics.look", look, LOST)))
+        _state.hooks.add([(parameter, shielded("numerics.look", look, LOST))])
 
 
 def _sample(model: Model) -> Any:
@@ -201,9 +197,7 @@ def _sample(model: Model) -> Any:
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _looked.rest()
-    for handle in _state.handles:
-        handle.remove()
-    _state.handles.clear()
+    _state.hooks.remove()
     if _state.local_bad and _state.suspect is None:
         _state.suspect = NonFinite(
             at=backward.began, kind="gradient", step=active.step, value="nan", site=backward.site

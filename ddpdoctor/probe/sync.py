@@ -10,6 +10,7 @@ from typing import Any
 
 from ..events import SyncPattern
 from . import exchanges, models, moments, unused
+from .accumulators import Captures
 from .holdings import Holding
 from .looks import Look
 from .models import Model
@@ -83,7 +84,8 @@ def install() -> None:
     _syncs.clear()
     _off_sites.clear()
     around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
-    around(torch.autograd, "grad", before=_functional, lost="gradients taken by autograd.grad")
+    lost = "gradients taken by autograd.grad"
+    around(torch.autograd, "grad", before=_functional, after=_functional_ends, lost=lost)
     moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
@@ -108,13 +110,22 @@ def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _off_sites[args[0]] = active.site()
 
 
-def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(active)
             _syncs[model].functional = active.site()
+    Captures.depth += 1
+    return True
+
+
+def _functional_ends(
+    active: Recorder, counted: bool | None, result: Any, error: BaseException | None
+) -> None:
+    if counted:
+        Captures.depth = max(0, Captures.depth - 1)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:

@@ -12,6 +12,7 @@
 | `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
 | `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
 | `Optimizer._optimizer_step_pre_hooks` | 2.4-2.15 | gradients edited in a hook before the step |
+| `Tensor._backward_hooks` | 2.4-2.15 | which parameters got no gradient, unless torch says it |
 | `Variable._execution_engine.queue_callback` | 2.4-2.15 | which rank the others wait for |
 | `DistributedDataParallel._comm_hooks` | 2.4-2.15 | whether a hook averages, and drift under it |
 | `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
