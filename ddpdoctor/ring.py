@@ -186,6 +186,13 @@ class RingWriter:
         _, index, group, *_ = _SLOT.unpack_from(self._map, where)
         return group, index
 
+    def state(self, number: int) -> State | None:
+        """How far a call got, while it is still in the ring."""
+        if number <= self._count - SLOTS:
+            return None
+        where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
+        return State(_END.unpack_from(self._map, where)[0])
+
     def phase(self, phase: int, site: int) -> float:
         """The rank goes over to another phase; returns the time."""
         now = time.monotonic()

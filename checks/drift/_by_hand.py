@@ -94,7 +94,7 @@ def _step(look: Rows) -> int:
     return next(iter(look.values())).step
 
 
-def _equal(look: Rows) -> bool:
+def same(look: Rows) -> bool:
     return len({s.parameters for s in look.values()}) == 1
 
 
@@ -102,7 +102,7 @@ def _kept_equal(copies: Copies) -> bool:
     """Whether the exchange was seen to do what it is for: every rank handed over all gradients of
     all steps between two looks, and the copies had moved and were equal at both."""
     for before, after in zip(copies.looks, copies.looks[1:], strict=False):
-        if not (_equal(before) and _equal(after)):
+        if not (same(before) and same(after)):
             return False
         steps = _step(after) - _step(before)
         whole = all(s.completed - before[n].completed == steps for n, s in after.items())
@@ -117,8 +117,8 @@ def _moved(before: Rows, after: Rows) -> bool:
 
 def _parting(copies: Copies) -> Parting | None:
     every = [*copies.looks, *([copies.end] if copies.end else [])]
-    first = next((i for i, look in enumerate(every) if not _equal(look)), None)
-    if not first or any(_equal(look) for look in every[first:]):
+    first = next((i for i, look in enumerate(every) if not same(look)), None)
+    if not first or any(same(look) for look in every[first:]):
         return None
     equal, differ, last = every[first - 1], every[first], every[-1]
     if any(s.averaged != equal[n].averaged for n, s in last.items()):

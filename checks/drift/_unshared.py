@@ -1,5 +1,5 @@
 """Copies without a wrapper that the exchange by hand cannot keep equal: it leaves some of their
-gradients out, or they were not equal to begin with."""
+gradients out, is not waited for, or they were not equal to begin with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpdoctor.findings import FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
 from . import _by_hand
-from ._by_hand import Copies
+from ._by_hand import Copies, Rows
 
 ABSENT = 0
 ALL_ZERO = 1
@@ -58,12 +58,15 @@ class Look:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(_steady(copies) for copies in _by_hand.trained_by_all(run))
+    return any(_steady(c) or _running(c) for c in _by_hand.trained_by_all(run))
 
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     for copies in _by_hand.trained_by_all(run):
+        if (differ := _running(copies)) is not None:
+            yield _told_running(copies, differ)
+            continue
         if not _steady(copies):
             continue
         looks = _close_looks(copies)
@@ -73,6 +76,14 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
             yield _told_apart(copies, looks, apart)
         elif (local := _left_out(copies, looks)) is not None:
             yield _told_left_out(copies, looks, *local)
+
+
+def _running(copies: Copies) -> Rows | None:
+    """Where copies that were equal part, if their gradients were applied while the exchange ran."""
+    first = next((i for i, look in enumerate(copies.looks) if not _by_hand.same(look)), 0)
+    parted = first and not any(_by_hand.same(look) for look in copies.looks[first:])
+    ran = any(s.running for look in copies.looks for s in look.values())
+    return copies.looks[first] if parted and ran else None
 
 
 def _steady(copies: Copies) -> bool:
@@ -265,6 +276,34 @@ def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
             "steps compared": [
                 s for s in (next(iter(row.values())).step for row in copies.looks) if s >= look.step
             ][:20],
+        },
+    }
+
+
+def _told_running(copies: Copies, differ: Rows) -> dict[str, Any]:
+    rank, event = _first(copies)
+    begin = next(iter(differ.values())).step
+    last = copies.looks[-1]
+    number = next(n for n, s in last.items() if s.running)
+    ran = copies.members[number][0]
+    kind = event.kind or "a set of parameters"
+    return _fields(copies, begin) | {
+        "severity": Severity.ERROR,
+        "subjects": tuple(p.name for p in event.parameters),
+        "location": ran.location(last[number].running_site) or rank.location(event.step_site),
+        "label": "still runs when the optimizer applies what it carries",
+        "related": _related(rank, "applied here", event.step_site),
+        "summary": f"parameters of {kind} differ between ranks from step {begin} on: their "
+        "gradients are applied while they are being exchanged",
+        "cause": "the exchange is asynchronous and nobody waits for its end, so that each rank "
+        "applies what has arrived by then: its own gradients, the exchanged ones, or a mixture",
+        "fix": "wait for every exchange before the gradients are used: `for work in works: "
+        "work.wait()`, or leave `async_op=True` out",
+        "evidence": {
+            "steps that ended before an exchange did": [
+                {"rank": n, "steps": s.running} for n, s in last.items() if s.running
+            ],
+            "steps compared": [next(iter(look.values())).step for look in copies.looks][:20],
         },
     }
 

@@ -33,7 +33,8 @@ class ParameterDrift(Check):
     not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
     compared afterwards; nothing is communicated for it. Also of models without a wrapper whose
     gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
-    that differ from the start; gradients that the exchange leaves out in every step.
+    that differ from the start; gradients that the exchange leaves out in every step, or that are
+    applied while an asynchronous exchange of them still runs.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also

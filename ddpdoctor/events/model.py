@@ -248,6 +248,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
             gradients were handed over for this step, as told by memory and size (packed), `other`
             the elements of what else was, and `exchange_site` the line of such a call.
+        running: steps so far that ended while a collective ran that carried gradients which they
+            applied, and that nobody had waited for; `running_site` is the line of one.
         last: taken when the run was over, after `step` steps; the gradients mean nothing.
     """
 
@@ -266,6 +268,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     handed: str = ""
     other: int = 0
     exchange_site: int = -1
+    running: int = 0
+    running_site: int = -1
     last: bool = False
 
 

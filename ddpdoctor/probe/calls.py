@@ -259,9 +259,11 @@ def _returned(number: int | None, result: Any) -> None:
         written = tape(active)
         if written is None:
             return
-        works = () if result is None else result if isinstance(result, list) else (result,)
-        if any(hasattr(w, "is_completed") for w in works):
+        given = () if result is None else result if isinstance(result, list) else (result,)
+        works = tuple(w for w in given if hasattr(w, "is_completed"))
+        if works:
             written.issued(number, works)
+            moments.issued.happens(active, moments.Issued(number, works))
         else:
             written.ring.mark(number, State.DONE)
     except Exception as error:

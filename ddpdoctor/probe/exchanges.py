@@ -66,6 +66,7 @@ class _Window:
         elements: floating-point numbers that were ever handed over, first step not included.
         site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
+        latest: what the last call carries.
         special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
@@ -83,6 +84,7 @@ class _Window:
         self.calls = 0
         self.uncounted = False
         self.sequence = -1
+        self.latest: tuple[Exchange, ...] = ()
         self.special = ""
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
@@ -111,6 +113,7 @@ def install() -> None:
 def _called(active: Recorder, call: Call) -> None:
     _following.wake()
     _window.begin()
+    _window.latest = ()
     if call.p2p:
         _window.special = _window.special or "point-to-point"
     elif call.group == 0:
@@ -128,10 +131,12 @@ def _called(active: Recorder, call: Call) -> None:
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = tensor.untyped_storage().data_ptr()
+            exchange = Exchange(call.group, tensor.numel(), memory)
+            _window.latest += (exchange,)
             if not after_backward and (late := _applied(memory)):
                 _window.late.add(late)
                 continue
-            kept.append(Exchange(call.group, tensor.numel(), memory))
+            kept.append(exchange)
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 _window.special = "all-to-all"
@@ -164,6 +169,11 @@ def _world() -> Any:
     import torch.distributed as dist
 
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def latest() -> tuple[Exchange, ...]:
+    """What the last call carries."""
+    return _window.latest
 
 
 def special() -> str:

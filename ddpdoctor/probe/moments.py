@@ -237,6 +237,19 @@ class Call:
     reduction: Any = None
 
 
+@dataclass(slots=True)
+class Issued:
+    """An asynchronous call was made, the last one that was told of as a `Call`.
+
+    Attributes:
+        number: in the ring.
+        works: torch's own, each ends a part of it.
+    """
+
+    number: int
+    works: tuple[Any, ...]
+
+
 wrapped: Moment[Model] = Moment("wrapped")
 loading_begins: Moment[Loading] = Moment("loading begins")
 loading_ends: Moment[Loading] = Moment("loading ends")
@@ -258,6 +271,7 @@ backward_astray: Moment[Backward] = Moment("backward astray")
 """After one that reached a model although no forward of its wrapper was pending."""
 backward_failed: Moment[Backward] = Moment("backward failed")
 called: Moment[Call] = Moment("called")
+issued: Moment[Issued] = Moment("issued")
 step_begins: Moment[Step] = Moment("step begins")
 step_due: Moment[Step] = Moment("step due")
 """One begins that is looked at closely: see `told_at`."""
@@ -276,7 +290,7 @@ leaving: Moment[None] = Moment("leaving")
 EVERY = (
     wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
     trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
-    backward_astray, backward_failed, called, step_begins, step_due, routine_due, step_ends,
+    backward_astray, backward_failed, called, issued, step_begins, step_due, routine_due, step_ends,
     closure_ends, pulse, interrupted, leaving,
 )  # fmt: skip
 

@@ -125,8 +125,7 @@ class Tape:
         """An asynchronous call: remember whose `wait` will end it, without keeping it alive."""
         self.ring.mark(number, State.RETURNED)
         for work in works:
-            if work is not None:
-                self._works[work] = number
+            self._works[work] = number
 
     def number_of(self, work: Any) -> int | None:
         return self._works.get(work) if self._works else None

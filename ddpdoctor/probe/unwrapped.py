@@ -10,7 +10,7 @@ import msgspec
 
 from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
-from . import exchanges, models, moments, optimizers
+from . import exchanges, inflight, models, moments, optimizers
 from .digests import capturing, sums
 from .drift import Waiting
 from .models import tensor_of
@@ -110,6 +110,7 @@ def _follow(active: Recorder, step: Step) -> None:
     known.shared += known.handed.most
     known.averaged += exchanges.parameters_averaged(alive)
     known.late += exchanges.apply(known.parameters)
+    inflight.step_begins([p.grad for p in alive if p.grad is not None])
     due = known.exchanged != before or _due(known, step.number, complete)
     known.complete = complete
     if due and any(p.grad is not None for p in alive):
@@ -135,6 +136,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
     closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
+    running, running_site = inflight.steps()
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -152,6 +154,8 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         handed=pack(known.handed.positions) if closely else "",
         other=known.handed.other if closely else 0,
         exchange_site=exchanges.site() if closely else -1,
+        running=running,
+        running_site=running_site,
         last=last,
     )
     known.waiting.append((state, Waiting(gradients), Waiting(values)))

@@ -122,3 +122,35 @@ def test_gradients_of_different_parameters_that_are_paired():
 
 def test_ranks_that_hand_over_the_same_parameters_pair_them_rightly():
     assert not [f for f in mixed(hands=(0, 1)) if "different parameters" in f.summary]
+
+
+def running(rank, *, after=1, steps=3, clean=False):
+    """Looks like those of `states`, at which all parameters differ from step `after` on."""
+    for state in states(rank, apart=range(4)):
+        equal = clean or state.step < after
+        yield msgspec.structs.replace(
+            state,
+            parameters=state.step if equal else 10 * state.step + rank,
+            exchanged="in backward",
+            running=min(steps, state.step),
+            running_site=3,
+        )
+
+
+def test_gradients_that_are_applied_while_they_are_exchanged():
+    (found,) = found_with({n: list(running(n)) for n in (0, 1)})
+    assert found.severity.value == "error"
+    assert (found.location.line, found.steps.first, found.ranks) == (8, 1, (0, 1))
+    assert "nobody waits" in found.cause
+
+
+def test_an_exchange_that_ran_on_and_did_no_harm():
+    assert found_with({n: list(running(n, clean=True)) for n in (0, 1)}) == []
+
+
+def test_copies_that_differed_before_any_exchange():
+    assert found_with({n: list(running(n, after=0)) for n in (0, 1)}) == []
+
+
+def test_an_exchange_that_was_over_is_not_blamed():
+    assert found_with({n: list(running(n, steps=0)) for n in (0, 1)}) == []
