@@ -84,6 +84,8 @@ class ParameterDrift(Check):
         skipped = "averaging_backwards_before_the_step" in mine.evidence
         if other.check == "gradient-drift":
             return "parameters_differ_since_step" in other.evidence
+        if skipped and other.check == "hyperparameter-skew":  # set by time, compared by step
+            return bool(mine.steps and other.steps and other.steps.first >= mine.steps.first)
         own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
         if own and not skipped and "loaded_with_them" not in mine.evidence:
             return False

@@ -20,6 +20,7 @@ from .patching import around
 from .recorder import Recorder
 from .references import Reference
 from .resolving import setting_in_frames
+from .torch_private import without_gradient
 
 LOST = "parameters that change after the wrap"
 
@@ -50,11 +51,14 @@ class Watch:
 
     Attributes:
         found: changes that wait for a backward to show what they do; told: those on record.
+        sites: where flags were set, by kind, names and line of the forward: a GAN sets them twice
+            per step, and finding a line takes long.
     """
 
     registrations: int = -1
     found: list[Change] = field(default_factory=list)
     told: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    sites: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
 
 
 _watches: defaultdict[Model, Watch] = defaultdict(Watch)
@@ -126,18 +130,19 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
     first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
-        _look_whole(active, model, watch)
+        _look_whole(active, forward, watch)
     elif model.forwards <= first or model.forwards % turns == 0:
-        _look_at_flags(active, model, watch)
+        _look_at_flags(active, forward, watch)
     _judging.wake(any(w.found for w in _watches.values()))
 
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and forward.sync:
-        _look_at_flags(active, forward.model, _watches[forward.model])
+        _look_at_flags(active, forward, _watches[forward.model])
 
 
-def _look_at_flags(active: Recorder, model: Model, watch: Watch) -> None:
+def _look_at_flags(active: Recorder, forward: Forward, watch: Watch) -> None:
+    model = forward.model
     for flag in (True, False):
         changed = [
             i
@@ -150,7 +155,10 @@ def _look_at_flags(active: Recorder, model: Model, watch: Watch) -> None:
         names = tuple(model.names[i] for i in changed)
         kind = "unfrozen" if flag else "frozen"
         if names and (kind, names) not in watch.told:
-            site = _flag_site(active, model, changed, flag)
+            place = (kind, names, forward.site)
+            if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
+                watch.sites[place] = _flag_site(active, model, changed, flag)
+            site = watch.sites.get(place, -1)
             watch.found = [c for c in watch.found if c.kind != kind]
             watch.found.append(Change(kind, names, [model.parameters[i] for i in changed], site))
         elif not names:
@@ -170,11 +178,12 @@ def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -
     return active.sites.number(found.code, found.line) if found else -1
 
 
-def _look_whole(active: Recorder, model: Model, watch: Watch) -> None:
+def _look_whole(active: Recorder, forward: Forward, watch: Watch) -> None:
+    model = forward.model
     inner = model.inner()
     if inner is None:
         return
-    _look_at_flags(active, model, watch)
+    _look_at_flags(active, forward, watch)
     known = {id(ref()) for ref in model.parameters}
     ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
     owners = dict(inner.named_modules())
@@ -212,10 +221,14 @@ def _lost(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
 
 def _forward_failed(active: Recorder, forward: Forward) -> None:
     if "finished reduction in the prior iteration" in str(forward.error):
-        watch = _watches[forward.model]
-        _look_whole(active, forward.model, watch)
+        model, watch = forward.model, _watches[forward.model]
+        _look_whole(active, forward, watch)
+        positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
+        without = {model.names[model.expected[i]] for i in positions}
         for change in list(watch.found):
-            _tell(active, forward.model, watch, change, communicated=False)
+            # What had a gradient then was frozen later: a GAN does so between its two backwards.
+            if change.kind != "frozen" or without.issuperset(change.names):
+                _tell(active, model, watch, change, communicated=False)
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:

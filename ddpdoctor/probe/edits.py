@@ -287,7 +287,9 @@ def _standing(optimizer: Any, parameter: Any) -> int:
     held = None if state is None or parameter is None else state.get(parameter)
     return hash(
         tuple(
-            (key, id(v), _version(v)) if hasattr(v, "_version") else (key, repr(v)[:50])
+            (key, id(v), _version(v))
+            if hasattr(v, "_version")
+            else (key, v if isinstance(v, (int, float, str)) else id(v))
             for key, v in (held or {}).items()
         )
     )

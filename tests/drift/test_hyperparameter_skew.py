@@ -256,3 +256,18 @@ def test_numbers_of_any_kind_are_told(given, told):
     event = Hyperparameters(at=0, optimizer=0, step=0, groups=(values,))
     assert decode(encode(event)) == event
     assert all(type(v) in (float, int, bool, str) for v in values.values())
+
+
+@pytest.mark.parametrize(("skipped", "first", "follows"), [
+    (True, 9, True),
+    (True, 3, False),
+    (False, 9, False),
+])  # fmt: skip
+def test_rates_set_by_time_differ_by_step_once_a_rank_has_skipped_one(skipped, first, follows):
+    evidence = {"averaging_backwards_before_the_step": []} if skipped else {"gradients": "agree"}
+    text = {"summary": "s", "cause": "c", "fix": "f"}
+    drift = ParameterDrift().finding(
+        steps=Steps.of([5]), subjects=("weight",), evidence=evidence, **text
+    )
+    skew = HyperparameterSkew().finding(steps=Steps(first, 11, 12 - first), **text)
+    assert ParameterDrift().explains(drift, skew) is follows

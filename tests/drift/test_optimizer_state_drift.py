@@ -1,5 +1,7 @@
 """DDP404 on literal events, and how an edit of the state is seen."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -166,3 +168,15 @@ def test_an_edit_of_the_state_is_seen_without_reading_it(edit):
     edit(optimizer, parameter)
     assert edits._standing(optimizer, parameter) != before
     assert kept
+
+
+def test_lists_of_tensors_in_a_state_are_not_spelled_out():
+    class Held(list):
+        def __repr__(self):
+            raise AssertionError("LBFGS keeps hundreds of tensors in lists")
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = SimpleNamespace(state={parameter: {"old_dirs": Held([torch.ones(2)]), "n_iter": 1}})
+    before = edits._standing(optimizer, parameter)
+    optimizer.state[parameter]["n_iter"] = 2
+    assert edits._standing(optimizer, parameter) != before

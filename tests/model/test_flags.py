@@ -1,0 +1,70 @@
+"""Flags that are set again and again, as GANs do between their two backwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ddpdoctor.probe import changes
+from ddpdoctor.probe.models import Model
+
+UNFINISHED = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. "
+    "Parameter indices which did not receive grad for rank 0: {}\n In addition"
+)
+
+
+NOBODY: Any = None
+"""The recorder: nothing is told."""
+
+
+@pytest.fixture
+def model() -> tuple[nn.Module, Model]:
+    changes._watches.clear()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made = Model(0, module, list(module.parameters()), [0, 1, 2, 3])
+    made.names = [name for name, _ in module.named_parameters()]
+    made.trainable = [True] * 4
+    return module, made
+
+
+def forward(model: Model, error: str = "") -> Any:
+    return SimpleNamespace(
+        model=model, site=7, grad_enabled=True, sync=True, error=RuntimeError(error)
+    )
+
+
+def look(model: Model) -> None:
+    changes._look_at_flags(NOBODY, forward(model), changes._watches[model])
+
+
+def test_the_line_is_looked_for_once(
+    model: tuple[nn.Module, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    monkeypatch.setattr(changes, "_flag_site", lambda *given: looked.append(given) or 5)
+    module, made = model
+    for _ in range(6):
+        module.requires_grad_(False)
+        look(made)
+        assert [c.site for c in changes._watches[made].found] == [5]
+        module.requires_grad_(True)
+        look(made)
+        assert not changes._watches[made].found
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(("without", "told"), [("3", []), ("0 1 2 3", ["frozen"])])
+def test_what_had_a_gradient_was_frozen_later(
+    model: tuple[nn.Module, Model], monkeypatch: pytest.MonkeyPatch, without: str, told: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(changes, "_flag_site", lambda *given: 5)
+    monkeypatch.setattr(changes, "_tell", lambda a, m, w, change, **more: found.append(change.kind))
+    module, made = model
+    module.requires_grad_(False)
+    changes._forward_failed(NOBODY, forward(made, UNFINISHED.format(without)))
+    assert found == told
