@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from . import __version__
 from .equipment import describe
 from .events import (
+    MemorySample,
     ProbeCost,
     ProbeTrouble,
     ProcessStarted,
@@ -163,8 +164,15 @@ def row(rank: Rank) -> RankState:
         signal=rank.signal,
         steps=steps_in_turn(rank),
         step_time_s=rank.step_time(),
+        waiting_in_step_s=rank.waiting(),
+        host_memory_peak_bytes=_most(e.peak_rss_bytes for e in rank.of(MemorySample)),
+        device_memory_peak_bytes=_most(e.device_peak_bytes for e in rank.of(MemorySample)),
         last=_last_thing(rank),
     )
+
+
+def _most(sizes: Iterable[int]) -> int | None:
+    return max(sizes, default=0) or None
 
 
 def steps_in_turn(rank: Rank) -> int:

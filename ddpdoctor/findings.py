@@ -162,7 +162,13 @@ class Check(ABC):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the report: how a rank ended and what it did last."""
+    """One row of the report: how a rank ended and what it did last.
+
+    Attributes:
+        waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
+            seen on the host.
+        host_memory_peak_bytes: and of its device: the most that it was seen to hold.
+    """
 
     rank: int
     node: str
@@ -174,6 +180,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     signal: str | None
     steps: int
     step_time_s: float | None = None
+    waiting_in_step_s: float | None = None
+    host_memory_peak_bytes: int | None = None
+    device_memory_peak_bytes: int | None = None
     last: str = ""
 
 

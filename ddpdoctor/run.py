@@ -18,6 +18,7 @@ from .events import (
     MonitorStarted,
     NotObserved,
     OptimizerSeen,
+    Pace,
     ProcessEnded,
     ProcessStarted,
     RankExiting,
@@ -223,6 +224,17 @@ class Rank(Facts):
         the program."""
         times = [e.wall_s / max(1, e.count) for e in self.of(StepDone)]
         return statistics.median(times[3:] or times[1:]) if times[1:] else None
+
+    @property
+    def waits_on_gpu(self) -> bool:
+        """Whether it waits for other ranks where the host does not see it."""
+        nccl = any("nccl" in group.backend for group in self.of(GroupReady))
+        return nccl and self.device.startswith("cuda")
+
+    def waiting(self) -> float | None:
+        """Median seconds of a step in collectives and for other ranks; None where not seen."""
+        waited = [e.waited_s for e in self.of(Pace)]
+        return statistics.median(waited) if waited and not self.waits_on_gpu else None
 
 
 class Run:

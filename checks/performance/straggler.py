@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.events import GroupReady, LoaderSeen, Pace
+from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.pace import PHASES
 from ddpdoctor.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks
@@ -58,7 +58,7 @@ class Straggler(Check):
     severity = Severity.WARNING
 
     def unobserved(self, run: Run) -> str | None:
-        if any(_waits_on_gpu(rank) for rank in run.ranks.values()):
+        if any(rank.waits_on_gpu for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, where the host does not see it"
         if len(_windows(run)) < FEWEST:
             return "too few steps that several ranks took"
@@ -164,11 +164,6 @@ class _Slow:
     @property
     def segment(self) -> int:
         return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
-
-
-def _waits_on_gpu(rank: Rank) -> bool:
-    nccl = any("nccl" in group.backend for group in rank.of(GroupReady))
-    return nccl and rank.device.startswith("cuda")
 
 
 def _windows(run: Run) -> list[Window]:

@@ -11,6 +11,7 @@ from toys import ToyStep
 from ddpdoctor.cli import main
 from ddpdoctor.comparison import compare
 from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import Event, GroupReady, MemorySample, Pace, Wrapped
 
 
 def test_compare(tmp_path: Path, capsys: Caught) -> None:
@@ -28,6 +29,39 @@ def test_compare(tmp_path: Path, capsys: Caught) -> None:
     assert main(["compare", str(fast), str(idle)]) == 0
     assert "went (1)" in capsys.readouterr().out
     assert "no such folder" in refused(capsys, "compare", fast, tmp_path / "nope")
+
+
+def held(mib: int, waited_s: float) -> list[Event]:
+    return [
+        MemorySample(at=0, step=3, rss_bytes=1, peak_rss_bytes=mib << 20),
+        Pace(at=0, optimizer=0, step=3, count=4, wall_s=0.1, waited_s=waited_s, own_s=(0.08,)),
+    ]
+
+
+def test_memory_and_waiting_are_compared_where_they_were_seen(
+    tmp_path: Path, capsys: Caught
+) -> None:
+    told = [steps(9), [*steps(9), *held(200, 0.02)], [*steps(9), *held(300, 0.01)]]
+    bare, before, after = (
+        str(write_folder(tmp_path / str(n), {0: events}).path) for n, events in enumerate(told)
+    )
+    assert main(["compare", before, after]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["waiting", "in", "step", "20", "ms", "10", "ms", "-50.0", "%"] in rows
+    assert ["host", "memory", "peak", "200", "MiB", "300", "MiB", "+50.0", "%"] in rows
+    assert main(["compare", bare, after]) == 0
+    out = capsys.readouterr().out
+    assert "waiting in step" not in out and "memory peak" not in out
+
+
+def test_waiting_on_the_gpu_is_not_seen() -> None:
+    on_gpu = [
+        GroupReady(at=0, group=0, name="0", backend="nccl", ranks=(0,), member=True, site=-1),
+        Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="M", group=0, site=-1,
+                device="cuda:0"),
+    ]  # fmt: skip
+    run = make_run({0: [*steps(3), *held(200, 0.02)], 1: [*on_gpu, *held(200, 0.02)]})
+    assert [run.ranks[r].waiting() for r in (0, 1)] == [0.02, None]
 
 
 def test_a_moved_line_is_the_same_fault() -> None:
