@@ -275,6 +275,6 @@ def _no_rank(run: Run) -> str:
     if run.info.launcher == "run":
         return "torchrun started no rank; what it printed above says why"
     return (
-        "no Python process of this command had a rank (RANK in its environment, or started by "
-        "mp.spawn)"
+        "no Python process of this command had a rank: none had RANK in its environment, and "
+        "none called init_process_group"
     )
