@@ -28,7 +28,7 @@ def install() -> None:
         moment.subscribe(_enters(phase), routine=told, lost=LOST)
     around(groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
     around(groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
-    around((c10d, dist), "destroy_process_group", before=_destroys, after=_goes_on, lost=LOST)
+    around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)
 
 
 def _enters(phase: Phase) -> Any:
@@ -54,6 +54,10 @@ def _destroys(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _goes_on(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _now(active, Phase.USER, -1)
+
+
+def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(active, Phase.USER, active.site())
 
 
 def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
