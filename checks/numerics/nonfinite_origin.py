@@ -12,6 +12,9 @@ _FURTHEST = (("input", "buffer"), ("parameter",), ("loss", "gradient"))
 """What comes before what in one step: a loss may have it from another rank, by what its forward
 exchanges."""
 
+_PASSING_ON = ("add", "sub", "mul", "sum", "mean", "cat", "stack", "masked_fill", "where")
+"""Operations that rarely make what is not finite; the graph keeps little of what they are given."""
+
 
 class NonfiniteOrigin(Check):
     """NaN or infinity: where it came from
@@ -100,11 +103,15 @@ def _spot(rank: Rank, event: NonFinite) -> Location | None:
     return None
 
 
+def _made(event: NonFinite) -> bool:
+    return bool(event.operation) and event.operation not in _PASSING_ON
+
+
 def _label(event: NonFinite) -> str:
     if event.kind == "input":
         return f"is given {event.value}"
     if event.kind == "loss":
-        what = f"{event.operation} gives " if event.operation else ""
+        what = f"{event.operation} gives " if _made(event) else ""
         if event.entered:
             return f"{event.value} arises here, before {event.module or event.entered}"
         return f"{what}{event.value}"
@@ -136,6 +143,8 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
     if event.kind in ("parameter", "buffer"):
         return f"{event.kind}s of {ranks} are not finite at step {event.step} ({some})"
     made = f": {event.operation} made it" if event.operation else ""
+    if event.operation in _PASSING_ON:
+        made = f": it came out of {event.operation}"
     if event.entered:
         made = f": it came into {event.module or event.entered}"
     after = f" after {event.module}" if event.operation and event.module else ""
@@ -156,6 +165,11 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         return (
             "it arose on the way to the loss; by which operation the graph does not tell: what is "
             "sharded or checkpointed there is not unpacked"
+        )
+    if event.kind == "loss" and not _made(event):
+        return (
+            f"inputs and parameters were finite; of what `{event.operation}` was given the graph "
+            "does not tell: it may have come from before"
         )
     if event.kind == "loss":
         return (
@@ -185,6 +199,16 @@ def _fix(event: NonFinite) -> str:
             "sqrt": "`torch.sqrt(x.clamp_min(1e-8))`",
             "pow": "`x.clamp_min(1e-8) ** p`",
         }[event.operation]
+    if event.kind == "loss" and event.operation in ("softmax", "log_softmax"):
+        return (
+            "a row that is masked throughout gives it: `x.masked_fill(mask, "
+            "torch.finfo(x.dtype).min)` in place of `-inf`, or leave such rows out"
+        )
+    if event.kind == "loss" and event.operation in _PASSING_ON:
+        return (
+            f"look at what `{event.operation}` is given (`assert torch.isfinite(x).all()` on the "
+            "way there), and let all ranks skip the step where one is not finite"
+        )
     if event.kind in ("loss", "gradient"):
         return (
             "keep the operation away from such values (`x.clamp_min(eps)`), and let all ranks skip "

@@ -10,6 +10,7 @@ import inspect
 import linecache
 import math
 import re
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -73,18 +74,13 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
         return Origin()
     order = _nodes(start)
     hidden: set[Any] = set()
-    wrong = {node: _wrong(node, hidden) for node in order}
-    below: set[Any] = set()
-    found = None
-    for node in reversed(order):  # from the inputs to the loss, more or less
-        children = [child for child, _ in node.next_functions if child is not None]
-        if any(wrong.get(c) or c in below for c in children):
-            below.add(node)
-        elif wrong.get(node) and found is None:
-            found = node
+    wrong = {node: said for node in order if (said := _wrong(node, hidden))}
+    later = _given_to(order, wrong)
+    found = next((n for n in reversed(order) if n in wrong and n not in later), None)
     origin = _maker(found, wrong[found]) if found is not None else start
     if origin is None:
         return Origin("", _nearest(found, names), _operation(found))
+    origin = _behind_harmless(origin)
     if hidden and not hidden.isdisjoint(_nodes(origin)):
         return Origin()  # it may have come from there
     return Origin(_operation(origin), _nearest(origin, names))
@@ -101,6 +97,38 @@ def _nodes(start: Any) -> list[Any]:
                 seen.add(child)
                 order.append(child)
     return order
+
+
+def _given_to(order: list[Any], nodes: Iterable[Any]) -> set[Any]:
+    """Those of a graph that come after any of some nodes, by whatever way."""
+    users: dict[Any, list[Any]] = {}
+    for node in order:
+        for child, _ in node.next_functions:
+            users.setdefault(child, []).append(node)
+    reached: set[Any] = set()
+    ahead = list(nodes)
+    while ahead:
+        for user in users.get(ahead.pop(), ()):
+            if user not in reached:
+                reached.add(user)
+                ahead.append(user)
+    return reached
+
+
+_HARMLESS = ("view", "unsafe_view", "reshape_alias", "permute", "transpose", "t", "expand", "clone",
+             "select", "slice", "squeeze", "unsqueeze", "unbind", "split", "alias", "relu", "tanh",
+             "sigmoid", "native_dropout")  # fmt: skip
+"""Operations that give nothing that is not finite, unless they were given it: by one input."""
+
+
+def _behind_harmless(node: Any) -> Any:
+    """The node that gave it what it only passes on."""
+    while _operation(node) in _HARMLESS:
+        source = next((c for c, _ in node.next_functions), None)
+        if source is None or _is_leaf(source):
+            break
+        node = source
+    return node
 
 
 _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other": 1,

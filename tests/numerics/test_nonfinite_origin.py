@@ -120,6 +120,38 @@ def test_followed_through_a_graph(operation: str) -> None:
     assert origin.module == "2"
 
 
+def test_a_shortcut_to_a_later_operation_does_not_hide_the_first() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    inner, outer = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
+    x = inner(torch.ones(2, 4))
+    hole = x.masked_fill(torch.tensor([[True], [False]]), -torch.inf).softmax(-1)
+    late = outer(middle := x + hole)
+    for _ in range(5):
+        late = -late
+    loss = late.sum() + middle.sum()
+    names = {id(p): f"inner.{n}" for n, p in inner.named_parameters()}
+    made = trace(loss, names)
+    assert (made.operation, made.module) == ("softmax", "inner")
+
+
+def test_what_changes_no_numbers_did_not_make_them() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    x = torch.nn.Linear(4, 4)(torch.ones(2, 4)) + torch.nan
+    for passed in (x.relu(), x.view(-1).tanh(), x.t().reshape(8).unsqueeze(0).sigmoid()):
+        assert trace(passed.pow(2).sum(), {}).operation == "add"
+
+
+def test_an_operation_that_may_have_been_given_it_is_not_blamed() -> None:
+    (finding,) = found([bad("loss", 5, operation="add", module="up", origin_site=2)], [])
+    assert "it came out of add after up" in finding.summary
+    assert "may have come from before" in finding.cause
+    assert "cannot take" not in finding.cause and finding.label == "nan"
+
+
 class Spectrum:
     """Its module takes the logarithm of the input before the first layer, which has a parameter."""
 
