@@ -85,11 +85,7 @@ class CpuOversubscribed(Check):
                 f"{sum(workers.values())} workers share {cores:g} cores on {node}"
             ),
             cause="threads of one rank wait for cores that the threads of another rank hold",
-            fix=(
-                f"OMP_NUM_THREADS={share} in the environment, or "
-                f"`torch.set_num_threads({share})` before the first step"
-                + ("; fewer `num_workers`" if not too_many else "")
-            ),
+            fix=_fix(rank, event, share, too_many),
             fix_kind=FixKind.SAFE,
             evidence={
                 "ranks": [
@@ -156,3 +152,18 @@ def _spot(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:
     if not compute and loaders:
         return rank.location(loaders[0].site)
     return rank.location(event.site)
+
+
+def _fix(rank: Rank, event: ThreadsSeen, share: int, compute: bool) -> str:
+    spot = rank.location(event.site) if compute and event.set_there else None
+    if spot is None:
+        return (
+            f"OMP_NUM_THREADS={share} in the environment, or "
+            f"`torch.set_num_threads({share})` before the first step"
+            + ("" if compute else "; fewer `num_workers`")
+        )
+    given = rank.started.environment.get("OMP_NUM_THREADS", "") if rank.started else ""
+    enough = given.isdecimal() and 0 < int(given) <= share
+    return f"`torch.set_num_threads({share})` at {spot}, which overrides OMP_NUM_THREADS" + (
+        f", or leave it out: OMP_NUM_THREADS is {given} already" if enough else ""
+    )

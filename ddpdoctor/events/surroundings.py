@@ -40,6 +40,7 @@ class ThreadsSeen(Event, frozen=True, tag="threads"):
         alive: all threads that exist.
         asked: the program or its environment chose that number; else it is torch's default.
         device: where it trains, `cpu` or `cuda`.
+        site: the line that set it, where `set_there`; else that of the step.
         cpus: the cores that this process may run on.
     """
 
@@ -49,3 +50,4 @@ class ThreadsSeen(Event, frozen=True, tag="threads"):
     device: str
     site: int = -1
     cpus: tuple[int, ...] = ()
+    set_there: bool = False

@@ -142,6 +142,7 @@ def _pulse(active: Recorder, step: Step) -> None:
             device=_device(step),
             site=_state.asked_at if _state.asked_at >= 0 else step.site,
             cpus=tuple(sorted(os.sched_getaffinity(0))),
+            set_there=_state.asked_at >= 0,
         )
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from ddpdoctor.checks.launch.cpu_oversubscribed import CpuOversubscribed
-from recordings import HOST, PID, START, make_run, monitor, started, steps
+from recordings import HOST, PID, START, make_run, monitor, site, started, steps
 
 from ddpdoctor.events import Event, LoaderSeen, RankSample, ThreadsSeen
 from ddpdoctor.findings import Finding
@@ -24,8 +26,6 @@ def rank(
 
 
 def late(events: list[Event]) -> list[Event]:
-    import msgspec
-
     return [msgspec.structs.replace(e, at=START + 20) for e in events]
 
 
@@ -53,6 +53,22 @@ def test_threads_that_were_asked_for() -> None:
     assert finding.ranks == (0, 1, 2, 3)
     assert HOST in finding.summary and "32 threads" in finding.summary
     assert "OMP_NUM_THREADS=2" in finding.fix
+
+
+@pytest.mark.parametrize("given", ["1", "16", ""])
+def test_the_line_that_sets_them_is_what_to_change(given: str) -> None:
+    def own(number: int) -> list[Event]:
+        _, seen, *rest = rank(number, 8)
+        assert isinstance(seen, ThreadsSeen)
+        environment = {"OMP_NUM_THREADS": given} if given else {}
+        line = site(1, "train.py", 25, "torch.set_num_threads(8)")
+        seen = msgspec.structs.replace(seen, site=1, set_there=True)
+        return [started(number, 4, environment=environment), line, seen, *rest]
+
+    (finding,) = found(make_run({r: own(r) for r in range(4)}, nodes={0: node(1.0)}))
+    assert finding.fix.startswith("`torch.set_num_threads(2)` at train.py:25")
+    assert "in the environment" not in finding.fix
+    assert ("OMP_NUM_THREADS is 1 already" in finding.fix) is (given == "1")
 
 
 def test_quota_of_the_container_counts() -> None:
