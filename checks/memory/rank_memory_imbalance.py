@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ddpdoctor.events import MemorySample, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, ranks_do
+from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 from ._samples import MIB, human, seen_from_outside
 
@@ -66,14 +66,15 @@ class RankMemoryImbalance(Check):
             return None
         rank, most = max(high.items(), key=lambda item: item[1])
         ranks = tuple(r.rank for r in high)
+        named, holds = ranks_text(ranks), ranks_do(ranks, "hold")
         return self.finding(
             ranks=ranks,
             summary=(
                 f"{ranks_do(ranks, 'need')} {human(most)} of {where} memory, "
                 f"{most / usual:.1f} times as much as the others ({human(usual)})"
             ),
-            cause="something is kept or done on that rank alone",
-            fix="look for what runs under `if rank == 0:` and for data that one rank holds alone",
+            cause=f"something is kept or done on {named} alone",
+            fix=f"look for what runs on {named} only, and for data that {holds} alone",
             fix_kind=FixKind.CHECK,
             evidence={
                 "where": where,
