@@ -74,11 +74,12 @@ class RankDependentGraph(Check):
         common = set.intersection(*left.values())
         disputed = sorted(set.union(*left.values()) - common)
         names = models.names_of(wrapped, disputed)
-        parts = models.parts_of(wrapped, disputed)
+        parts = _parts(wrapped, disputed, left)
+        idle = [_name(wrapped, part) for part in models.parts_of(wrapped, common)]
         without = [r for r, missing in left.items() if missing - common]
         allowed = event.find_unused or event.static_graph
         ranks = without if len(without) < len(left) else list(left)
-        spot, label = _spot(run.ranks[without[0]], wrapped, parts[0], without)
+        spot, label = _spot(run, wrapped, parts[0], left)
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(ranks),
@@ -89,10 +90,11 @@ class RankDependentGraph(Check):
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=_summary(run, wrapped, event.step, left, without, names),
             cause=_cause(wrapped, parts, allowed),
-            fix=_fix(parts[0], allowed),
+            fix=_fix(parts, idle, allowed),
             fix_kind=FixKind.CHECK,
             evidence={
-                "use": [_row(part, left) for part in parts],
+                "use": [_row(wrapped, part, left) for part in parts],
+                **({"unused_on_all_ranks": models.some(idle, 4)} if idle else {}),
                 "backward": event.backward,
                 "find_unused_parameters": event.find_unused,
             },
@@ -126,10 +128,21 @@ def _summary(
     )
 
 
+def _parts(wrapped: Wrapped, disputed: list[int], left: dict[int, set[int]]) -> list[models.Part]:
+    """What the same ranks left out, in the order of the model."""
+    fates: dict[tuple[int, ...], list[int]] = {}
+    for i in disputed:
+        fates.setdefault(tuple(r for r, missing in left.items() if i in missing), []).append(i)
+    parts = [part for same in fates.values() for part in models.parts_of(wrapped, same)]
+    return sorted(parts, key=lambda part: part.positions)
+
+
 def _spot(
-    rank: Rank, wrapped: Wrapped, part: models.Part, without: list[int]
+    run: Run, wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]
 ) -> tuple[Location | None, str]:
     """The branch that skips the part, where it was found; else the line that made the part."""
+    without = sorted(r for r, missing in left.items() if missing.issuperset(part.positions))
+    rank = run.ranks[without[0]]
     for event in models.sets_of(rank, wrapped.model):
         if (spot := rank.location(models.branch_of(event, part))) is not None:
             return spot, f"goes another way on {ranks_text(without)}"
@@ -137,9 +150,15 @@ def _spot(
     return spot, f"takes no part in the loss on {ranks_text(without)}"
 
 
-def _row(part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:
+def _name(wrapped: Wrapped, part: models.Part) -> str:
+    if not part.whole:
+        return models.some(models.names_of(wrapped, part.positions))
+    return part.module or "(root)"
+
+
+def _row(wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:
     """Used or unused, rank by rank."""
-    row = {"parameters": part.module or "(root)", "class": part.kind}
+    row = {"parameters": _name(wrapped, part), "class": part.kind}
     for rank, missing in sorted(left.items()):
         row[f"rank {rank}"] = "unused" if set(part.positions) & missing else "used"
     return row
@@ -147,17 +166,23 @@ def _row(part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:
 
 def _cause(wrapped: Wrapped, parts: list[models.Part], allowed: bool) -> str:
     text = f"the forward of {wrapped.kind} depends on the rank or on its data: "
-    text += f"{parts[0].title} takes part in the loss on some ranks only"
+    first = parts[0]
+    title = first.title if first.whole else _name(wrapped, first)
+    text += f"{title} takes part in the loss on some ranks only"
     if allowed:
         return f"{text}; DDP was told to expect that, so training is right"
     return f"{text}; those that use it wait for its gradients from those that do not"
 
 
-def _fix(part: models.Part, allowed: bool) -> str:
+def _fix(parts: list[models.Part], idle: list[str], allowed: bool) -> str:
     if allowed:
         return "nothing to change, as long as that is meant"
+    alone = len({part.module for part in parts}) == 1 and not idle
+    also = f" (also {models.some(idle)}, which no rank used)" if idle else ""
+    what, where = ("it", "it is") if alone else ("them all", "they are")
     return (
-        "use it on every rank, with weight zero where it is not wanted: "
-        f"`loss = loss + 0.0 * sum(p.sum() for p in {part.code}.parameters())`; "
+        f"use {what} on every rank{also}, with weight zero where {where} not wanted: "
+        "`loss = loss + 0.0 * sum(p.sum() for p in "
+        f"{parts[0].code if alone else 'model'}.parameters())`; "
         "or `DDP(model, find_unused_parameters=True)`"
     )

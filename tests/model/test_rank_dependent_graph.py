@@ -1,10 +1,13 @@
 """DDP302: used sets compared backward by backward, also where ranks hang."""
 
+import msgspec
 from ddpdoctor.checks.model._models import Part
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
-from wraps import codes, rank, skipped, unused, use
+from wraps import codes, rank, skipped, unused, use, wrap
+
+from ddpdoctor.events import Submodule, Tensor
 
 
 def find(ranks, **more):
@@ -64,6 +67,32 @@ def test_different_parts_on_different_ranks():
     (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([4, 5]))})
     assert found.ranks == (0, 1)
     assert len(found.evidence["use"]) == 2
+
+
+def test_one_module_of_which_each_rank_uses_its_own_parameters():
+    adapters = ("lora.a", "lora.b")
+    listed = tuple(
+        Tensor(name=n, shape=(4, 4), dtype="float32", trainable=True, site=i)
+        for i, n in enumerate(adapters)
+    )
+    kinds = (Submodule(name="", kind="Net"), Submodule(name="lora", kind="ParameterDict", site=2))
+    net = msgspec.structs.replace(wrap(listed=listed), modules=kinds)
+    (found,) = find({r: rank(unused([r]), wrapped=net) for r in (0, 1)})
+    assert found.evidence["use"] == [
+        {"parameters": "lora.a", "class": "ParameterDict", "rank 0": "unused", "rank 1": "used"},
+        {"parameters": "lora.b", "class": "ParameterDict", "rank 0": "used", "rank 1": "unused"},
+    ]
+    assert (found.location.line, found.label) == (10, "takes no part in the loss on rank 0")
+    assert "lora.a takes part in the loss on some ranks only" in found.cause
+    assert "model.lora.parameters()" in found.fix
+
+
+def test_what_no_rank_used_needs_the_same():
+    (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([2, 3, 4, 5]))})
+    assert found.subjects == ("aux.weight", "aux.bias")
+    assert found.evidence["unused_on_all_ranks"] == "head"
+    assert "also head, which no rank used" in found.fix
+    assert "in model.parameters()" in found.fix
 
 
 def test_with_the_option_it_is_a_note():
