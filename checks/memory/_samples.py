@@ -27,17 +27,6 @@ def medians(values: Sequence[float], parts: int) -> list[float]:
     return [statistics.median(values[a:b]) for a, b in pairwise(edges) if b > a]
 
 
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil-Sen: the median of the slopes between pairs that lie half the series apart."""
-    half = len(points) // 2
-    slopes = [
-        (y2 - y1) / (x2 - x1)
-        for (x1, y1), (x2, y2) in zip(points, points[half:], strict=False)
-        if x2 > x1
-    ]
-    return statistics.median(slopes) if slopes else 0.0
-
-
 def seen_from_outside(run: Run, rank: Rank) -> list[RankSample]:
     """What the node's monitor saw of a rank's process."""
     pid = rank.started.pid if rank.started else 0

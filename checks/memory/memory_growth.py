@@ -10,7 +10,7 @@ from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, S
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from ._samples import MIB, human, medians, slope
+from ._samples import MIB, human, medians
 
 PARTS = 6
 FEWEST_SAMPLES = 12
@@ -31,12 +31,16 @@ SLOWER = 0.6
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory that grew to the end: `where` is `host` or `device`, `levels` its stretches."""
+    """Memory that grew to the end: `where` is `host` or `device`, `levels` its stretches.
+
+    `begin` and `end` are the steps in the middle of the first and of the last of these.
+    """
 
     rank: Rank
     where: str
     levels: list[float]
-    per_step: float
+    begin: int
+    end: int
     steps: Steps
     held: MemoryHeld | None
     at: float
@@ -44,6 +48,10 @@ class Growth:
     @property
     def total(self) -> float:
         return self.levels[-1] - self.levels[0]
+
+    @property
+    def per_step(self) -> float:
+        return self.total / (self.end - self.begin)
 
 
 class MemoryGrowth(Check):
@@ -97,6 +105,7 @@ class MemoryGrowth(Check):
     def _tell(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)
         who = "all ranks" if len(ranks) == run.world_size > 1 else ranks_text(ranks)
+        most = f", that of rank {worst.rank.rank}" if len(ranks) > 1 else ""
         held = worst.held
         return self.finding(
             ranks=ranks,
@@ -105,8 +114,8 @@ class MemoryGrowth(Check):
             location=_spot(worst),
             label="keeps a tensor with every step" if held else "more memory after each of these",
             summary=(
-                f"{worst.where} memory of {who} grows by {human(worst.per_step)} a step, "
-                f"{human(worst.total)} from step {worst.steps.first} to {worst.steps.last}"
+                f"{worst.where} memory of {who} grows{most} by {human(worst.per_step)} a step, "
+                f"{human(worst.total)} from step {worst.begin} to {worst.end}"
             ),
             cause=_cause(held),
             fix=_fix(held),
@@ -133,9 +142,12 @@ def _growth(rank: Rank, where: str) -> Growth | None:
         return None
     total = levels[-1] - levels[0]
     # Evaluation takes no steps: there the forwards count.
-    counts = [s.step for s in samples]
-    if counts[-1] == counts[0]:
-        counts = [s.forwards for s in samples]
+    for counts in ([s.step for s in samples], [s.forwards for s in samples]):
+        begin, *_, end = map(round, medians(counts, PARTS))
+        if end > begin:
+            break
+    else:
+        return None
     done = counts[-1] - counts[0]
     if held is not None and not held.graphs and not _accounts_for(held, done, total):
         held = None
@@ -145,8 +157,9 @@ def _growth(rank: Rank, where: str) -> Growth | None:
         rank=rank,
         where=where,
         levels=levels,
-        per_step=slope(list(zip(map(float, counts), values, strict=True))),
-        steps=Steps(counts[0], counts[-1], counts[-1] - counts[0] + 1),
+        begin=begin,
+        end=end,
+        steps=Steps(counts[0], counts[-1] - 1, done),  # a sample counts the steps before it
         held=held,
         at=rank.wall(samples[0].at),
     )

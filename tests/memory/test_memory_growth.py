@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -63,7 +64,31 @@ def test_grows_to_the_end() -> None:
     assert finding.ranks == (0,)
     assert finding.location is not None and finding.location.line == 30
     assert "137 KB a step" in finding.summary
-    assert finding.steps is not None and finding.steps.last == 870
+    assert finding.steps is not None and finding.steps.last == 869
+
+
+def test_its_figures_can_be_checked_against_each_other() -> None:
+    # Samples that get rarer, so that growth by samples is not growth by steps.
+    told = [
+        MemorySample(at=START + 1 + n, step=4 * n * n, rss_bytes=(300 + 5 * n) * MB,
+                     peak_rss_bytes=0)
+        for n in range(30)
+    ]  # fmt: skip
+    other = samples([300 + 4 * n for n in range(30)], every=100)
+    run = make_run({0: [*steps(3), *told], 1: [*steps(3), *other]})
+    (finding,) = MemoryGrowth().examine(run)
+    words = re.fullmatch(
+        r"host memory of all ranks grows, that of rank 0 by (\d+) KB a step, "
+        r"(\d+) MB from step (\d+) to (\d+)",
+        finding.summary,
+    )
+    assert words is not None
+    each, total, begin, end = map(int, words.groups())
+    assert each * (end - begin) / 1024 == pytest.approx(total, abs=2)
+    assert {"rank": 0, "grew by": f"{total} MB"} in finding.evidence["ranks"]  # type: ignore[operator]
+    assert finding.steps is not None
+    assert finding.steps.last == 4 * 29 * 29 - 1
+    assert finding.steps.count == finding.steps.last - finding.steps.first + 1
 
 
 def test_a_little_is_enough_where_the_holder_is_known() -> None:
