@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ddpdoctor.events import ExceptionRaised, InitEntered, ProcessEnded
+from ddpdoctor.events import (
+    ExceptionRaised,
+    GroupDestroyed,
+    InitEntered,
+    ProcessEnded,
+    StepDone,
+)
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
@@ -75,20 +81,20 @@ class FirstFailure(Check):
         same = [f for f in own if f.signature == first.signature]
         ranks = tuple(sorted(f.rank.rank for f in same))
         where = first.location
-        step = first.exception.step if first.exception else first.rank.steps
-        at_step = f" at step {step}" if step >= 0 and first.rank.steps else ""
+        step = _step(first)
+        at_step = "" if step is None else f"at step {step}, "
         others = [f for f in own if f not in same] + followers
         message = first.message
         what = first.kind_raised if first.exception else first.text
         if first.worker:
-            summary = f"{first.text}, raised in {first.worker} of {ranks_text(ranks)}{at_step}"
+            summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
-            summary = f"{ranks_text(ranks)} raised {first.text}{at_step}{_caught(first)}"
+            summary = f"{at_step}{ranks_text(ranks)} raised {first.text}{_caught(first)}"
         else:
-            summary = f"{ranks_text(ranks)} left with {first.text}{at_step}"
+            summary = f"{at_step}{ranks_text(ranks)} left with {first.text}"
         return self.finding(
             ranks=ranks,
-            steps=Steps.of([step]) if first.rank.steps else None,
+            steps=None if step is None else Steps.of([step]),
             subjects=(what,),
             location=where,
             label="raised here" if first.exception else "left here",
@@ -160,6 +166,23 @@ class FirstFailure(Check):
             },
             at=end.wall,
         )
+
+
+def _step(first: Failure) -> int | None:
+    """The step it failed in; None where training had not begun, was over (no step after the groups
+    were destroyed), or was of optimizers in turn, each with steps of its own."""
+    rank, spans = first.rank, dict[int, tuple[float, float]]()
+    for e in rank.of(StepDone):
+        spans[e.optimizer] = spans.get(e.optimizer, (e.at, e.at))[0], e.at
+    step = first.exception.step if first.exception else rank.steps
+    if step < 0 or not rank.steps:
+        return None
+    begins, stops = zip(*spans.values(), strict=True) if spans else ((0.0,), (0.0,))
+    if max(begins) > min(stops):
+        return None
+    ends = (e.at for e in rank.of(GroupDestroyed) if not e.name)
+    over = any(max(stops) < at and rank.wall(at) <= first.at for at in ends)
+    return None if over else step
 
 
 def _unseen(run: Run) -> list[ProcessEnded]:
