@@ -171,27 +171,28 @@ def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Ed
 
 def _unlike_most(edits: dict[int, Edited]) -> tuple[int, ...]:
     """Those that multiply by another number than most others; all where there is no such number."""
-    same = equal_ranks({n: (round(e.ratio, 4),) for n, e in edits.items()})
+    same = equal_ranks({n: (f"{e.ratio:.4g}",) for n, e in edits.items()})
     known = edits[same[0][0]].ratio
     return (odd_ones(same) if known else ()) or tuple(sorted(edits))
 
 
 def _alike(edits: dict[int, Edited]) -> bool:
     """Whether all ranks seem to make the same edit: one ratio, or a function of torch's."""
-    ratios = {round(e.ratio, 4) for e in edits.values()}
+    ratios = {f"{e.ratio:.4g}" for e in edits.values()}
     same = len(ratios) == 1 and len({e.functions for e in edits.values()}) == 1
     return same and any(e.ratio or e.functions for e in edits.values())
 
 
 def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
-    """The latest word on edits of this rank at a step; a later one may know the line."""
+    """The latest word on edits of this rank at a step, with the line that a later one may know."""
     mine = _edits(group.members[number], kind)
     now = next((e for e in reversed(mine) if e.step <= first), None)
     if now is None or now.site >= 0 or not (now.changed or now.undone):
         return now
     alike = (now.changed, now.beside, now.undone)
     later = (e for e in mine if e.step > first and (e.changed, e.beside, e.undone) == alike)
-    return next((e for e in later if e.site >= 0), now)
+    known = next((e for e in later if e.site >= 0), now)
+    return replace(now, site=known.site, more=known.more)
 
 
 def _edits(member: Member, kind: str) -> list[Edited]:

@@ -153,3 +153,15 @@ def test_who_multiplies_by_another_number_than_most_is_blamed():
     (finding,) = GradientDrift().examine(run_of(ranks))
     assert finding.ranks == (1,)
     assert "rank 1 in another way than most" in finding.cause
+
+
+def test_small_factors_are_told_apart_at_the_step_where_they_differ():
+    factors = {0: (0.0076046, 0.0073801), 1: (0.0076012, 0.0073801)}
+    ranks = {
+        n: [*(edit(f, step=i, site=LINE if i else -1) for i, f in enumerate(told)),
+            digests("gradients", {0: APART[1] if n else SAME[1]})]
+        for n, told in factors.items()
+    }  # fmt: skip
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "(rank 0 by 0.0076046, rank 1 by 0.0076012)" in finding.cause
+    assert finding.location.line == 33, "it was followed at the next step"
