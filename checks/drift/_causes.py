@@ -357,7 +357,7 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
     shown = {step: _size(value) for step, value in sizes.items()}
     facts: dict[str, object] = {
         "differing": f"{len(found.names)} of {_tensors(found)}",
-        "moments_differing": f"{len(found.keys)} of {found.compared} compared since",
+        "looks_that_differ": f"{len(found.keys)} of {found.compared} compared since",
         "groups_of_equal_ranks": groups_text(found.split),
         "modules": by_module(found.names),
     }
