@@ -97,6 +97,7 @@ class Tracer:
                 self._line = (frame.f_code, frame.f_lineno)
             elif event == "return":
                 self._look()
+                self._line = self._goes_on(frame.f_back)
         except Exception as error:
             frame.f_trace = None
             if getattr(sys.gettrace(), "__self__", None) is self:
@@ -104,6 +105,12 @@ class Tracer:
             self._active.trouble("tracing", error, LOST)
             return None
         return self._local
+
+    def _goes_on(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        """The user's line that a function returns into: the rest of it is still to run."""
+        while frame is not None and not self._follows(frame.f_code):
+            frame = frame.f_back
+        return (frame.f_code, frame.f_lineno) if frame is not None else self._line
 
     def _look(self) -> None:
         began = time.perf_counter()
