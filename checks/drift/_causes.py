@@ -303,8 +303,9 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     fix += "same step twice on the ranks that differ and compare"
     if unseen := found.unseen:
         text += f", but of the steps {unseen[0]} to {found.first} only the last was looked at"
-        fix = "run it again with `--every 1`: then every step is looked at, and what sets the "
-        fix += "ranks apart is told with its line; look for code under `if rank == ...`"
+        fix = "run it again with `--every 1`: then every step is looked at, and on the CPU an edit "
+        fix += "by hand is told with its rank, and with its line where it is made more than once; "
+        fix += "look for code under `if rank == ...`"
     if blind:
         suspects = f"; but {' and '.join(sorted(blind))} were not observed: the doctor itself "
         suspects += "failed there, and it may well be those"

@@ -57,7 +57,11 @@ class Taken:
 
 
 class Followed:
-    """What is known of one model: tensors taken, and what was told of each kind."""
+    """What is known of one model: tensors taken, and what was told of each kind.
+
+    Attributes:
+        whole: one optimizer holds all gradients, as far as is known.
+    """
 
     def __init__(self) -> None:
         self.gradients: Taken | None = None
@@ -71,6 +75,7 @@ class Followed:
         self.changed_at: dict[str, int] = {}
         self.expected: dict[str, int] = {}
         self.tracer: Tracer | None = None
+        self.whole = True
         self.count = 0
         self.moments = 0
         self.next_at = 0.0
@@ -219,11 +224,17 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         if not _affordable(active, followed) or not sync.averaged(model):
             continue
         began = time.perf_counter_ns()
-        positions = _some(model.expected)
+        positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
         grads = [_gradient(model, p) for p in positions]
         followed.gradients = Taken(positions, grads, sampled=True)
         _trace(active, followed, "gradients", model)
         _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def _chosen(active: Recorder, positions: list[int]) -> list[int]:
+    """All of them where the user asked for this step."""
+    asked = active.every and active.step % active.every == 0
+    return list(positions) if asked else _some(positions)
 
 
 def _some(positions: list[int]) -> list[int]:
@@ -249,7 +260,9 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
             _tell(active, step, holding, "state", before, _state(step, holding, before.positions))
         taken = followed.gradients
-        if taken is not None and not step.closure and holding.held.issuperset(taken.positions):
+        held = taken is not None and holding.held.issuperset(taken.positions)
+        followed.whole &= held or taken is None
+        if taken is not None and held and not step.closure:
             grads = [_gradient(holding.model, p) for p in taken.positions]
             _tell(active, step, holding, "gradients", taken, Taken(taken.positions, grads, True))
         followed.gradients = None
@@ -262,7 +275,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         if not _affordable(active, followed):
             continue
         began = time.perf_counter_ns()
-        positions = _some(holding.positions)
+        positions = _chosen(active, holding.positions)
         taken = Taken(positions, holding.parameters(positions), sampled=False)
         followed.parameters[holding.optimizer] = taken
         followed.states[holding.optimizer] = _state(step, holding, positions)

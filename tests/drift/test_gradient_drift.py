@@ -51,6 +51,7 @@ def test_ranks_that_scale_differently_are_told_apart():
     }
     (finding,) = GradientDrift().examine(run_of(ranks))
     assert "every rank edits its gradients in its own way" in finding.cause
+    assert finding.evidence["looks_that_differ"] == "2 of 2 compared since"
 
 
 def test_what_every_rank_calls_blames_none():

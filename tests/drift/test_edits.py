@@ -1,0 +1,67 @@
+"""Edits by hand between two steps: which tensors are looked at, and which line made them."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpdoctor.probe import edits
+from ddpdoctor.probe.tracing import Tracer
+
+
+def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tuple[int, bool]]:
+    """The steps before which an edit of one small parameter of many began or ended."""
+    parameters = [torch.nn.Parameter(torch.ones(())) for _ in range(40)]
+    model: Any = SimpleNamespace(
+        number=0, parameters=[weakref.ref(p) for p in parameters], inner=lambda model: None
+    )
+    model = type("Model", (), vars(model))()
+    told: list[Any] = []
+    active: Any = SimpleNamespace(emit=told.append, every=every, step=0)
+    holding = SimpleNamespace(
+        model=model,
+        optimizer=0,
+        positions=list(range(40)),
+        parameters=lambda positions: [parameters[p] for p in positions],
+    )
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    for number in range(steps):
+        step: Any = SimpleNamespace(
+            holdings=[holding], number=number, optimizer=lambda: None, closure=False
+        )
+        edits._step_begins(active, step)
+        active.step = number + 1
+        edits._step_ends(active, step)
+        parameters[3].data.fill_(number)
+    return [(e.step, e.changed) for e in told]
+
+
+def test_every_tensor_is_looked_at_in_the_steps_that_the_user_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert told_of(monkeypatch, 1, 3) == [(1, True)]
+    assert told_of(monkeypatch, 2, 4) == [(2, True), (3, False)]
+    assert told_of(monkeypatch, 0, 3) == []
+
+
+def test_the_line_that_edits_after_it_called_something() -> None:
+    tensor = torch.ones(2)
+
+    def inner() -> torch.Tensor:
+        return tensor
+
+    active: Any = SimpleNamespace(
+        sites=SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
+    )
+    tracer = Tracer.start(active, "parameters", lambda: int(tensor.sum()))
+    if tracer is None:
+        pytest.skip("another tracer is at work")
+    inner().data.fill_(7)
+    ((code, line),) = tracer.stop()
+    assert code.co_name == "test_the_line_that_edits_after_it_called_something"
+    with open(__file__) as text:
+        assert text.readlines()[line - 1].strip() == "inner().data.fill_(7)"
