@@ -15,7 +15,7 @@ PROGRAM = """
 import copy
 import inspect
 import io
-import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import sys
@@ -159,7 +159,7 @@ DistributedDataParallel(nn.Linear(4, 4), process_group=Group(0, 1))
 
 for function in (
     sys.exit, os._exit, dist.init_process_group, device_mesh.new_group, dist.all_reduce, torch.save,
-    nn.Module.__init__, multiprocessing.process.BaseProcess.run,
+    nn.Module.__init__, multiprocessing.util._exit_function,
 ):
     assert pickle.loads(pickle.dumps(function)) is function
 assert device_mesh.new_group is dist.new_group

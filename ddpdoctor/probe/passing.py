@@ -54,7 +54,7 @@ def passed(active: Recorder, where: str, error: BaseException, site: int) -> Non
         if frame is not None:
             site = active.sites.place(frame.file, frame.line, frame.function)
     else:
-        site = _raised_at(active, error.__traceback__, site)
+        site = raised_at(active, error.__traceback__, site)
     active.emit(
         ExceptionPassed(
             at=time.monotonic(),
@@ -67,7 +67,8 @@ def passed(active: Recorder, where: str, error: BaseException, site: int) -> Non
     )
 
 
-def _raised_at(active: Recorder, trace: TracebackType | None, site: int) -> int:
+def raised_at(active: Recorder, trace: TracebackType | None, site: int) -> int:
+    """The innermost line of the user's, `site` where there is none."""
     while trace is not None:
         code = trace.tb_frame.f_code
         if active.sites.kind(code) == "user":

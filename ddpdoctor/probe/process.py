@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 import time
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from ..events import ExceptionRaised, Frame, RankExiting
 from . import moments, stacks
 from .frames import passed_over, unframe
+from .passing import raised_at
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
 from .relayed import relayed
@@ -22,7 +23,14 @@ from .statements import enclosing
 
 MESSAGE_LIMIT = 8000
 FRAME_LIMIT = 60
-_STARTERS = 5
+_STARTERS = (
+    "multiprocessing.popen_fork",
+    "multiprocessing.spawn",
+    "multiprocessing.forkserver",
+    "torch.multiprocessing.spawn",
+)
+"""Modules that call the program's function in a process of its own, and exit after it."""
+_STARTING = 5
 """At most so many frames start a program (`python -m` has some of its own)."""
 
 
@@ -82,46 +90,71 @@ def _wrap_excepthook() -> None:
 
 def _wrap_exits() -> None:
     leave, vanish = sys.exit, os._exit
-    run = multiprocessing.process.BaseProcess.run
+    finish = multiprocessing.util._exit_function  # type: ignore[attr-defined]
 
     def exit(status: Any = None, /) -> NoReturn:
-        guarded("sys.exit", lambda active: _note_exit(active, status))
+        if _by_starter(sys._getframe().f_back):
+            _ending.status = status
+        else:
+            guarded("sys.exit", lambda active: _note_exit(active, status))
         leave(status)
 
     def _exit(status: int) -> NoReturn:
         if recorder() is not None and not _ending.told:
-            _ending.how, _ending.status = "os._exit", status
-            guarded("os._exit", _note_site)
+            if _by_starter(sys._getframe().f_back):
+                _ending.status = status
+            else:
+                _ending.how, _ending.status = "os._exit", status
+                guarded("os._exit", _note_site)
             _leaving()
         vanish(status)
 
-    def run_and_note(self: Any) -> None:
-        try:
-            run(self)
-        except BaseException as error:
-            if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-                note_exception(error, error.__traceback__)
-            unframe(error)
-            raise
+    def _exit_function(*args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe().f_back  # None where the interpreter itself calls
+        if caller is not None and caller.f_globals.get("__name__") == "multiprocessing.process":
+            guarded("multiprocessing", lambda active: _note_child(active, caller))
+        finish(*args, **kwargs)
 
     for owner, name, original, wrapper in (
         (sys, "exit", leave, exit),
         (os, "_exit", vanish, _exit),
-        (multiprocessing.process.BaseProcess, "run", run, run_and_note),
+        (multiprocessing.util, "_exit_function", finish, _exit_function),
     ):
         replace(owner, name, passed_over(wrapper, original))
     _exit.__module__ = "os"  # its own, `posix`, still has the original
 
 
+def _by_starter(caller: FrameType | None) -> bool:
+    """Whether it is not the program that exits, but who called its function in this process."""
+    return caller is not None and caller.f_globals.get("__name__") in _STARTERS
+
+
+def _note_child(active: Recorder, caller: FrameType) -> None:
+    """The function of a `multiprocessing.Process` is over; `caller` calls this in the `finally`
+    around it, and prints what came out of it later."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if error is not None else None
+    if error is None or trace is None or trace.tb_frame is not caller:
+        # What its parent was handling when it forked is none of its own.
+        _ending.how, _ending.status, _ending.site, _ending.message = "return", None, -1, ""
+    elif not isinstance(error, SystemExit):
+        note_exception(error, trace)
+    elif _ending.how != "exception":  # else `torch.multiprocessing.spawn` has caught that
+        _note_status(error.code, raised_at(active, trace, -1))
+
+
 def _note_exit(active: Recorder, status: Any) -> None:
-    known = int(status or 0) if isinstance(status, int | None) else 1
-    _ending.how, _ending.status = "sys.exit", known
-    _ending.message = status[:MESSAGE_LIMIT] if isinstance(status, str) else ""
-    _note_site(active)
+    _note_status(status, active.site())
     handled = sys.exc_info()[1]
-    if known and handled is not None and not isinstance(handled, SystemExit):
+    if _ending.status and handled is not None and not isinstance(handled, SystemExit):
         _ending.caught = None
         note_exception(handled, handled.__traceback__, caught=True)
+
+
+def _note_status(status: Any, site: int) -> None:
+    _ending.how, _ending.site = "sys.exit", site
+    _ending.status = int(status or 0) if isinstance(status, int | None) else 1
+    _ending.message = status[:MESSAGE_LIMIT] if isinstance(status, str) else ""
 
 
 def _note_site(active: Recorder) -> None:
@@ -222,7 +255,7 @@ def _look_at_the_last(active: Recorder) -> None:
 
 def _left_the_program(trace: TracebackType | None) -> bool:
     """Whether an exception came out of the main module itself, and not of what is typed in it."""
-    for _ in range(_STARTERS):
+    for _ in range(_STARTING):
         if trace is None:
             return False
         frame = trace.tb_frame

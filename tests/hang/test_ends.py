@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from checks.hang._failures import failure
 from ddpdoctor.events import Event, ExceptionRaised, GroupDestroyed, RankExiting
 from ddpdoctor.probe import groups, process
 from ddpdoctor.probe.recorder import Recorder, current
+from ddpdoctor.run import Rank
 from ddpdoctor.runfolder import EventWriter, Lines
 
 
@@ -66,6 +69,75 @@ def test_what_an_exit_prints_is_kept(
     process._leaving()
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert leaving.message == said
+
+
+CHILD = """
+import multiprocessing, os, sys
+from pathlib import Path
+from ddpdoctor.probe import process
+from ddpdoctor.probe.recorder import Recorder, set_recorder
+from ddpdoctor.runfolder import EventWriter
+
+def main(ends):
+    folder = Path(".").resolve()
+    active = Recorder(EventWriter(folder / "rank-0.jsonl"), folder, "rank-0", {})
+    set_recorder(active)  # in the middle of the process's function, as `init_process_group` does
+    process.install(active)
+    exec(compile(ends, "train.py", "exec"), {"__name__": "train"})
+
+if __name__ == "__main__":
+    method, ends = sys.argv[1:]
+    child = multiprocessing.get_context(method).Process(target=main, args=(ends,))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("ends", "how", "status", "line"),
+    [
+        ("pass", "return", 0, 0),
+        ("try: exit(9)\nexcept SystemExit: pass", "return", 0, 0),
+        ("\nraise OSError('disk full')", "exception", 1, 2),
+        ("import sys\n\nsys.exit(9)", "sys.exit", 9, 3),
+        ("raise SystemExit('no more data')", "sys.exit", 1, 1),
+        ("import os\nos._exit(3)", "os._exit", 3, 2),
+    ],
+)
+def test_how_the_function_of_a_process_ends(
+    tmp_path: Path, method: str, ends: str, how: str, status: int, line: int
+) -> None:
+    """`multiprocessing` catches what comes out of it, prints it, and exits with a status."""
+    rank, printed = child_of(tmp_path, CHILD, method, ends)
+    leaving = rank.latest(RankExiting)
+    assert leaving is not None, printed
+    assert (leaving.how, leaving.status) == (how, status)
+    found = failure(rank)
+    assert (found is not None) == (status != 0)
+    if found is not None:
+        assert found.location is not None and found.location.line == line
+        assert (found.exception is not None) == (how == "exception")
+        assert found.message in printed
+
+
+def test_what_the_parent_handled_did_not_end_its_child(tmp_path: Path) -> None:
+    handling = "    try: 1 / 0\n    except ZeroDivisionError: child.start()\n"
+    program = CHILD.replace("    child.start()\n", handling)
+    rank, _ = child_of(tmp_path, program, "fork", "pass")
+    assert rank.latest(RankExiting) is not None
+    assert failure(rank) is None
+
+
+def child_of(folder: Path, program: str, method: str, ends: str) -> tuple[Rank, str]:
+    (folder / "parent.py").write_text(program)
+    command = [sys.executable, "parent.py", method, ends]
+    done = subprocess.run(command, cwd=folder, timeout=60, capture_output=True, text=True)
+    rank = Rank(0)
+    for event in Lines(folder / "rank-0.jsonl").events():
+        rank.add(event)
+    return rank, done.stderr
 
 
 @pytest.mark.parametrize(
