@@ -250,6 +250,15 @@ def test_unequal_rows_are_not_folded() -> None:
     assert proof.grid.rows == (("0,2", "1"), ("1", "2"))
 
 
+def test_one_rank_of_a_wide_row_is_no_plural() -> None:
+    report = report_of(ToyStep())
+    rows = [{"ranks": who, "reported": "wordy " * 20} for who in ("0", "1-2")]
+    (one, *_) = report.findings
+    one = msgspec.structs.replace(one, evidence={"t": rows})
+    text = render.text(msgspec.structs.replace(report, findings=(one,)))
+    assert " rank 0, reported" in text and " ranks 1-2, reported" in text
+
+
 def test_last_thing_is_the_exception_not_the_leaving() -> None:
     from ddpdoctor.events import ExceptionRaised, RankExiting
 

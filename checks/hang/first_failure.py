@@ -289,7 +289,11 @@ def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
             {
                 "ranks": fold_ranks(f.rank.rank for f in fs),
                 "reported": cut(text, 160),
-                **({} if first is None else {"after_s": round(min(f.at for f in fs) - first, 3)}),
+                **(
+                    {}
+                    if first is None
+                    else {"seconds_later": round(min(f.at for f in fs) - first, 3)}
+                ),
             }
             for text, fs in rows.items()
         ]

@@ -153,7 +153,7 @@ class RendezvousStall(Check):
             label="waits for ranks that do not exist"
             if wrong_size
             else "not in init_process_group",
-            related=(Related(f"ranks {came} wait here", here),) if here and where else (),
+            related=(Related(f"{_wait(waiting)} here", here),) if here and where else (),
             summary=_summary(_wait(waiting), absent, world, launched, wrong_size)
             + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
             cause=f"world_size is {world}, but {launched} processes were launched"

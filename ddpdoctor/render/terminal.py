@@ -207,7 +207,11 @@ def _grid(grid: Grid, width: int, indent: str) -> Iterator[Text]:
             yield Text(f"{indent}{'  '.join(cells)}".rstrip(), "" if number else "dim")
     else:
         for row in grid.rows:
-            pairs = [f"{n} {c}" for n, c in zip(grid.columns, row, strict=True) if c]
+            pairs = [
+                f"{'rank' if name == 'ranks' and cell.isdecimal() else name} {cell}"
+                for name, cell in zip(grid.columns, row, strict=True)
+                if cell
+            ]
             lines = wrap(", ".join(pairs), width - len(indent) - 2)
             yield from (Text(f"{indent}{'  ' * (i > 0)}{line}") for i, line in enumerate(lines))
     if grid.more:
