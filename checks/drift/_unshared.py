@@ -58,7 +58,7 @@ class Look:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(_steady(c) or _running(c) for c in _by_hand.trained_by_all(run))
+    return any(steady(c) or _running(c) for c in _by_hand.trained_by_all(run))
 
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
@@ -67,9 +67,9 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         if (differ := _running(copies)) is not None:
             yield _told_running(copies, differ)
             continue
-        if not _steady(copies):
+        if not steady(copies):
             continue
-        looks = _close_looks(copies)
+        looks = close_looks(copies)
         if (mixed := _mixed(looks)) is not None:
             yield _told_mixed(copies, *mixed)
         elif (apart := _never_equal(copies, looks)) is not None:
@@ -86,7 +86,7 @@ def _running(copies: Copies) -> Rows | None:
     return copies.looks[first] if parted and ran else None
 
 
-def _steady(copies: Copies) -> bool:
+def steady(copies: Copies) -> bool:
     """Whether all ranks exchanged most of the gradients of each and every step, and never the
     parameters since the first."""
     close = [look for look in copies.looks if all(s.each for s in look.values())]
@@ -99,7 +99,7 @@ def _steady(copies: Copies) -> bool:
     ) and all(s.averaged == copies.looks[0][n].averaged for n, s in (copies.end or {}).items())
 
 
-def _close_looks(copies: Copies) -> list[Look]:
+def close_looks(copies: Copies) -> list[Look]:
     sizes = _sizes(copies)
     looks = [look for look in copies.looks if all(s.each for s in look.values())]
     return [_look(look, sizes) for look in looks]
@@ -124,10 +124,10 @@ def _sizes(copies: Copies) -> list[int]:
 
 
 def _parameters(copies: Copies) -> tuple[Tensor, ...]:
-    return _first(copies)[1].parameters
+    return member(copies)[1].parameters
 
 
-def _first(copies: Copies) -> tuple[Rank, Unwrapped]:
+def member(copies: Copies) -> tuple[Rank, Unwrapped]:
     return next(iter(copies.members.values()))
 
 
@@ -197,29 +197,29 @@ def _moved(looks: list[Look], positions: list[int]) -> bool:
     return any(looks[0].parameters[0][i] != looks[-1].parameters[0][i] for i in positions)
 
 
-def _owner(name: str) -> str:
+def layer_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
 def _told_left_out(
     copies: Copies, looks: list[Look], local: list[int], shared: list[int]
 ) -> dict[str, Any]:
-    rank, event = _first(copies)
+    rank, event = member(copies)
     names = [p.name for p in event.parameters]
-    layers = {_owner(names[i]) for i in shared} - {""}
-    torn = [i for i in local if _owner(names[i]) in layers]
+    layers = {layer_of(names[i]) for i in shared} - {""}
+    torn = [i for i in local if layer_of(names[i]) in layers]
     kind = event.kind or "a set of parameters"
     begin = next(look.step for look in looks if not look.equal(local[0]))
     site = copies.looks[0][rank.rank].exchange_site
     drift = [i for i in range(len(names)) if not looks[-1].equal(i)]
     example = _example(names, torn, shared)
-    return _fields(copies, begin) | {
+    return fields(copies, begin) | {
         "severity": Severity.ERROR if torn else Severity.NOTE,
         "subjects": tuple(names[i] for i in local),
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "leaves their gradients out",
-        "related": _related(rank, "made here", event.site),
-        "summary": f"{_some(names, local)} of {kind} {_verb(local)} from step {begin} on: of the "
+        "related": related(rank, "made here", event.site),
+        "summary": f"{some(names, local)} of {kind} {verb(local)} from step {begin} on: of the "
         "gradients that the program exchanges by hand, theirs are left out",
         "cause": f"the gradients of {len(shared)} of {len(names)} parameters are exchanged in "
         f"every step, those of {len(local)} never: each rank applies its own to them"
@@ -241,13 +241,13 @@ def _told_left_out(
 def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
     if not torn:
         return ""
-    owner = _owner(names[torn[0]])
-    beside = next(names[i] for i in shared if _owner(names[i]) == owner)
+    owner = layer_of(names[torn[0]])
+    beside = next(names[i] for i in shared if layer_of(names[i]) == owner)
     return f"{beside} is exchanged and {names[torn[0]]} of the same layer is not"
 
 
 def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
-    rank, event = _first(copies)
+    rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"
     site = copies.looks[0][rank.rank].exchange_site
@@ -256,22 +256,22 @@ def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
         for number, own in zip(copies.members, look.own, strict=True)
     }
     number, missing = next((n, m) for n, m in without.items() if m)
-    return _fields(copies, look.step) | {
+    return fields(copies, look.step) | {
         "severity": Severity.ERROR,
         "subjects": tuple(names[i] for i in lone),
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "pairs gradients of different parameters",
-        "related": _related(rank, "made here", event.site),
-        "summary": f"{_some(names, lone)} of {kind} {_verb(lone)}: at step {look.step} the ranks "
+        "related": related(rank, "made here", event.site),
+        "summary": f"{some(names, lone)} of {kind} {verb(lone)}: at step {look.step} the ranks "
         "exchange gradients of different parameters",
-        "cause": f"{_some(names, missing)} got no gradient on rank {number}, which therefore hands "
+        "cause": f"{some(names, missing)} got no gradient on rank {number}, which therefore hands "
         "over other tensors than its peers; collectives pair tensors by their order, and so "
         "gradients of different parameters are summed up",
         "fix": "hand over a tensor for every parameter: `if p.grad is None: p.grad = "
         "torch.zeros_like(p)` before the exchange",
         "evidence": {
             "without a gradient": [
-                {"rank": n, "parameters": _some(names, m)} for n, m in without.items() if m
+                {"rank": n, "parameters": some(names, m)} for n, m in without.items() if m
             ],
             "steps compared": [
                 s for s in (next(iter(row.values())).step for row in copies.looks) if s >= look.step
@@ -281,18 +281,18 @@ def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
 
 
 def _told_running(copies: Copies, differ: Rows) -> dict[str, Any]:
-    rank, event = _first(copies)
+    rank, event = member(copies)
     begin = next(iter(differ.values())).step
     last = copies.looks[-1]
     number = next(n for n, s in last.items() if s.running)
     ran = copies.members[number][0]
     kind = event.kind or "a set of parameters"
-    return _fields(copies, begin) | {
+    return fields(copies, begin) | {
         "severity": Severity.ERROR,
         "subjects": tuple(p.name for p in event.parameters),
         "location": ran.location(last[number].running_site) or rank.location(event.step_site),
         "label": "still runs when the optimizer applies what it carries",
-        "related": _related(rank, "applied here", event.step_site),
+        "related": related(rank, "applied here", event.step_site),
         "summary": f"parameters of {kind} differ between ranks from step {begin} on: their "
         "gradients are applied while they are being exchanged",
         "cause": "the exchange is asynchronous and nobody waits for its end, so that each rank "
@@ -309,16 +309,16 @@ def _told_running(copies: Copies, differ: Rows) -> dict[str, Any]:
 
 
 def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:
-    rank, event = _first(copies)
+    rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"
-    return _fields(copies, looks[0].step) | {
+    return fields(copies, looks[0].step) | {
         "severity": Severity.ERROR,
         "subjects": tuple(names[i] for i in apart),
         "location": rank.location(event.site) or rank.location(event.step_site),
         "label": "differs between ranks from the start",
-        "related": _related(rank, "stepped here", event.step_site),
-        "summary": f"{_some(names, apart)} of {kind} {_verb(apart)} before the first step, and for "
+        "related": related(rank, "stepped here", event.step_site),
+        "summary": f"{some(names, apart)} of {kind} {verb(apart)} before the first step, and for "
         "ever: only gradients are exchanged",
         "cause": "the ranks start from values of their own (another seed, weights loaded on some "
         "ranks only) and apply the same gradients to them: what differs at the start never gets "
@@ -333,7 +333,7 @@ def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str
     }
 
 
-def _fields(copies: Copies, begin: int) -> dict[str, Any]:
+def fields(copies: Copies, begin: int) -> dict[str, Any]:
     last = max(begin, max(r.steps_of(e.optimizer) for r, e in copies.members.values()) - 1)
     return {
         "ranks": tuple(copies.members),
@@ -343,7 +343,7 @@ def _fields(copies: Copies, begin: int) -> dict[str, Any]:
     }
 
 
-def _related(rank: Rank, label: str, site: int) -> tuple[Related, ...]:
+def related(rank: Rank, label: str, site: int) -> tuple[Related, ...]:
     spot = rank.location(site)
     return (Related(label, spot),) if spot is not None else ()
 
@@ -356,11 +356,11 @@ def _at(copies: Copies, step: int) -> float:
     return min(wall(n, r) for n, (r, _) in copies.members.items())
 
 
-def _verb(positions: list[int]) -> str:
+def verb(positions: list[int]) -> str:
     return "differs between ranks" if len(positions) == 1 else "differ between ranks"
 
 
-def _some(names: list[str], positions: list[int]) -> str:
+def some(names: list[str], positions: list[int]) -> str:
     first = [names[i] for i in positions[:NAMED]]
     more = len(positions) - len(first)
     if more:

@@ -9,7 +9,7 @@ from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _by_hand, _causes, _unshared
+from . import _beside, _by_hand, _causes, _unshared
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -52,7 +52,8 @@ class ParameterDrift(Check):
     part, unless the exchange stops for good after more than half of all; point-to-point exchange;
     copies that are equal again later. Gradients of whole layers that are never exchanged while
     those of the others are (heads of their own) are a note: a layer whose weight is exchanged and
-    whose bias is not is an error.
+    whose bias is not is an error. So with all parameters of one optimizer, where those of another
+    one of the same model are exchanged: a warning, or a note if either are in one part of it.
     Copies that differ only when the run is over are a note.
     """
 
@@ -75,7 +76,7 @@ class ParameterDrift(Check):
         yield from each_model(run, self._judge)
         for parting in _by_hand.partings(run):
             yield self.finding(**_by_hand.told(run, parting))
-        for told in _unshared.told(run):
+        for told in (*_unshared.told(run), *_beside.told(run)):
             yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:

@@ -11,6 +11,7 @@ from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedStat
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
+from ..drift import _beside
 from . import _models as models
 
 GROUP = "gradients of a group"
@@ -36,10 +37,11 @@ class ModelNotWrapped(Check):
     `model = DistributedDataParallel(model)` before the optimizer is built, and call that.
 
     ## When it stays quiet
-    Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, or
-    averaged now and then); FSDP and tensor parallelism; pipelines; training on one rank only;
-    ranks that hold different models. Where ranks agree bit for bit without exchanging anything
-    (same data, same seed) it is a note.
+    Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, in
+    the optimizer's own step, or averaged now and then); FSDP and tensor parallelism; pipelines;
+    training on one rank only; ranks that hold different models; what an exchange by hand leaves out
+    of a model that it carries otherwise, of which `parameter-drift` tells. Where ranks agree bit
+    for bit without exchanging anything (same data, same seed) it is a note.
     """
 
     code = "DDP305"
@@ -57,7 +59,7 @@ class ModelNotWrapped(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
         together: dict[object, list[Finding]] = {}
-        for optimizer in sorted(optimizers):
+        for optimizer in sorted(optimizers - _beside.optimizers(run)):
             for alike in _alike(run, optimizer):
                 for finding in self._judge(run, optimizer, alike):
                     place = finding.location or optimizer
@@ -85,6 +87,8 @@ class ModelNotWrapped(Check):
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
         if any(n > moved[0] and n not in moved for n in common if moved):
             return  # equal again: synchronised by means that were not seen
+        if len(common) > 1 and apart and not moved:
+            return  # equal although gradients differ: exchanged inside the optimizer's own step
         if common and len(apart) == len(common):
             yield self._tell(run, alike, Severity.ERROR, common, moved)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):

@@ -209,7 +209,8 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     """An optimizer trains parameters that no wrapper was given, in a run of several ranks.
 
     Attributes:
-        kind: class of the module that holds most of them, `site` the line that made it.
+        kind: class of the module that holds most of them, `site` the line that made it; `root` its
+            number among the outermost modules, -1 for none.
         parameters: in the optimizer's order, names as far as they are known.
         wrapped: how many models were wrapped so far.
         step_site: the line of the step.
@@ -219,6 +220,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     kind: str
     parameters: tuple[Tensor, ...]
     wrapped: int = 0
+    root: int = -1
     site: int = -1
     step_site: int = -1
 
@@ -234,7 +236,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     Attributes:
         exchanged: how they, or about as much as they are, were ever exchanged: `gradients` (on
             the default group, between backward and step), `gradients of a group`, `parameters`,
-            `point-to-point`, `all-to-all`, `in backward`, `unseen`; empty where they never were,
+            `point-to-point`, `all-to-all`, `in backward`, `unseen`; `gathered`: after the last
+            step only, in a collective that leaves them as they are; empty where they never were,
             or only before the first step of all.
         complete: between the last backward and this step every gradient was handed to collectives
             on the default group. `completed` are the steps before this one of which that is true.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import autograd, models, moments
+from . import autograd, models, moments, optimizers
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
 from .references import Reference
@@ -32,12 +32,17 @@ CARRY_VALUES = (
 )  # fmt: skip
 
 
+GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
+"""They leave what a rank hands over as it is."""
+
+
 class Exchange(NamedTuple):
     """One tensor that was handed to a collective: its size and where its memory begins."""
 
     group: int
     elements: int
     memory: int
+    gathered: bool = False
 
 
 class Handed(NamedTuple):
@@ -71,6 +76,8 @@ class _Window:
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
             after that.
+        owners: what any optimizer holds, by the memory of its value and of its gradient; looked up
+            once after each backward, None until somebody asks.
     """
 
     def __init__(self) -> None:
@@ -88,6 +95,7 @@ class _Window:
         self.special = ""
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
+        self.owners: dict[int, Reference] | None = None
 
     def begin(self) -> None:
         """Something happens after the step."""
@@ -131,7 +139,7 @@ def _called(active: Recorder, call: Call) -> None:
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = tensor.untyped_storage().data_ptr()
-            exchange = Exchange(call.group, tensor.numel(), memory)
+            exchange = Exchange(call.group, tensor.numel(), memory, call.op in GATHER)
             _window.latest += (exchange,)
             if not after_backward and (late := _applied(memory)):
                 _window.late.add(late)
@@ -147,6 +155,7 @@ def _called(active: Recorder, call: Call) -> None:
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _window.begin()
     _window.applied = {}
+    _window.owners = None
     if _window.recent:
         _window.earlier += _window.recent
         _window.recent = []
@@ -227,7 +236,7 @@ def handed(parameters: Sequence[Any]) -> Handed:
     carried: Counter[int] = Counter()
     # Of gradients that share one memory, a part may have been exchanged.
     sizes: Counter[tuple[int, int]] = Counter()
-    for exchange in _window.recent:
+    for exchange in _without_others(_window.recent, {*own, *held}):
         if exchange.memory not in own:
             place = exchange.memory if exchange.memory in held else 0
             carried[place] += exchange.elements
@@ -299,9 +308,44 @@ def gradient_groups() -> set[int]:
     return {e.group for e in _window.recent}
 
 
-def values_exchanged(parameters: Sequence[Any]) -> bool:
-    """Whether collectives since the last step carried these parameters, or as much as they are."""
-    return _covers([*_window.recent, *_window.earlier, *_window.within], parameters)
+def values_exchanged(parameters: Sequence[Any], *, gathered: bool = True) -> bool:
+    """Whether collectives since the last step carried these parameters, or as much as they are;
+    `gathered`: be it that they were only gathered."""
+    every = [*_window.recent, *_window.earlier, *_window.within]
+    every = [e for e in every if gathered or not e.gathered]
+    if not _covers(every, parameters):
+        return False
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    own = {t.untyped_storage().data_ptr() for t in (*parameters, *gradients)}
+    return _covers(_without_others(every, own), parameters)
+
+
+def no_step_follows() -> None:
+    """What was exchanged for the last step is no exchange after it."""
+    _window.begin()
+
+
+def _without_others(exchanges: list[Exchange], own: set[int]) -> list[Exchange]:
+    """Without what lies neither in the memory `own` nor in buffers, but is the value or the
+    gradient of what another optimizer holds."""
+    return [e for e in exchanges if e.memory in own or not _held(e.memory)]
+
+
+def _held(memory: int) -> bool:
+    """Whether the value or the gradient of a parameter of some optimizer lies there."""
+    if _window.owners is None:
+        _window.owners = {}
+        for parameter in optimizers.held().values():
+            owner = Reference(parameter)
+            _window.owners.update((place, owner) for place in _places(parameter))
+    reference = _window.owners.get(memory)
+    return reference is not None and memory in _places(reference())
+
+
+def _places(parameter: Any) -> list[int]:
+    """Where its value and its gradient lie."""
+    tensors = () if parameter is None else (parameter, parameter.grad)
+    return [t.untyped_storage().data_ptr() for t in tensors if t is not None]
 
 
 def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+import weakref
 from typing import Any
 
 import msgspec
@@ -65,6 +67,10 @@ class Loose:
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
+
+_roots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Numbers of outermost modules."""
+_numbers = itertools.count()
 
 _following = Subscriptions()
 """Of every step, once there is anything to follow."""
@@ -220,6 +226,7 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
                 for i, p in enumerate(parameters[:TOLD_AT_MOST])
             ),
             wrapped=models.count(),
+            root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
             site=_made_at(active, roots[0] if roots else parameters[0]),
             step_site=step.site,
         ),
@@ -273,10 +280,14 @@ def _leaving(active: Recorder, _: None) -> None:
 
 def _finish(active: Recorder, *, wait: bool) -> None:
     """The last look at what is exchanged by hand, and what waits to be written."""
+    exchanges.no_step_follows()
     for optimizer in optimizers.known():
         if (known := optimizer.notes.pop(Loose, None)) is not None:
             alive = [p for ref in known.parameters if (p := ref()) is not None]
             before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
+            if (before, known.exchanged) == ("", "parameters"):
+                changed = exchanges.values_exchanged(alive, gathered=False)
+                known.exchanged = "parameters" if changed else "gathered"
             if known.completed or known.exchanged != before:
                 _look(active, optimizer.number, known, optimizer.steps, last=True)
             _write(active, known, wait=wait)

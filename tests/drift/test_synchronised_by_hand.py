@@ -240,6 +240,28 @@ def test_one_of_two_that_are_alike_in_size(window):
     assert exchanges.handed(made) == ((1,), 3, False, True)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_another_optimizer_holds_is_no_gradient_of_this_one(window, monkeypatch, shared):
+    body, head = trained(8, 8, shared=shared)
+    monkeypatch.setattr(exchanges.optimizers, "held", lambda: {id(p): p for p in (body, head)})
+    window.recent = [handed(body.grad)]
+    assert exchanges.handed([head]).positions == (() if not shared else (0,))
+    assert exchanges.values_exchanged([head]) is shared
+    window.recent = [handed(body.grad), handed(head.grad.clone())]
+    assert exchanges.handed([head]).every
+    assert exchanges.values_exchanged([head])
+    body.grad = None
+    window.recent = [handed(torch.zeros(8))]
+    assert exchanges.handed([head]).every, "what it no longer holds may be a buffer"
+
+
+def test_who_gathers_parameters_may_only_look_at_them(window):
+    (head,) = made = trained(8)
+    window.recent = [handed(head.detach())._replace(gathered=True)]
+    assert exchanges.values_exchanged(made)
+    assert not exchanges.values_exchanged(made, gathered=False)
+
+
 def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
     _, head = trained(8, 3)
     monkeypatch.setattr(exchanges.models, "live", list)

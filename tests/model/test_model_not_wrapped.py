@@ -106,6 +106,11 @@ def test_parameters_that_are_equal_again_are_synchronised_somehow():
     assert codes(make_run({r: loose(*s) for r, s in rows.items()}), CHECK) == []
 
 
+def test_gradients_that_the_optimizer_exchanges_in_its_own_step():
+    run = make_run({r: loose(state(0, 10 + r, 7), state(1, 20 + r, 30)) for r in (0, 1)})
+    assert codes(run, CHECK) == []
+
+
 def test_training_on_one_rank_only():
     run = make_run({0: loose(state(0, 1, 2)), 1: [group((0, 1))]})
     assert codes(run, CHECK) == []
