@@ -337,7 +337,11 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
     limit = len(ranks) if apart else size
     return all(
         any(_divides(g, place, size) for g in (ranks, *_groups_of(reader.rank)) if len(g) <= limit)
-        or any(_repeats(group, place, size, len(ranks)) for group in _groups_of(reader.rank))
+        or any(
+            _repeats(group, place, size, len(ranks))
+            for group in _groups_of(reader.rank)
+            if size > 1 or group not in _averaging(reader.rank)
+        )
         for reader in readers
     )
 
@@ -352,6 +356,12 @@ def _groups_of(rank: Rank) -> list[frozenset[int]]:
             if every.count(group) == 1:
                 every.remove(group)
     return every
+
+
+def _averaging(rank: Rank) -> set[frozenset[int]]:
+    """Groups over which a wrapped model averages gradients: of nothing, where all read the same."""
+    wrapped = {e.group for e in rank.of(Wrapped)}
+    return {frozenset(g.ranks) for g in rank.of(GroupReady) if g.group in wrapped}
 
 
 def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:

@@ -80,15 +80,19 @@ class Stall(Check):
         at = now.at - max(s.still_s for s in ring)
         if missed := unsent(now, ring):
             return self._unsent(missed, told, evidence, at)
+        cause = "every one of them waits for a message that is only sent afterwards"
+        fix = "let one side send first and the other receive first, or use `dist.batch_isend_irecv`"
+        on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)
+        if on is not None:
+            cause, fix = _gone_on(ring[on], ring[on - 1])
         return self.finding(
             severity=Severity.ERROR,
             ranks=tuple(sorted(s.rank.rank for s in ring)),
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
             summary=told,
-            cause="every one of them waits for a message that is only sent afterwards",
-            fix="let one side send first and the other receive first, or use "
-            "`dist.batch_isend_irecv`",
+            cause=cause,
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence=evidence,
             at=at,
@@ -212,3 +216,19 @@ def _with(stands: list[Stand], one: Stand) -> list[int]:
 
 def _are(ranks: list[int]) -> str:
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _gone_on(collective: Stand, waiting: Stand) -> tuple[str, str]:
+    """Cause and fix, where one rank is in a collective and another waits for a message of it, or
+    for it to take one."""
+    rank, other = collective.rank.rank, waiting.rank.rank
+    op = waiting.made.signature.op if waiting.made else ""
+    answer = {"send": "recv", "isend": "irecv", "recv": "send", "irecv": "isend"}.get(op, "")
+    call = f"`dist.{answer}`" if answer else "call"
+    place = collective.made.place if collective.made else "a collective"
+    return (
+        f"rank {rank} went on to {place} without the {call} that rank {other} waits for: it is "
+        "missing there, or comes only afterwards",
+        f"make the matching {call} on rank {rank} before that, or leave the message out on rank "
+        f"{other}",
+    )

@@ -23,6 +23,9 @@ from .recorder import Recorder
 LOST = "edits of parameters between the wrap and the first step"
 
 LOOKED_AT = 6
+FORWARDS = 4
+"""Forwards before the first step at which they are looked at."""
+
 FRAMES_AT_MOST = 50
 
 Place = tuple[CodeType, int]
@@ -30,13 +33,18 @@ Place = tuple[CodeType, int]
 
 class Fresh:
     """A model that has not stepped yet: digests of some parameters as the wrap left them, the
-    lines of the user's that were running, and what edited them before the first forward."""
+    lines of the user's that were running, and what edited them before the first forward.
+
+    Attributes:
+        forwards: so far; moved: at one after the first, they were not what the wrap left.
+    """
 
     def __init__(self, positions: list[int], numbers: list[int], places: list[Place]) -> None:
         self.positions = positions
         self.numbers = numbers
         self.places = places
-        self.looked = False
+        self.forwards = 0
+        self.moved = False
         self.edited_at: list[Place] = []
 
 
@@ -79,17 +87,23 @@ def _places(active: Recorder) -> list[Place]:
 
 def _forward_begins(active: Recorder, forward: Forward) -> None:
     fresh = _fresh.get(forward.model)
-    if fresh is None or fresh.looked:
+    if fresh is None or fresh.forwards == FORWARDS:
         return
-    fresh.looked = True
-    if _numbers(forward.model, fresh.positions) != fresh.numbers:
+    fresh.forwards += 1
+    if _numbers(forward.model, fresh.positions) == fresh.numbers:
+        return
+    if fresh.forwards == 1:
         fresh.edited_at = editing(fresh.places, _places(active))
+    fresh.moved = fresh.forwards > 1
 
 
 def _step_begins(active: Recorder, step: Step) -> None:
     for holding in step.holdings:
         fresh = _fresh.pop(holding.model, None)
-        if fresh is None or _numbers(holding.model, fresh.positions) == fresh.numbers:
+        if fresh is None:
+            continue
+        changed = _numbers(holding.model, fresh.positions) != fresh.numbers
+        if not changed and not fresh.moved:
             continue
         sites = [active.sites.number(*place) for place in fresh.edited_at]
         mine = Edited(
@@ -98,12 +112,15 @@ def _step_begins(active: Recorder, step: Step) -> None:
             optimizer=holding.optimizer,
             kind="parameters",
             step=step.number,
-            changed=True,
+            changed=changed,
+            undone=not changed,
             site=sites[0] if sites else -1,
             more=tuple(sites[1:]),
         )
         active.emit(mine)
-        active.emit(replace(mine, step=step.number + 1, changed=False, site=-1, more=()))
+        active.emit(
+            replace(mine, step=step.number + 1, changed=False, undone=False, site=-1, more=())
+        )
     for model in [m for m in _fresh if m not in models.live()]:
         del _fresh[model]
     if not _fresh:

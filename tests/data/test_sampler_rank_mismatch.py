@@ -50,6 +50,17 @@ def test_more_replicas_than_ranks_leave_samples_unread() -> None:
     assert "50 by none" in finding.summary
 
 
+def test_a_world_of_one() -> None:
+    (finding,) = examine(sampled(1, 0), sampled(1, 0))
+    assert "100 samples read by several ranks" in finding.summary
+    assert "num_replicas=2" in finding.cause
+
+
+def test_ranks_that_share_one_model_share_its_data() -> None:
+    events = {r: [*prologue(2, wrapped=False), *sampled(1, 0)] for r in range(2)}
+    assert not found(SamplerRankMismatch(), make_run(events))
+
+
 def test_the_right_ranks_also_in_another_order() -> None:
     assert not examine(sampled(2, 0), sampled(2, 1))
     assert not examine(sampled(2, 1), sampled(2, 0))

@@ -73,8 +73,13 @@ def test_where_the_functions_have_changed_between(tmp_path: Path) -> None:
     assert editing([(module, 4), (build, 2)], [(module, 4)]) == [(build, 3)]
 
 
-def steps_after(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Any], object]) -> list[Any]:
-    """What is told of a model that is edited between its wrap and its first two steps."""
+def steps_after(
+    monkeypatch: pytest.MonkeyPatch,
+    edit: Callable[[Any], object],
+    between: Callable[[Any], object] | None = None,
+) -> list[Any]:
+    """What is told of a model that is edited between its wrap and its first two steps; `between`
+    edits it before a second forward of the first step, and is taken back after it."""
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     model: Any = SimpleNamespace(
         number=0, parameters=[weakref.ref(p) for p in parameters], ignored=set()
@@ -89,7 +94,13 @@ def steps_after(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Any], object]) 
     monkeypatch.setattr(afterwrap.models, "live", lambda: [model])
     afterwrap._wrapped(active, model)
     edit(parameters[2])
-    afterwrap._forward_begins(active, SimpleNamespace(model=model))  # type: ignore[arg-type]
+    forward: Any = SimpleNamespace(model=model)
+    afterwrap._forward_begins(active, forward)
+    if between is not None:
+        before = parameters[1].detach().clone()
+        between(parameters[1])
+        afterwrap._forward_begins(active, forward)
+        parameters[1].data.copy_(before)
     afterwrap._step_begins(active, step)
     edit(parameters[2])
     afterwrap._step_begins(active, step)
@@ -101,3 +112,10 @@ def test_an_edit_is_told_and_is_over_at_the_next_step(monkeypatch: pytest.Monkey
     told = steps_after(monkeypatch, lambda p: p.data.zero_())
     assert [(e.step, e.changed) for e in told] == [(0, True), (1, False)]
     assert not steps_after(monkeypatch, lambda p: p.data.mul_(1))
+
+
+def test_what_is_put_back_before_the_step_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = steps_after(monkeypatch, lambda p: None, lambda p: p.data.add_(1))
+    assert [(e.step, e.changed, e.undone) for e in told] == [(0, False, True), (1, False, False)]
+    told = steps_after(monkeypatch, lambda p: p.data.zero_(), lambda p: p.data.add_(1))
+    assert [(e.changed, e.undone) for e in told] == [(True, False), (False, False)]

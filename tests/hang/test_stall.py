@@ -31,6 +31,15 @@ def test_both_receive(tmp_path: Path) -> None:
     assert finding.evidence["stuck"] is True
 
 
+def test_a_receive_that_is_missing(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made[0].call("send", 9, peer=1, state=State.BEGUN, at=START + 5)
+    made[1].call("all_gather", 12, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert "rank 1 went on to all_gather (train.py:12)" in finding.cause
+    assert "`dist.recv` on rank 1" in finding.fix
+
+
 @pytest.mark.parametrize(("bounds", "line"), [((7, 9), 6), ((7, 8), 9), ((9, 9), 6)])
 def test_a_message_that_is_left_out_in_one_round(
     tmp_path: Path, bounds: tuple[int, int], line: int
