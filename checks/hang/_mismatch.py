@@ -356,6 +356,21 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     return found if plain and rest and all(_passed(m, place, found[0]) for m in rest) else None
 
 
+def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
+    """Whether a rank that is not at fault is in another branch of the same `if`."""
+    spot = parting.place.rank.location(place.site)
+    return spot is not None and any(
+        enclosing.line != statement.line
+        and (enclosing.opener or enclosing.line) == (statement.opener or statement.line)
+        and (at := made.rank.location(there.site)) is not None
+        and at.file == spot.file
+        for number, made in parting.made.items()
+        if number not in parting.odd
+        for there in (made.site.places if made.site else ())
+        for enclosing in there.inside
+    )
+
+
 def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
     """Whether every rank is inside of a statement around the call that is pointed at: it parts
     nobody."""

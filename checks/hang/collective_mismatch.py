@@ -10,7 +10,7 @@ from ddpdoctor.run import Run, ranks_text
 
 from ._caught import caught
 from ._loops import left_loop, ways_around
-from ._mismatch import Parting, entered, partings
+from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related, sides_text
@@ -174,6 +174,11 @@ def _cause(parting: Parting, stuck: bool) -> str:
         made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
         left_it = f"rounds, and left it out in this one{_around(parting)}"
         return f"{_caught(parting, parting.odd)}{made} {left_it}; {effect}"
+    if branched is not None and opposed(parting, *branched):
+        return (
+            f"ranks take different branches of `{branched[1].text}`, which make their collectives "
+            f"in another order, or other ones; {effect}"
+        )
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
@@ -204,6 +209,11 @@ def _fix(parting: Parting) -> str:
         return f"make every rank of the group call {op} in every round, or none"
     if parting.shifted and not parting.extra:
         return "issue the collectives in one order on every rank (sort the keys you loop over)"
+    if branched is not None and opposed(parting, *branched):
+        return (
+            f"make the same collectives in the same order on every way through "
+            f"`{branched[1].text}`, or once outside of it"
+        )
     if branched is not None and op.startswith("DDP"):
         return (
             f"run the wrapped model on every rank, or use `model.module(...)` under "

@@ -64,12 +64,14 @@ class Enclosing(Part, frozen=True):
     Attributes:
         ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
         broken: of a loop, whether a statement in it ends the loop.
+        opener: of an `else` or `elif`, the line of the statement that it belongs to.
     """
 
     line: int
     text: str
     ways: tuple[Way, ...] = ()
     broken: bool = False
+    opener: int = 0
 
 
 class Place(Part, frozen=True):

@@ -39,9 +39,19 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
             ways, broken = _ways(lines, number)
         elif head.startswith("try:"):
             ways = tuple(_handlers(lines, number))
+        opener = 0
         if head.startswith(("else:", "elif ")):
-            head = f"{head}  # {_opener(lines, number, _indent(lines[number - 1]))}"
-        found.append(Enclosing(line=number, text=head[:200], ways=ways[:WAYS_LIMIT], broken=broken))
+            opener = _opener(lines, number, _indent(lines[number - 1]))
+            head = f"{head}  # {_code(lines[opener - 1]) if opener else ''}"
+        found.append(
+            Enclosing(
+                line=number,
+                text=head[:200],
+                opener=opener,
+                ways=ways[:WAYS_LIMIT],
+                broken=broken,
+            )
+        )
     return tuple(found[:8])
 
 
@@ -140,16 +150,16 @@ def _end(lines: list[str], head: int) -> int:
     return end
 
 
-def _opener(lines: list[str], number: int, depth: int) -> str:
-    """The statement that an `else:` belongs to."""
-    for text in reversed(lines[: number - 1]):
+def _opener(lines: list[str], number: int, depth: int) -> int:
+    """The line of the statement that an `else:` belongs to, 0 for none."""
+    for line in range(number - 1, 0, -1):
+        text = lines[line - 1]
         if text.strip() and _indent(text) == depth:
-            head = _code(text)
-            if head.startswith(("if ", "for ", "while ", "try:")):
-                return head
+            if _code(text).startswith(("if ", "for ", "while ", "try:")):
+                return line
         elif text.strip() and _indent(text) < depth:
             break
-    return ""
+    return 0
 
 
 def _code(text: str) -> str:

@@ -99,6 +99,17 @@ def test_swap_that_no_shape_shows(tmp_path: Path) -> None:
     assert finding.evidence["differs"] == ["order"]
 
 
+@pytest.mark.parametrize(("opener", "opposed"), [(5, True), (18, False)])
+def test_both_arms_of_one_branch_make_calls(tmp_path: Path, opener: int, opposed: bool) -> None:
+    made = tapes()
+    other = (Enclosing(line=20, text="else:  # if rank == 0:", opener=opener),)
+    made[0].call("barrier", 6, inside=((5, "if rank == 0:"),), state=State.BEGUN)
+    made[1].call(line=21, numel=1, inside=other, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert ("different branches of `if rank == 0:`" in finding.cause) is opposed
+    assert ("on every way through" in finding.fix) is opposed
+
+
 def test_swap_inside_the_arms_of_one_branch(tmp_path: Path) -> None:
     made = tapes()
     one, other = ((5, "if rank == 0:"),), ((8, "else:  # if rank == 0:"),)
