@@ -29,11 +29,6 @@ class Beside:
     apart: list[int]
 
 
-def optimizers(run: Run) -> set[int]:
-    """Those that are left out."""
-    return {_unshared.member(b.local)[1].optimizer for b in _beside(run)}
-
-
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     for beside in _beside(run):

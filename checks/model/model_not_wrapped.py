@@ -11,7 +11,6 @@ from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedStat
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from ..drift import _beside
 from . import _models as models
 
 GROUP = "gradients of a group"
@@ -59,7 +58,7 @@ class ModelNotWrapped(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
         together: dict[object, list[Finding]] = {}
-        for optimizer in sorted(optimizers - _beside.optimizers(run)):
+        for optimizer in sorted(optimizers):
             for alike in _alike(run, optimizer):
                 for finding in self._judge(run, optimizer, alike):
                     place = finding.location or optimizer
@@ -89,6 +88,12 @@ class ModelNotWrapped(Check):
             return  # equal again: synchronised by means that were not seen
         if len(common) > 1 and apart and not moved:
             return  # equal although gradients differ: exchanged inside the optimizer's own step
+        if (
+            common
+            and common[0] not in moved
+            and all(_shared_beside(r, e) for r, e in alike.items())
+        ):
+            return  # parameter-drift tells what the exchange leaves out
         if common and len(apart) == len(common):
             yield self._tell(run, alike, Severity.ERROR, common, moved)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
@@ -190,6 +195,20 @@ def _exchanged(rank: Rank, event: Unwrapped) -> set[str]:
     same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
     states = (s for s in rank.of(UnwrappedState) if s.optimizer in same)
     return {s.exchanged for s in states if s.exchanged}
+
+
+def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
+    """Whether the gradients of another optimizer of the same model are exchanged in every step."""
+    beside = {
+        e.optimizer
+        for e in rank.of(Unwrapped)
+        if e.root == event.root >= 0 and e.optimizer != event.optimizer
+    }
+    return any(
+        all(s.exchanged == "gradients" and (s.last or s.shared > s.step) for s in states)
+        for optimizer in beside
+        if (states := _states(rank, optimizer))
+    )
 
 
 def _talk(alike: dict[Rank, Unwrapped]) -> bool:
