@@ -1,7 +1,7 @@
 """Gradients are exchanged while the backward runs, and nobody waits for the end.
 
 run: --nproc-per-node 2
-finds: DDP402 error at `dist.all_reduce`
+finds: DDP402 error at `self.works.append(dist.all_reduce(p.grad, async_op=True))`
 """
 
 import torch
