@@ -37,14 +37,14 @@ class Flight(NamedTuple):
 class _Flights:
     """Attributes:
     issued: since the backward; running: those that were when the step began.
-    steps: that ended while one ran that nobody had waited for, the last such one at `site`.
+    steps: that ended while one ran that nobody had waited for, and the line of the last such one,
+        by the number of the optimizer.
     """
 
     def __init__(self) -> None:
         self.issued: list[Flight] = []
         self.running: list[Flight] = []
-        self.steps = 0
-        self.site = -1
+        self.steps: dict[int, tuple[int, int]] = {}
 
 
 _flights = _Flights()
@@ -83,9 +83,10 @@ def step_begins(gradients: Sequence[Any]) -> None:
         ]
 
 
-def steps() -> tuple[int, int]:
-    """How many steps so far applied gradients whose exchange still ran; the line of a call."""
-    return _flights.steps, _flights.site
+def steps(optimizer: int) -> tuple[int, int]:
+    """How many of its steps so far applied gradients whose exchange still ran; the line of a
+    call."""
+    return _flights.steps.get(optimizer, (0, -1))
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
@@ -93,8 +94,8 @@ def _step_ends(active: Recorder, step: Step) -> None:
     for flight in _flights.running:
         # An optimizer of the user's, or a hook of it, may wait as the first thing in its step.
         if written is not None and written.ring.state(flight.number) == State.RETURNED:
-            _flights.steps += 1
-            _flights.site = flight.site
+            number = step.known.number
+            _flights.steps[number] = (steps(number)[0] + 1, flight.site)
             break
     _forget()
 

@@ -142,7 +142,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
     closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
-    running, running_site = inflight.steps()
+    running, running_site = inflight.steps(optimizer)
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,

@@ -49,15 +49,17 @@ def steps(
     monkeypatch.setattr(inflight, "tape", lambda active: SimpleNamespace(ring=ring))
     inflight._issued(active, Issued(7, (Work(done),)))
     inflight.step_begins(GRADIENTS)
-    inflight._step_ends(active, SimpleNamespace())  # type: ignore[arg-type]
+    step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))
+    inflight._step_ends(active, step_of)
     assert not inflight._flights.issued and not inflight._flights.running, "nothing is kept"
-    return inflight.steps()[0]
+    assert inflight.steps(0) == (0, -1), "another optimizer"
+    return inflight.steps(1)[0]
 
 
 @pytest.mark.parametrize("carries", [OWN, FLAT])
 def test_an_exchange_that_runs_on(monkeypatch: pytest.MonkeyPatch, carries: Exchange) -> None:
     assert steps(monkeypatch, carries) == 1
-    assert inflight.steps() == (1, 3)
+    assert inflight.steps(1) == (1, 3)
 
 
 def test_what_is_logged_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
