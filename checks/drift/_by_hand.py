@@ -53,12 +53,12 @@ class Parting:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(_kept_equal(c) for c in trained_by_all(run))
+    return any(kept_equal(c) for c in trained_by_all(run))
 
 
 def partings(run: Run) -> Iterator[Parting]:
     for copies in trained_by_all(run):
-        if _kept_equal(copies) and (found := _parting(copies)) is not None:
+        if kept_equal(copies) and (found := _parting(copies)) is not None:
             yield found
 
 
@@ -98,7 +98,7 @@ def same(look: Rows) -> bool:
     return len({s.parameters for s in look.values()}) == 1
 
 
-def _kept_equal(copies: Copies) -> bool:
+def kept_equal(copies: Copies) -> bool:
     """Whether the exchange was seen to do what it is for: every rank handed over all gradients of
     all steps between two looks, and the copies had moved and were equal at both."""
     for before, after in zip(copies.looks, copies.looks[1:], strict=False):

@@ -160,7 +160,7 @@ def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
         if all(look.everywhere(i) and not look.equal(i) for look in looks)
         and any(look.gradients[0][i] != ALL_ZERO for look in looks)
     ]
-    return apart if alike and apart and _moved(looks, apart) else None
+    return apart if alike and apart and moved(looks, apart) else None
 
 
 def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] | None:
@@ -190,10 +190,10 @@ def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] 
     ]
     sizes = _sizes(copies)
     enough = sum(sizes[i] for i in shared) >= ENOUGH * sum(sizes)
-    return (local, shared) if local and enough and _moved(looks, local) else None
+    return (local, shared) if local and enough and moved(looks, local) else None
 
 
-def _moved(looks: list[Look], positions: list[int]) -> bool:
+def moved(looks: list[Look], positions: list[int]) -> bool:
     return any(looks[0].parameters[0][i] != looks[-1].parameters[0][i] for i in positions)
 
 

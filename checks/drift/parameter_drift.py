@@ -9,7 +9,7 @@ from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _unshared
+from . import _beside, _by_hand, _causes, _unshared, _updates
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -34,7 +34,8 @@ class ParameterDrift(Check):
     compared afterwards; nothing is communicated for it. Also of models without a wrapper whose
     gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
     that differ from the start; gradients that the exchange leaves out in every step, or that are
-    applied while an asynchronous exchange of them still runs.
+    applied while an asynchronous exchange of them still runs; updates that an optimizer of the
+    program's own applies on some ranks only.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -64,7 +65,7 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
-        if not groups and (_by_hand.compared(run) or _unshared.compared(run)):
+        if not groups and any(way.compared(run) for way in (_by_hand, _unshared, _updates)):
             return None
         if not groups:
             return NO_COPIES
@@ -76,7 +77,7 @@ class ParameterDrift(Check):
         yield from each_model(run, self._judge)
         for parting in _by_hand.partings(run):
             yield self.finding(**_by_hand.told(run, parting))
-        for told in (*_unshared.told(run), *_beside.told(run)):
+        for told in (*_unshared.told(run), *_beside.told(run), *_updates.told(run)):
             yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:

@@ -1,0 +1,58 @@
+"""DDP402 without a wrapper, on literal events: equal gradients, and updates that differ."""
+
+import msgspec
+import pytest
+from test_unshared import found_with, states
+
+from ddpdoctor.events.pack import pack
+from ddpdoctor.findings import Severity
+
+PARTED = (1, 3)
+
+
+def looks(rank, *, parted=PARTED, still=False, healed=False, own=(), every=False, **fields):
+    """Looks before steps 0, 1, 2 and 4. Parameters at `parted` differ from step 1 on; on rank 1
+    they do not change at all where they stand `still`. Gradients at `own` are each rank's own."""
+    for state in states(rank, **fields):
+        parted_now = range(4) if every else parted
+        values = [100 * state.step + i + 2 for i in range(4)]
+        for i in parted_now if state.step and not (healed and state.step == 4) else ():
+            values[i] += 7 * rank
+            if still and rank == 1:
+                values[i] = i + 2
+        gradients = [10 * state.step + i + 2 + rank * (i in own) for i in range(4)]
+        yield msgspec.structs.replace(
+            state,
+            parameters=sum(values),
+            exchanged="parameters",
+            each=pack([*gradients, *values]),
+        )
+
+
+def found_in(**kwargs):
+    return found_with({rank: list(looks(rank, **kwargs)) for rank in (0, 1)})
+
+
+def test_a_rank_that_applies_no_update():
+    (found,) = found_in(still=True)
+    assert (found.severity, found.ranks, found.steps.first) == (Severity.ERROR, (1,), 1)
+    assert found.subjects == ("body.bias", "head.bias")
+    assert "rank 1 applies no update to them" in found.cause
+    assert found.location.line == 9
+
+
+def test_updates_that_differ():
+    (found,) = found_in()
+    assert found.ranks == (0, 1)
+    assert "the other 2 parameters stay equal" in found.cause
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"parted": ()}, id="equal"),
+    pytest.param({"healed": True}, id="made equal again"),
+    pytest.param({"own": (1, 3)}, id="gradients of their own: parts that are each rank's"),
+    pytest.param({"apart": (0,), "own": (0,)}, id="other gradients elsewhere"),
+    pytest.param({"every": True}, id="none is kept equal, and the exchange is another one"),
+])  # fmt: skip
+def test_traps(kwargs):
+    assert found_in(**kwargs) == []
