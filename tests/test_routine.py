@@ -442,3 +442,4 @@ def test_the_same_backwards_are_examined_whenever_somebody_asks(
     for made in range(0, 3000, asked_every):
         model.synced_backwards = made
         assert model.examined() == model.examined() == due(made), made
+        assert model.examined_within(3) == any(map(due, range(made, made + 3))), made

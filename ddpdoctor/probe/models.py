@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 import time
 import weakref
@@ -47,7 +48,7 @@ class Model:
             the next forward with gradients.
         armed: a forward has told DDP to average in the next backward, and none has done so yet.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
-        next_examined: the earliest of `synced_backwards` at which `examined` may hold again.
+        next_examined: the number of `synced_backwards` at which `examined` holds next.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
             `forwards_in_step` as many as `forward_step`.
@@ -84,7 +85,7 @@ class Model:
         self.unsynced = 0
         self.unsynced_site = -1
         self.batch_size = -1
-        self.next_examined = 0
+        self.next_examined = -1
 
     def ddp(self) -> Any:
         """The wrapper, None where there is none yet or any more."""
@@ -125,20 +126,23 @@ class Model:
 
     def examined(self) -> bool:
         """Whether its next backward that synchronises is examined whole."""
+        return self.examined_within(1)
+
+    def examined_within(self, backwards: int) -> bool:
+        """Whether one of the next so many that synchronise may be."""
         made = self.synced_backwards
-        if made < self.next_examined:
-            return False
+        if made > self.next_examined:
+            self.next_examined = next(n for n in itertools.count(made) if self._examines(n))
+        return made + backwards > self.next_examined
+
+    def _examines(self, made: int) -> bool:
+        """The place moves from window to window: a branch taken every k-th step must not hide."""
         if made < ALWAYS_EXAMINED:
             return True
         shortest = SHORTEST_STRIDE if made < FIRST else SHORTEST_LATER
         stride = max(shortest, len(self.expected) // PARAMETERS_PER_BACKWARD)
-        # The place moves from window to window: a branch taken every k-th step must not hide.
-        window = made // stride
-        later = (n * stride + n % stride for n in (window, window + 1))
-        self.next_examined = next(n for n in later if n >= made)
-        if made < FIRST:
-            self.next_examined = min(self.next_examined, FIRST)
-        return made == self.next_examined
+        window, place = divmod(made, stride)
+        return place == window % stride
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""

@@ -117,7 +117,7 @@ class Expected:
 
     def examined(self) -> bool:
         """Whether one of the backwards of the step that begins may be one to examine."""
-        return self.model.synced_backwards + self.syncs > self.model.next_examined
+        return self.model.examined_within(self.syncs)
 
     def hasten(self) -> None:
         """As in `Routine`."""
