@@ -45,6 +45,16 @@ class GroupMemory:
     oom_kills: int | None = None
 
 
+def _told(*names: object) -> str:
+    """A file of /proc. Read several times a second for every process: no `Path`.
+
+    Raises:
+        OSError: there is no such process, or thread.
+    """
+    with open("/".join(map(str, (_PROC, *names))), errors="replace") as file:
+        return file.read()
+
+
 def cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -53,7 +63,7 @@ def cores() -> int:
 def cpu_quota() -> float | None:
     """Cores' worth of CPU time that our control group may use; None where unlimited."""
     try:
-        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+        lines = _told("self", "cgroup").splitlines()
     except OSError:
         return None
     found = [q for line in lines for q in _quotas(*line.split(":", 2)[1:])]
@@ -92,7 +102,7 @@ def runnable_ns(pids: Iterable[int]) -> dict[int, int]:
             continue
         for thread in threads:
             try:
-                text = (_PROC / str(pid) / "task" / thread / "schedstat").read_text()
+                text = _told(pid, "task", thread, "schedstat")
             except OSError:
                 continue
             fields = text.split()
@@ -112,7 +122,7 @@ def available_bytes() -> int:
 def stat(pid: int) -> Stat | None:
     """None where there is no such process."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        text = _told(pid, "stat")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
@@ -145,7 +155,7 @@ def _target(link: Path) -> str:
 def cpu_seconds(pid: int) -> float:
     """User and system time of all its threads; 0 where there is no such process."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        text = _told(pid, "stat")
         fields = text.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
     except (OSError, IndexError, ValueError):
@@ -155,7 +165,7 @@ def cpu_seconds(pid: int) -> float:
 def wanted_seconds(pid: int) -> float:
     """Seconds that the main thread has run or waited for a core: the same on a busy machine."""
     try:
-        fields = (_PROC / str(pid) / "task" / str(pid) / "schedstat").read_text().split()
+        fields = _told(pid, "task", pid, "schedstat").split()
         return (int(fields[0]) + int(fields[1])) / 1e9
     except (OSError, IndexError, ValueError):
         return cpu_seconds(pid)
@@ -164,7 +174,7 @@ def wanted_seconds(pid: int) -> float:
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for a signal, so that sending it ends nothing."""
     try:
-        for line in (_PROC / str(pid) / "status").read_text(errors="replace").splitlines():
+        for line in _told(pid, "status").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     except (OSError, IndexError, ValueError):
@@ -190,20 +200,34 @@ def children(pid: int) -> list[int]:
 def waits_in(pid: int) -> str:
     """The kernel function that the process sleeps in, empty where it runs or that is not told."""
     try:
-        text = (_PROC / str(pid) / "wchan").read_text().strip()
+        text = _told(pid, "wchan").strip()
     except OSError:
         return ""
     return "" if text == "0" else text
 
 
 class Tree:
-    """All processes' parents at one moment."""
+    """Who is whose child on this machine, looked at again and again: most processes are not ours,
+    and are asked for their parent once."""
 
     def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
         self._children: dict[int, list[int]] = {}
+
+    def look(self) -> None:
+        """Take in which processes have come and gone."""
+        before, self._parents, self._children = self._parents, {}, {}
         for name in os.listdir(_PROC):
-            if name.isdecimal() and (seen := stat(int(name))):
-                self._children.setdefault(seen.parent, []).append(int(name))
+            if not name.isdecimal():
+                continue
+            pid = int(name)
+            parent = before.get(pid)
+            if parent is None:
+                if (seen := stat(pid)) is None:
+                    continue
+                parent = seen.parent
+            self._parents[pid] = parent
+            self._children.setdefault(parent, []).append(pid)
 
     def memory(self, pid: int) -> Memory | None:
         """None where the process is gone."""
@@ -228,7 +252,7 @@ class Tree:
 def _resident(pid: int) -> tuple[int, int] | None:
     """Resident bytes, and those of them that files and shared memory back."""
     try:
-        fields = (_PROC / str(pid) / "statm").read_text().split()
+        fields = _told(pid, "statm").split()
     except OSError:
         return None
     return int(fields[1]) * _PAGE, int(fields[2]) * _PAGE
@@ -237,7 +261,7 @@ def _resident(pid: int) -> tuple[int, int] | None:
 def control_group_memory() -> GroupMemory:
     """Limit, use and OOM kills of the control group we run in (both versions)."""
     try:
-        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+        lines = _told("self", "cgroup").splitlines()
     except OSError:
         return GroupMemory()
     for line in lines:

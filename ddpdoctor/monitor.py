@@ -107,6 +107,7 @@ class Monitor:
         self._recorded: set[int] = set()
         self._swept: set[int] = set()
         self._gpus = machine.Gpus()
+        self._tree = machine.Tree()
         self.standing = Standing(options, self._write, lambda: _hang_checks(options))
 
     def start(self) -> None:
@@ -339,11 +340,11 @@ class Monitor:
     def _sample(self, now: float) -> None:
         held = self._gpus.by_process()
         write = now - self._written >= max(SAMPLE_S, (now - self._began) / SAMPLES_PER_AGE)
-        tree = machine.Tree()
+        self._tree.look()
         for watched in self.watched.values():
             if watched.gone is not None:
                 continue
-            use = tree.memory(watched.pid)
+            use = self._tree.memory(watched.pid)
             if use is None:
                 continue
             gpu: dict[int, int] = {}

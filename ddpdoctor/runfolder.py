@@ -31,6 +31,7 @@ LONGEST_LINE = 4 * 1024 * 1024
 
 _RANK_FILE = re.compile(r"rank-(\d+)(?:\.pid-(\d+))?\.jsonl")
 _NODE_FILE = re.compile(r"node-(\d+)\.jsonl")
+_RESTART_FOLDER = re.compile(r"restart-(\d+)")
 
 
 class FolderError(Exception):
@@ -115,31 +116,23 @@ class RunFolder:
 
     def attempts(self) -> list[int]:
         """Numbers of the launcher's attempts that left records, in order."""
-        found = {0}
-        for child in _children(self.path):
-            match = re.fullmatch(r"restart-(\d+)", child.name)
-            if match and child.is_dir():
-                found.add(int(match[1]))
-        return sorted(found)
+        restarts = (int(m[1]) for m, path in _children(self.path, _RESTART_FOLDER) if path.is_dir())
+        return sorted({0, *restarts})
 
     def attempt_path(self, attempt: int) -> Path:
         return self.path / f"restart-{attempt}" if attempt else self.path
 
     def rank_files(self, attempt: int = 0) -> list[tuple[int, Path]]:
         """(rank, event file) of an attempt, by rank; a rank may have several files."""
-        return [
-            (int(m[1]), p)
-            for p in _children(self.attempt_path(attempt))
-            if (m := _RANK_FILE.fullmatch(p.name))
-        ]
+        return [(int(m[1]), p) for m, p in _children(self.attempt_path(attempt), _RANK_FILE)]
 
     def stacks_files(self, rank: int, attempt: int = 0) -> list[Path]:
         """The stack dumps of a rank."""
         names = re.compile(rf"rank-0*{rank}(?:\.pid-\d+)?\.stacks\.txt")
-        return [p for p in _children(self.attempt_path(attempt)) if names.fullmatch(p.name)]
+        return [path for _, path in _children(self.attempt_path(attempt), names)]
 
     def node_files(self) -> list[tuple[int, Path]]:
-        return [(int(m[1]), p) for p in _children(self.path) if (m := _NODE_FILE.fullmatch(p.name))]
+        return [(int(m[1]), p) for m, p in _children(self.path, _NODE_FILE)]
 
 
 def rank_stem(rank: int, world_size: int) -> str:
@@ -293,8 +286,10 @@ def _is_regular(fd: int) -> bool:
     return stat.S_ISREG(os.fstat(fd).st_mode)
 
 
-def _children(path: Path) -> list[Path]:
+def _children(path: Path, names: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """What a folder holds under such names, in order."""
     try:
-        return sorted(path.iterdir())
+        every = sorted(os.listdir(path))
     except OSError:
         return []
+    return [(match, path / name) for name in every if (match := names.fullmatch(name))]

@@ -125,8 +125,10 @@ def test_memory_of_descendants_is_counted(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
         deadline = time.monotonic() + 15
+        tree = machine.Tree()
         while True:
-            use = machine.Tree().memory(process.pid)
+            tree.look()
+            use = tree.memory(process.pid)
             if use and use.children > 40_000_000:
                 break
             assert time.monotonic() < deadline
@@ -136,6 +138,25 @@ def test_memory_of_descendants_is_counted(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
+
+
+def test_processes_that_stay_are_asked_for_their_parent_once(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    stat = machine.stat
+    monkeypatch.setattr(machine, "stat", lambda pid: asked.append(pid) or stat(pid))
+    tree = machine.Tree()
+    for _ in range(3):
+        tree.look()
+    assert asked.count(sleeper.pid) == asked.count(os.getpid()) == 1
+    use = tree.memory(os.getpid())
+    assert use and sleeper.pid in use.pids
+    sleeper.kill()
+    sleeper.wait(10)
+    tree.look()
+    use = tree.memory(os.getpid())
+    assert use and sleeper.pid not in use.pids
 
 
 def test_a_stopped_process_is_noticed(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
