@@ -82,16 +82,30 @@ class DatasetMismatch(Check):
             )
             + f": `{names[0]}` of {some(map(dataset, sets))} {how} between ranks"
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            cause="`random_split` (or another random choice) was made by each rank for itself"
-            if indices
-            else "each rank has listed or made the entries for itself",
-            fix="`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`"
-            if indices
-            else "make the order the same on all ranks: `sorted(...)` around the listing, or a "
-            "generator with a fixed seed",
+            **_why(indices, lengths),
             evidence={**fault.evidence, "lengths": lengths, **figures(audit)},
             at=reader.rank.wall(audit.at),
         )
+
+
+def _why(indices: bool, lengths: dict[int, int]) -> dict[str, str]:
+    if indices and len(set(lengths.values())) > 1:  # a random split is equally long everywhere
+        told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
+        return {
+            "cause": f"each rank chose for itself which samples it keeps: {told}",
+            "fix": "choose them by what is the same on all ranks, or on one rank and send the "
+            "indices to the others (`dist.broadcast_object_list`)",
+        }
+    if indices:
+        return {
+            "cause": "`random_split` (or another random choice) was made by each rank for itself",
+            "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+        }
+    return {
+        "cause": "each rank has listed or made the entries for itself",
+        "fix": "make the order the same on all ranks: `sorted(...)` around the listing, or a "
+        "generator with a fixed seed",
+    }
 
 
 def _split(fault: Fault) -> Location | None:

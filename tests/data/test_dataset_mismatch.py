@@ -40,6 +40,20 @@ def test_a_random_split_of_each_rank() -> None:
     assert "random_split" in finding.cause
 
 
+def test_a_filter_of_each_rank_is_no_random_split() -> None:
+    first, second = (
+        loader(
+            0, [EVERYTHING[r : 100 - 2 * r : 2]], distributed=True, replicas=2, sampler_rank=r,
+            total_size=100 - 2 * r, length=100 - 2 * r,
+            payloads=(payload("indices", r + 1, length=100 - 2 * r),),
+        )
+        for r in range(2)
+    )  # fmt: skip
+    (finding,) = examine(first, second)
+    assert "100 on rank 0, 98 on rank 1" in finding.cause
+    assert "random_split" not in f"{finding.cause} {finding.fix}"
+
+
 def test_the_parts_of_one_split_are_one_finding() -> None:
     def both(rank: int) -> list[Event]:
         digest = payload("indices", rank + 1, rank + 5, name="indices")
