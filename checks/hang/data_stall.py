@@ -9,6 +9,7 @@ from ddpdoctor.events import LoaderSeen, RankStood
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Rank, Run, ranks_text
 
+from . import _threads
 from ._failures import failures
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
@@ -104,7 +105,9 @@ class DataStall(Check):
         who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
         waited = max(s.still_s for s in stuck)
         verb = "waits" if len(ranks) == 1 else "wait"
-        related = [Related(f"{who} here", here)] if here else []
+        thread = _threads.failed(now, first)
+        related = [*_threads.place(thread, first)]
+        related += [Related(f"{who} here", here)] if here else []
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
         return self.finding(
@@ -116,7 +119,7 @@ class DataStall(Check):
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
             + _workers_text(first.stood, loader),
-            cause=_cause(first.stood, loader),
+            cause=_cause(first.stood, loader) + _threads.remark(thread),
             fix=WORKERS if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={

@@ -8,12 +8,10 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Run, fold_ranks, ranks_text
 
+from . import _threads
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
 from ._waiting import merged_stacks, missing, pending, victims, waiting_for
-
-BUSY = 0.3
-"""Share of a core."""
 
 
 class RankMissing(Check):
@@ -22,8 +20,8 @@ class RankMissing(Check):
     ## What it finds
     Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
     in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
-    by a signal. Its own stack says where. The stall time is `--hang-after`, or is learned from the
-    run.
+    by a signal. Its own stack says where. A thread of that rank that failed before is named with
+    it. The stall time is `--hang-after`, or is learned from the run.
 
     ## Why it hurts
     Every other rank stands still, and after the backend's timeout the error is raised on the ranks
@@ -72,18 +70,22 @@ class RankMissing(Check):
         have = "has" if len(others) == 1 else "have"
         here = first.made.location if first.made else None
         where = absent[0].location
+        thread = _threads.failed(now, absent[0])
         return self.finding(
             ranks=ranks,
             confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
             subjects=(first.made.signature.op,) if first.made else (),
             location=where or here,
             label=_label(absent[0], ranks),
-            related=(Related(f"{ranks_text(others)} {have} waited here", here),) if here else (),
+            related=(
+                *_threads.place(thread, absent[0]),
+                *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
+            ),
             summary=f"{ranks_text(ranks)} {does} come to {call}, "
             f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
             f"{it} {be} {absent[0].doing}",
-            cause=_cause(absent[0], why),
-            fix=_fix(absent[0], first),
+            cause=_cause(absent[0], why) + _threads.remark(thread),
+            fix=_threads.FIX if thread is not None else _fix(absent[0], first),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
@@ -127,7 +129,7 @@ def _cause(stand: Stand, why: str) -> str:
         if stand.stood is not None and stand.stood.state == "t":
             return "a debugger holds its process, which does nothing"
         return "its process was stopped by a signal (`kill -STOP`, Ctrl-Z) and does nothing"
-    busy = stand.stood is not None and stand.stood.cpu > BUSY
+    busy = stand.stood is not None and stand.stood.cpu > _threads.BUSY
     what = "it computes all the time" if busy else "it waits there and uses no CPU time"
     if stand.stood is None:
         what = "what it does was not seen"

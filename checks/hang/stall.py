@@ -16,6 +16,7 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Run, ranks_text
 
+from . import _threads
 from ._loops import ways_around
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
@@ -157,15 +158,17 @@ class Stall(Check):
         together = len(calls) == 1 and all(s.blocked for s in stands)
         ranks = tuple(s.rank.rank for s in stands)
         least = min(stands, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
+        thread = _threads.failed(now, least)
         return self.finding(
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
             steps=Steps.of([least.rank.steps]) if least.rank.steps else None,
             location=least.location,
             label=f"{_are(_with(stands, least))} here",
+            related=_threads.place(thread, least),
             summary=f"no rank has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
-            cause=_why(stands, together),
+            cause=_why(stands, together) + _threads.remark(thread),
             fix="check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
             if together
             else "look at the lines in the stacks",

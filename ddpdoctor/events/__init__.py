@@ -85,6 +85,7 @@ from .process import (
     RankExiting,
     RankStarted,
     Relayed,
+    ThreadFailed,
     TorchLoaded,
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
@@ -187,6 +188,7 @@ __all__ = [
     "SyncTimes",
     "Tensor",
     "ThreadsSeen",
+    "ThreadFailed",
     "TorchLoaded",
     "TrainsAlone",
     "UnusedParameters",

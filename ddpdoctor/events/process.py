@@ -109,6 +109,24 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         return f"{'caught' if self.caught else 'raised'} {told.kind}: {first[0] if first else ''}"
 
 
+class ThreadFailed(Event, frozen=True, tag="thread-failed"):
+    """A thread of the program's own ended with an exception, while the program goes on.
+
+    Attributes:
+        thread: its name; kind, message, frames: as in `ExceptionRaised`.
+    """
+
+    thread: str
+    kind: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    step: int = -1
+
+    def describe(self) -> str:
+        first = self.message.strip().splitlines()[:1]
+        return f"thread {self.thread} ended with {self.kind}: {first[0] if first else ''}"
+
+
 class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
     """An exception came out of something that is watched; the program may have caught it.
 

@@ -7,11 +7,12 @@ import contextlib
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ..events import ExceptionRaised, Frame, RankExiting
+from ..events import ExceptionRaised, Frame, RankExiting, ThreadFailed
 from . import moments, stacks
 from .frames import passed_over, unframe
 from .passing import raised_at
@@ -56,6 +57,7 @@ def install(active: Recorder) -> None:
     _ending = _Ending()
     stacks.watch(active)
     _wrap_excepthook()
+    _wrap_thread_excepthook()
     _wrap_exits()
     atexit.register(_leaving)
 
@@ -86,6 +88,34 @@ def _wrap_excepthook() -> None:
         previous(kind, error, trace)
 
     replace(sys, "excepthook", excepthook)
+
+
+def _wrap_thread_excepthook() -> None:
+    previous = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        guarded("thread", lambda active: _note_thread(active, args), lost="threads that failed")
+        previous(args)
+
+    replace(threading, "excepthook", excepthook)
+
+
+def _note_thread(active: Recorder, args: threading.ExceptHookArgs) -> None:
+    """A rank may wait for ever for what that thread was to do."""
+    error = args.exc_value
+    if error is None or isinstance(error, SystemExit):  # which ends a thread, and no more
+        return
+    active.emit(
+        ThreadFailed(
+            at=time.monotonic(),
+            thread=args.thread.name if args.thread is not None else "",
+            kind=_qualified(args.exc_type),
+            message=_text(error)[:MESSAGE_LIMIT],
+            frames=_frames(active, args.exc_traceback),
+            step=active.step,
+        ),
+        vital=True,
+    )
 
 
 def _wrap_exits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from checks.hang._failures import failure
-from ddpdoctor.events import Event, ExceptionRaised, GroupDestroyed, RankExiting
+from ddpdoctor.events import Event, ExceptionRaised, GroupDestroyed, RankExiting, ThreadFailed
 from ddpdoctor.probe import groups, process
+from ddpdoctor.probe.patching import restore
 from ddpdoctor.probe.recorder import Recorder, current
 from ddpdoctor.run import Rank
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -59,6 +61,34 @@ def test_a_hook_of_the_programs_own_hides_no_exception(
     assert (leaving.how, leaving.status) == (("exception", 1) if ended else ("return", None))
 
 
+def test_a_thread_that_fails_is_told_and_ends_nothing(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(current, "recorder", active)
+    process._wrap_thread_excepthook()
+    try:
+        for error in (OSError("no space"), SystemExit(3)):
+            thread = threading.Thread(target=_raise, args=(error,), name="prefetch")
+            thread.start()
+            thread.join()
+    finally:
+        restore()
+    process._leaving()
+    (failed,) = (e for e in events(active) if isinstance(e, ThreadFailed))
+    assert (failed.thread, failed.kind, failed.message) == ("prefetch", "OSError", "no space")
+    assert failed.frames[-1].function == "_raise"
+    assert told == ["no space", "3"], "whoever was to print it does"
+    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    assert (leaving.how, leaving.status) == ("return", None)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 @pytest.mark.parametrize(("status", "said"), [("no more data", "no more data"), (3, "")])
 def test_what_an_exit_prints_is_kept(
     active: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
@@ -75,6 +105,7 @@ CHILD = """
 import multiprocessing, os, sys
 from pathlib import Path
 from ddpdoctor.probe import process
+from ddpdoctor.probe.patching import restore
 from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.runfolder import EventWriter
 

@@ -10,7 +10,14 @@ from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID
 from tapes import START, Tape, run_of, stall, stood
 
-from ddpdoctor.events import ExceptionRaised, FlightEntry, FlightLog, StallOver
+from ddpdoctor.events import (
+    ExceptionRaised,
+    FlightEntry,
+    FlightLog,
+    Frame,
+    StallOver,
+    ThreadFailed,
+)
 from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run
@@ -40,6 +47,29 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
     assert finding.evidence["waiting"] == [
         {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 45.0}
     ]
+
+
+@pytest.mark.parametrize(
+    ("failed_at", "cpu", "told"), [(2, 0.0, True), (60, 0.0, False), (2, 0.9, False)],
+    ids=["", "later than the stall", "while the rank computes"],
+)  # fmt: skip
+def test_a_thread_that_it_may_wait_for_has_failed(
+    tmp_path: Path, failed_at: float, cpu: float, told: bool
+) -> None:
+    made = waiting()
+    frames = (Frame(file="/w/train.py", line=20, function="prepare", user=True),)
+    made[1].events.append(
+        ThreadFailed(
+            at=START + failed_at, thread="prefetch", kind="OSError", message="no space",
+            frames=frames,
+        )
+    )  # fmt: skip
+    seen = [stood(1, 33, "queue.get()", cpu=cpu), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    spots = [r.location.line for r in finding.related if "prefetch" in r.label]
+    assert spots == [20] * told
+    assert ("prefetch had ended with OSError: no space" in finding.cause) is told
+    assert ("Future" in finding.fix) is told
 
 
 def test_stopped_by_a_signal(tmp_path: Path) -> None:
