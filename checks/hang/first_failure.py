@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from ddpdoctor.events import (
@@ -90,6 +91,7 @@ class FirstFailure(Check):
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
             summary = f"{at_step}{ranks_text(ranks)} raised {first.text}{_caught(first)}"
+            summary += _in_other_words(same)
         else:
             summary = f"{at_step}{ranks_text(ranks)} left with {first.text}"
         return self.finding(
@@ -101,7 +103,7 @@ class FirstFailure(Check):
             related=_received(first),
             summary=summary,
             cause=_cause(first, ranks, others, _behind(run, first, ranks)),
-            fix=_fix(run, first, ranks),
+            fix=_fix(run, first, ranks, alike=not _in_other_words(same)),
             fix_kind=FixKind.CHECK,
             evidence={
                 "message": message[:2000],
@@ -202,6 +204,18 @@ def _caught(first: Failure) -> str:
     return f", caught it and left with exit status {first.status}"
 
 
+def _in_other_words(same: list[Failure]) -> str:
+    """What a rank said that raised the same at the same line, where it is not the same text."""
+    other = next((f for f in same if _words(f) != _words(same[0])), None)
+    if other is None:
+        return ""
+    return f"; rank {other.rank.rank} said {cut(other.message.strip(), 80)!r}"
+
+
+def _words(failure: Failure) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", failure.message)  # addresses differ anyway
+
+
 def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> list[int]:
     """The others, where a rank failed before there was a group and its launcher ended them while
     they were still on their way to where it waits for all."""
@@ -231,13 +245,15 @@ def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind
     return told or "an error in the program itself; no other rank failed before"
 
 
-def _fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:
+def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> str:
     message = first.message
     if "address already in use" in message.lower():
         return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
     if "LOCAL_RANK" in message:
         return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
     read = "read the exception" if first.exception else "see what decides to leave here"
+    if len(ranks) == run.world_size and not alike:
+        return f"{read}: ranks have one each, so look at what they do not share (data, paths)"
     if len(ranks) == run.world_size:
         same = ": it is the same on every rank, and one process alone should show it as well"
         return read + (same if len(ranks) > 1 else "")

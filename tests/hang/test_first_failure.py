@@ -269,6 +269,21 @@ def test_the_advice_says_more_than_the_line() -> None:
     assert "the same on every rank" in all_.fix
 
 
+def test_ranks_that_fail_at_one_line_by_numbers_of_their_own() -> None:
+    run = make_run(
+        {r: raised(5, "KeyError", text) for r, text in enumerate(("97", "45"))}, ended={0: 1, 1: 1}
+    )
+    (finding,) = found(run)
+    assert "raised KeyError: 97; rank 1 said '45'" in finding.summary
+    assert "the same on every rank" not in finding.fix
+    addresses = ("<Net at 0x7f01>", "<Net at 0x7f02>")
+    run = make_run(
+        {r: raised(5, "KeyError", text) for r, text in enumerate(addresses)}, ended={0: 1, 1: 1}
+    )
+    (finding,) = found(run)
+    assert "the same on every rank" in finding.fix
+
+
 @pytest.mark.parametrize("further", [False, True])
 def test_the_others_had_not_come_as_far(further: bool) -> None:
     entered = InitEntered(
