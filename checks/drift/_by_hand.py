@@ -164,7 +164,7 @@ def _other_options(found: Parting) -> tuple[int, str, str] | None:
     each had."""
     begin, end = found.steps
     tables = {n: _options.by_step(r, e.optimizer) for n, (r, e) in found.copies.members.items()}
-    step = next((s for s in _options.skewed(tables) if begin <= s < end), None)
+    step = next((s for s in _options.skewed(tables, end - 1) if begin <= s), None)
     if step is None:
         return None
     values = _options.settled({n: _options.at(table, step) for n, table in tables.items()})

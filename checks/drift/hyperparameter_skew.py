@@ -77,7 +77,9 @@ class HyperparameterSkew(Check):
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _options.by_step(m.rank, m.optimizer) for n, m in group.members.items()}
-        skewed = _options.skewed(tables)
+        # A rank that failed never made the steps that others have made since.
+        made = {n: m.rank.steps_of(m.optimizer) - 1 for n, m in group.members.items()}
+        skewed = _options.skewed(tables, min(max(n, *tables[r], 0) for r, n in made.items()))
         if not skewed:
             return
         first = skewed[0]

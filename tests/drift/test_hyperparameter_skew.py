@@ -11,6 +11,7 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from recordings import steps
 from replicas import LINE, STEP, run_of
 
 from ddpdoctor.events import (
@@ -88,14 +89,13 @@ def test_options_set_by_rank_point_at_the_step():
     assert (finding.subjects, finding.location.line) == (("weight_decay",), 40)
 
 
-def test_a_rank_that_ends_earlier_told_fewer_changes():
-    run = run_of(
-        {
-            0: [rate(0, 0.1), rate(1, 0.2), rate(2, 0.3)],
-            1: [rate(0, 0.1), rate(1, 0.2), rate(2, 0.3)],
-        }
-    )
-    assert list(HyperparameterSkew().examine(run)) == []
+def test_a_rank_that_failed_never_had_what_others_have_since():
+    every = [rate(step, 0.1 * (step + 1)) for step in range(4)]
+    ranks = {0: [*every, rate(4, 0.5), *steps(5, site=STEP)[4:]], 1: every}
+    assert list(HyperparameterSkew().examine(run_of(ranks))) == []
+    begun = {0: ranks[0], 1: [*every, rate(4, 0.6)]}
+    (finding,) = HyperparameterSkew().examine(run_of(begun))
+    assert finding.steps.first == 4, "it began that step, and did not end it"
 
 
 def test_all_ranks_tell_at_the_same_steps():
@@ -125,7 +125,7 @@ def test_an_option_set_by_hand_points_at_the_line_that_sets_it():
 
 def test_a_rate_set_by_hand_beside_a_scheduler_that_all_ranks_step():
     by_hand = Hyperparameters(
-        at=0, optimizer=0, step=4, groups=({"lr": 0.05},), site=STEP, set_sites={"lr": STEP}
+        at=0, optimizer=0, step=3, groups=({"lr": 0.05},), site=STEP, set_sites={"lr": STEP}
     )
     for others, line in (([scheduled()], 40), ([scheduled(), scheduled()], 33)):
         run = run_of({0: [rate(0, 0.1), *others], 1: [rate(0, 0.1), scheduled(), by_hand]})
