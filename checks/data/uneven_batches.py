@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import ExceptionPassed
 from ddpdoctor.findings import Check, Confidence, Finding, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 
 from ._loaders import Epoch, Loader, Reader, loaders, partners
 from ._words import dataset, no_loader, related
@@ -25,8 +25,8 @@ class UnevenBatches(Check):
     hangs, or fails with `Connection closed by peer`, which names the wrong rank.
 
     ## How to fix it
-    Give every rank equally many samples (`DistributedSampler` pads or drops), stop all ranks after
-    the shortest, or train inside `with Join([model]):`.
+    Give every rank equally many samples (`DistributedSampler` pads or drops) and the same
+    `batch_size`, stop all ranks after the shortest, or train inside `with Join([model]):`.
 
     ## When it stays quiet
     Equal counts; loops inside `Join`; evaluation of each rank by itself; loops that count steps
@@ -94,36 +94,55 @@ class UnevenBatches(Check):
         lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
         by = "" if reader.seen.iterable else " (`DistributedSampler`)"
         lost = "" if unlike or _known(epochs) else _lost([run.ranks[r] for r in shortest])
+        sizes = _sizes(epochs, counts)
+        fix = f"give every rank equally many samples{by}, stop all after {least} batches, or train "
+        fix += "inside `with Join([model]):`"
+        if sizes:
+            cause = f"the ranks' batches differ in size: batch_size {_listed(sizes)}"
+            fix = "the same batch_size on every rank"
+        elif lost:
+            cause = lost
+            fix = (
+                "let no rank go on alone after an exception: give another sample in its place "
+                "(`__getitem__`), or let it end the run"
+            )
+        elif unlike:
+            cause = f"the data sets differ in length ({_listed(lengths)})"
+        else:
+            cause = f"{_giver(reader)} gives some ranks more than others"
         return self.finding(
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
-            ranks=shortest,
+            ranks=odd_ones(equal_ranks(sizes)) if sizes else shortest,
             subjects=(reader.seen.dataset,),
             location=reader.made_at,
-            label="not equally many batches on each rank",
+            label="the batch size differs between ranks"
+            if sizes
+            else "not equally many batches on each rank",
             related=related(reader),
             summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
             f"{shortest[0]}, {most} on rank {longest[0]}",
-            cause=lost
-            or (
-                f"the data sets differ in length ({_listed(lengths)})"
-                if unlike
-                else f"{_giver(reader)} gives some ranks more than others"
-            ),
-            fix="let no rank go on alone after an exception: give another sample in its place "
-            "(`__getitem__`), or let it end the run"
-            if lost
-            else f"give every rank equally many samples{by}, stop all after {least} batches, or "
-            "train inside `with Join([model]):`",
+            cause=cause,
+            fix=fix,
             evidence={
                 "batches": counts,
                 "delivered": {r: e.batches for r, e in epochs.items()},
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),
                 **({"lengths": lengths} if lengths else {}),
+                **({"batch sizes": sizes} if sizes else {}),
                 "waits": list(longest),
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
         )
+
+
+def _sizes(epochs: dict[int, Epoch], counts: dict[int, int]) -> dict[int, int]:
+    """Batch sizes, where they differ and nothing else does: the samples are equally many."""
+    sizes = {r: e.seen.batch_size or 0 for r, e in epochs.items()}
+    samples = [counts[r] * size for r, size in sizes.items()]
+    # the last batch may be smaller, or be dropped
+    equal = max(samples) - min(samples) < max(sizes.values())
+    return sizes if equal and 0 not in sizes.values() and len(set(sizes.values())) > 1 else {}
 
 
 def _lost(ranks: list[Rank]) -> str:

@@ -35,6 +35,16 @@ def test_and_explained_after_it() -> None:
     assert finding.evidence["waits"] == [0]
 
 
+def test_batches_of_different_sizes() -> None:
+    ranks = part(24, ended=False, batch_size=3), part(24, batch_size=5)
+    (finding,) = examine(*ranks)
+    assert finding.cause.endswith("batch_size 3 on rank 0, 5 on rank 1")
+    assert finding.fix == "the same batch_size on every rank"
+    assert finding.ranks == (0, 1)
+    (finding,) = examine(part(24, ended=False, batch_size=3), part(12, batch_size=5))
+    assert "gives some ranks more" in finding.cause
+
+
 def test_streams_are_told_by_what_they_delivered() -> None:
     long = [*_unknown_length(36, ended=False), *steps(6, first=2)]
     (finding,) = examine(long, _unknown_length(24))
