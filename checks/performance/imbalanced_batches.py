@@ -13,6 +13,10 @@ from ddpdoctor.run import Run
 FEWEST = 8
 EXCESS = 0.25
 """By how much the largest batch of a step exceeds the average one, before it is told."""
+STEADY = 0.9
+"""Share of the steps in which the same rank has the largest batch, before it is told alone."""
+
+BUCKETS = "sort samples into buckets of like length, the same bucket on all ranks in a step"
 
 
 class ImbalancedBatches(Check):
@@ -69,7 +73,12 @@ class ImbalancedBatches(Check):
         typical = statistics.mean(excess)
         rank = run.ranks[largest]
         first = given[largest][common[0]]
-        steady = means[largest] >= (1 + EXCESS / 2) * statistics.mean(means.values())
+        leads = sum(
+            all(f[n].numbers < given[largest][n].numbers for r, f in given.items() if r != largest)
+            for n in common
+        )
+        steady = leads >= STEADY * len(common)
+        alike = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
         meant = _weighted(run, model)
         yield self.finding(
             severity=Severity.NOTE if meant else self.severity,
@@ -79,12 +88,8 @@ class ImbalancedBatches(Check):
             label="not equally large on all ranks",
             summary=f"the largest batch of a step is on average {typical:.0%} larger than the "
             "mean over ranks" + (f", mostly on rank {largest}" if steady else ""),
-            cause=f"rank {largest} works on larger batches all the time"
-            if steady
-            else "each rank batches its samples by itself, so that sizes differ within a step",
-            fix="the same batch size on all ranks"
-            if steady
-            else "sort samples into buckets of like length, the same bucket on all ranks in a step",
+            cause=_cause(largest if steady else None, alike),
+            fix="the same batch size on all ranks" if steady and not alike else BUCKETS,
             evidence={
                 "numbers per input, mean": {r: round(m) for r, m in means.items()},
                 "rows per input, mean": {r: round(m, 1) for r, m in rows.items()},
@@ -96,6 +101,17 @@ class ImbalancedBatches(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "straggler" and other.ranks == mine.ranks
+
+
+def _cause(larger: int | None, alike: bool) -> str:
+    """`larger`: the rank that nearly always has the most; `alike`: all have as many rows."""
+    if larger is None:
+        return "each rank batches its samples by itself, so that sizes differ within a step" + (
+            ": as many rows on all ranks, of other lengths" * alike
+        )
+    if alike:
+        return f"rank {larger} gets the longer samples in nearly all steps, and as many of them"
+    return f"rank {larger} works on larger batches all the time"
 
 
 def _weighted(run: Run, model: int) -> bool:

@@ -11,15 +11,17 @@ from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput
 from ddpdoctor.findings import Finding
 
 
-def given(sizes: list[int]) -> list[Event]:
+def given(sizes: list[int], rows: int = 0) -> list[Event]:
     return [
-        ForwardInput(at=0, model=0, forward=n, site=4, digest=n + 1, numbers=s, rows=s, fed=False)
+        ForwardInput(
+            at=0, model=0, forward=n, site=4, digest=n + 1, numbers=s, rows=rows or s, fed=False
+        )
         for n, s in enumerate(sizes)
     ]
 
 
-def examine(*sizes: list[int]) -> list[Finding]:
-    return found(ImbalancedBatches(), run_of(*(given(s) for s in sizes)))
+def examine(*sizes: list[int], rows: int = 0) -> list[Finding]:
+    return found(ImbalancedBatches(), run_of(*(given(s, rows) for s in sizes)))
 
 
 def test_one_rank_with_larger_batches() -> None:
@@ -55,6 +57,21 @@ def test_sizes_that_the_loss_makes_up_for(
 def test_lengths_that_vary_by_themselves() -> None:
     (finding,) = examine([10, 90] * 8, [90, 10] * 8)
     assert finding.ranks == (0, 1)
+
+
+def test_a_rank_that_has_more_in_some_steps_only_is_not_blamed() -> None:
+    (finding,) = examine([90] * 12 + [10] * 6, [10] * 12 + [90] * 6, rows=4)
+    assert finding.ranks == (0, 1)
+    assert "mostly on rank" not in finding.summary
+    assert "as many rows on all ranks" in finding.cause
+    assert "buckets" in finding.fix
+
+
+def test_longer_samples_are_no_larger_batch_size() -> None:
+    (finding,) = examine([90] * 18, [10] * 18, rows=4)
+    assert finding.ranks == (0,)
+    assert "longer samples" in finding.cause
+    assert "batch size" not in finding.fix
 
 
 def test_only_the_last_batch() -> None:
