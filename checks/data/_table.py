@@ -14,8 +14,8 @@ from ._words import use
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 LOADERS = 8
-ROWS = 5
-"""Of one loader; equal epochs share one."""
+ROWS = 8
+"""Of one loader; equal epochs share one, and so do those in the middle that are too many."""
 LISTED = 8
 """Ranks whose data sets' lengths are listed one by one."""
 
@@ -43,8 +43,11 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
             folded[-1][0].append(audit.number)
         else:
             folded.append(([audit.number], said))
-    shown = folded if len(folded) <= ROWS else [*folded[: ROWS - 1], folded[-1]]
-    return [(_name(loader), fold_ranks(numbers), *said) for numbers, said in shown]
+    if len(folded) > ROWS:
+        left_out = [n for numbers, _ in folded[ROWS - 2 : -1] for n in numbers]
+        unlike = ("...",) * (len(COLUMNS) - 2)
+        folded = [*folded[: ROWS - 2], (left_out, unlike), folded[-1]]
+    return [(_name(loader), fold_ranks(numbers), *said) for numbers, said in folded]
 
 
 def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:

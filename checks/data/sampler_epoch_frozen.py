@@ -53,8 +53,10 @@ class SamplerEpochFrozen(Check):
             return
         reader = loader.readers[min(frozen)]
         repeats = frozen[min(frozen)]
-        count = repeats + 1
         trained = sum(e.trained > 0 for e in reader.epochs)
+        always = repeats + 1 >= trained
+        told = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
+        what = "had the same order" if always else "had the order of the one before"
         called = max(e.began.epochs_set for e in reader.epochs)
         why = (
             f"`set_epoch` was called {called} times, but {repeats} of the epochs had the number "
@@ -68,8 +70,7 @@ class SamplerEpochFrozen(Check):
             location=reader.sampler_at,
             label="shuffles by seed + epoch, and the epoch never changes",
             related=related(reader, sampler=False),
-            summary=f"{count} of {trained} epochs over {dataset(reader)} had the same "
-            f"order on {whom(run, frozen)}",
+            summary=f"{told} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
             cause=f"{why}, so it shuffles by the same seed every time",
             fix="`sampler.set_epoch(epoch)` at the top of every epoch, before the loader is "
             "iterated",

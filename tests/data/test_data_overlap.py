@@ -207,6 +207,16 @@ def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [8, 12])
+def test_the_table_leaves_no_epoch_out(count: int) -> None:
+    """Each epoch is left after another number of samples, so that no two share a row."""
+    ranks = [loader(0, [list(range(r, 2 * n, 2)) for n in range(4, 4 + count)],
+                    distributed=True, replicas=2, sampler_rank=r) for r in range(2)]  # fmt: skip
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    told = [r[1] for r in table.rows]
+    assert told == [*map(str, range(8))] if count == 8 else [*"012345", "6-10", "11"]
+
+
 def test_the_table_does_not_guess_what_a_loader_is_for() -> None:
     """The run failed at the first batch."""
     ranks = [loader(0, [range(4 * r)], trains=False, exhausted=False) for r in (1, 0)]

@@ -30,6 +30,11 @@ def test_the_same_order_every_epoch() -> None:
     assert finding.location is not None and finding.location.line == 10
 
 
+def test_stages_of_two_epochs_each() -> None:
+    (finding,) = examine(epochs(FIRST, FIRST, OTHER, OTHER, *[[*FIRST[2:], 7, 3]] * 2))
+    assert finding.summary.startswith("3 of 6 epochs over Photos (100) had the order of the one")
+
+
 def test_epochs_that_were_left_early_are_compared_by_how_they_begin() -> None:
     left = {"exhausted": False}
     assert examine(epochs(FIRST, FIRST[:5], FIRST[:6], ends=left))
