@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ddpdoctor.events import SyncTimes, Wrapped
+from ddpdoctor.events import StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -13,6 +17,8 @@ NOTICEABLE_S = 0.020
 """Below this much per step it is not worth a change, whatever its share."""
 
 MIB = 1 << 20
+SMALLEST = MIB
+"""Less goes around in no time: whoever waits for it waits for another rank."""
 SMALL_BUCKET = 4 * MIB
 MANY_BUCKETS = 6
 
@@ -23,19 +29,20 @@ class CommunicationBound(Check):
     ## What it finds
     DDP models whose gradient synchronisation takes much of each step beyond what is hidden behind
     the backward: by DDP's own timing, on the rank that waits least, so that waiting for a slow
-    peer does not count.
+    peer does not count. A step is the optimizer's, with all the batches that it accumulates.
 
     ## Why it hurts
     That part of every step computes nothing, and grows with the number of ranks.
 
     ## How to fix it
-    Send less often (gradient accumulation with `no_sync()`), less (`fp16_compress_hook`), or
+    Send less often (gradient accumulation with `no_sync()`, or more of it), less
+    (`fp16_compress_hook`), or
     earlier (`bucket_cap_mb`, `gradient_as_bucket_view=True`, `static_graph=True`); a larger batch
     per rank makes the rest of the step longer. The note gives sizes and times.
 
     ## When it stays quiet
     Synchronisation that the backward hides; a few milliseconds; ranks that only wait for a slower
-    one.
+    one; less than a megabyte of gradients.
     """
 
     code = "DDP703"
@@ -53,19 +60,14 @@ class CommunicationBound(Check):
             if len(seen) < 2:
                 continue
             rank, times = min(seen.items(), key=lambda item: _exposed(item[1]))
-            exposed = _exposed(times)
-            step = times.forward_s + times.backward_s + exposed
-            if exposed < NOTICEABLE_S or exposed < SHARE * step:
+            if 0 < sum(times.bucket_bytes) < SMALLEST:
                 continue
-            yield self._tell(seen, rank, times, exposed, step)
+            step = _step(rank, times)
+            if step.exposed_s >= max(NOTICEABLE_S, SHARE * step.wall_s):
+                yield self._tell(seen, rank, times, step)
 
     def _tell(
-        self,
-        seen: dict[Rank, SyncTimes],
-        rank: Rank,
-        times: SyncTimes,
-        exposed: float,
-        step: float,
+        self, seen: dict[Rank, SyncTimes], rank: Rank, times: SyncTimes, step: _Step
     ) -> Finding:
         wrapped = next((w for w in rank.of(Wrapped) if w.model == times.model), None)
         size = sum(times.bucket_bytes)
@@ -73,19 +75,23 @@ class CommunicationBound(Check):
             ranks=tuple(r.rank for r in seen),
             subjects=(wrapped.kind,) if wrapped else (),
             location=rank.location(wrapped.site) if wrapped else None,
-            label=f"{exposed * 1e3:.0f} ms of each step",
+            label=f"{step.exposed_s * 1e3:.0f} ms of each step",
             summary=(
-                f"averaging gradients takes {exposed * 1e3:.0f} ms of a step of "
-                f"{step * 1e3:.0f} ms beyond what the backward hides ({100 * exposed / step:.0f} %)"
+                f"averaging gradients takes {step.exposed_s * 1e3:.0f} ms of a step of "
+                f"{step.wall_s * 1e3:.0f} ms beyond what the backward hides "
+                f"({step.exposed_s / step.wall_s:.0%})"
             ),
             cause=(
                 f"{size / MIB:.3g} MB of gradients in {_count(times)} go around "
                 f"in {times.communication_s * 1e3:.0f} ms"
+                + (f", {step.averaging} times a step" if step.averaging > 1 else "")
             ),
-            fix=_fix(times),
+            fix=_fix(times, step),
             fix_kind=FixKind.CHECK,
             evidence={
-                "ranks": [
+                "backwards in a step": step.backwards,
+                "of them averaging": step.averaging,
+                "each averaging one": [
                     {
                         "rank": r.rank,
                         "forward ms": round(e.forward_s * 1e3, 1),
@@ -101,6 +107,44 @@ class CommunicationBound(Check):
         )
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A usual step of the optimizer.
+
+    Attributes:
+        averaging: how many of its backwards average.
+        exposed_s: of all these, how long communication is not hidden.
+    """
+
+    wall_s: float
+    backwards: int
+    averaging: int
+    exposed_s: float
+
+
+def _step(rank: Rank, times: SyncTimes) -> _Step:
+    patterns = [e for e in rank.of(SyncPattern) if e.model == times.model]
+    optimizer = patterns[0].optimizer if patterns else 0
+    steps = [e for e in rank.of(StepDone) if e.optimizer == optimizer]
+    averaging, others = _usual([e for e in patterns if e.optimizer == optimizer], steps)
+    walls = [(b.at - a.at) / b.count for a, b in itertools.pairwise(steps)]
+    exposed = averaging * _exposed(times)
+    timed = averaging * (times.forward_s + times.backward_s) + exposed
+    wall = max(timed, statistics.median(walls) if walls else 0.0)
+    return _Step(wall, averaging + others, averaging, exposed)
+
+
+def _usual(patterns: list[SyncPattern], steps: list[StepDone]) -> tuple[int, int]:
+    """Backwards of most steps that average and that do not: the last step of an epoch often has
+    fewer."""
+    held: Counter[tuple[int, int]] = Counter()
+    ends = [e.step for e in patterns[1:]] + [steps[-1].step + 1 if steps else 0]
+    for one, end in zip(patterns, ends, strict=False):
+        if one.synced:
+            held[one.synced, one.unsynced] += end - one.step
+    return held.most_common(1)[0][0] if held else (1, 0)
+
+
 def _latest(rank: Rank, model: int) -> SyncTimes | None:
     return next((e for e in reversed(rank.of(SyncTimes)) if e.model == model), None)
 
@@ -114,8 +158,8 @@ def _count(times: SyncTimes) -> str:
     return f"{count} bucket{'s' if count > 1 else ''}"
 
 
-def _fix(times: SyncTimes) -> str:
-    ideas = ["accumulate gradients over several batches under `ddp.no_sync()`"]
+def _fix(times: SyncTimes, step: _Step) -> str:
+    ideas = [_accumulation(step)]
     small = times.bucket_bytes and max(times.bucket_bytes) < SMALL_BUCKET
     if small and len(times.bucket_bytes) >= MANY_BUCKETS:
         ideas.append("try `bucket_cap_mb=25` or more: the buckets are small")
@@ -127,3 +171,14 @@ def _fix(times: SyncTimes) -> str:
             "(`bf16_compress_hook` with NCCL)"
         )
     return "; ".join(ideas)
+
+
+def _accumulation(step: _Step) -> str:
+    if step.averaging > 1:
+        return f"all but the last of the {step.backwards} backwards of a step under `ddp.no_sync()`"
+    if step.backwards > 1:
+        return (
+            f"accumulate gradients over more batches: `no_sync` covers {step.backwards - 1} of "
+            f"the {step.backwards} of a step now"
+        )
+    return "accumulate gradients over several batches under `ddp.no_sync()`"

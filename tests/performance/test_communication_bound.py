@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.performance.communication_bound import CommunicationBound
 from recordings import make_run, site
 
-from ddpdoctor.events import Event, SyncTimes, Wrapped
+from ddpdoctor.events import Event, StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.findings import Finding, Severity
 
 MB = 1 << 20
@@ -61,3 +61,36 @@ def test_a_few_milliseconds() -> None:
 
 def test_too_short() -> None:
     assert CommunicationBound().unobserved(make_run({0: []}))
+
+
+def accumulating(synced: int, unsynced: int, wall: float) -> list[Event]:
+    """Steps of so many backwards; the last of the run has fewer."""
+    pattern = SyncPattern(at=0, model=0, optimizer=0, step=0, synced=synced, unsynced=unsynced)
+    last = SyncPattern(at=0, model=0, optimizer=0, step=11, synced=1, unsynced=1)
+    steps = [StepDone(at=n * wall, optimizer=0, step=n, site=-1, wall_s=wall) for n in range(12)]
+    return [*rank(0.15, 0.05), pattern, *steps, last]
+
+
+def test_the_share_is_one_of_the_optimizers_step() -> None:
+    assert not found(*(accumulating(1, 5, 0.8) for _ in range(2)))
+
+
+def test_more_accumulation_where_there_is_some() -> None:
+    (finding,) = found(*(accumulating(1, 1, 0.3) for _ in range(2)))
+    assert "100 ms of a step of 300 ms" in finding.summary
+    assert "over more batches: `no_sync` covers 1 of the 2" in finding.fix
+
+
+def test_every_backward_averages() -> None:
+    (finding,) = found(*(accumulating(4, 0, 0.9) for _ in range(2)))
+    assert "400 ms of a step of 900 ms" in finding.summary
+    assert "all but the last of the 4 backwards" in finding.fix
+
+
+def test_a_model_too_small_to_take_time() -> None:
+    *others, _ = rank(0.15, 0.05)
+    times = SyncTimes(
+        at=0, model=0, iterations=11, forward_s=0.04, backward_s=0.06, communication_s=0.15,
+        overlap_s=0.05, bucket_bytes=(70_000,),
+    )  # fmt: skip
+    assert not found(*[[*others, times]] * 2)
