@@ -20,7 +20,8 @@ class SamplerEpochFrozen(Check):
 
     ## What it finds
     A distributed sampler that is to shuffle, hands out the very same order in one epoch after
-    another, and began each of them with the same epoch number.
+    another, and began each of them with the same epoch number. So for samplers of one's own that
+    offer `set_epoch` and whose code goes by `epoch`.
 
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that: the batches
@@ -31,7 +32,8 @@ class SamplerEpochFrozen(Check):
 
     ## When it stays quiet
     `shuffle=False`; a single epoch; evaluation; orders that differ although the number does not
-    (samplers that keep count themselves); a training that begins anew with a new model.
+    (samplers that keep count themselves); samplers of one's own whose order does not depend on the
+    epoch; a training that begins anew with a new model.
     """
 
     code = "DDP503"
@@ -58,20 +60,26 @@ class SamplerEpochFrozen(Check):
         told = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
         what = "had the same order" if always else "had the order of the one before"
         called = max(e.began.epochs_set for e in reader.epochs)
-        why = (
-            f"`set_epoch` was called {called} times, but {repeats} of the epochs had the number "
-            "of the one before"
-            if called
-            else "`set_epoch` is never called on the sampler"
-        )
+        why = "`set_epoch` is never called on the sampler"
+        if not reader.seen.shuffle:  # calls are only seen on torch's own
+            number = reader.epochs[0].began.sampler_epoch
+            why = (
+                f"{reader.seen.sampler} goes by its `epoch`, which stays {number}: `set_epoch` is "
+            )
+            why += "not called"
+        elif called:
+            why = f"`set_epoch` was called {called} times, but {repeats} of the epochs had the "
+            why += "number of the one before"
         yield self.finding(
             ranks=tuple(frozen),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
-            label="shuffles by seed + epoch, and the epoch never changes",
+            label="shuffles by seed + epoch, and the epoch never changes"
+            if reader.seen.shuffle
+            else "its sampler goes by the epoch, which never changes",
             related=related(reader, sampler=False),
             summary=f"{told} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
-            cause=f"{why}, so it shuffles by the same seed every time",
+            cause=f"{why}, so it shuffles alike every time",
             fix="`sampler.set_epoch(epoch)` at the top of every epoch, before the loader is "
             "iterated",
             fix_kind=FixKind.SAFE,
@@ -82,7 +90,7 @@ class SamplerEpochFrozen(Check):
                     for e in reader.epochs[:3]
                     if e.ended
                 },
-                "set_epoch calls": called,
+                **({"set_epoch calls": called} if reader.seen.shuffle else {}),
             },
             at=reader.rank.wall(reader.epochs[1].began.at),
         )
@@ -90,13 +98,16 @@ class SamplerEpochFrozen(Check):
 
 def _repeats(reader: Reader) -> int:
     """How many epochs had the order of the one before and the same number in the sampler."""
-    if not reader.seen.shuffle:
+    own = reader.seen.shuffle is None and reader.seen.by_epoch
+    if not reader.seen.shuffle and not own:
         return 0
     trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
     whole = [e for e in trained if e.exhausted]
     left = [e for e in trained if not e.exhausted]
     repeats = sum(_same(a, b) for a, b in itertools.pairwise(whole))
     again = sum(_same(a, b) for a, b in itertools.pairwise(left))
+    if own and not any(e.batches > 1 for e in trained):
+        return 0  # one batch again and again, to see whether a model can learn it
     # A single batch taken twice may be a look at its shape.
     return repeats + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
 

@@ -53,6 +53,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         batches: `len(loader)`, -1 where unknown.
         sampler_length: `len(sampler)`, -1 where unknown.
         own_order: the sampler's class chooses the indices by code of its own, not by torch's.
+        by_epoch: it offers `set_epoch`, and that code reads `epoch`.
         replacement: the sampler may draw a sample again.
         payloads: what the data set indexes, as far as that could be told.
         layers: the data set, and beneath it those that it is a `Subset` of.
@@ -81,6 +82,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     payloads: tuple[Payload, ...] = ()
     sampler_length: int = -1
     own_order: bool = False
+    by_epoch: bool = False
     replacement: bool = False
     layers: tuple[Layer, ...] = ()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+from types import CodeType
 from typing import Any
 
 from ..events import LoaderSeen
@@ -44,6 +46,7 @@ def loader_seen(
         total_size=integer_of(sampler, "total_size"),
         sampler_length=-1 if iterable else length(sampler),
         own_order=not _in_torchs_order(sampler),
+        by_epoch=not _in_torchs_order(sampler) and _by_epoch(type(sampler)),
         replacement=getattr(sampler, "replacement", False) is True,
         sampler_site=sampler_site,
         made=made[1],
@@ -55,6 +58,26 @@ def loader_seen(
 def _in_torchs_order(sampler: Any) -> bool:
     chooses = getattr(type(sampler), "__iter__", None)
     return str(getattr(chooses, "__module__", "")).startswith("torch.utils.data")
+
+
+def _by_epoch(kind: type) -> bool:
+    """Whether `set_epoch` is offered, and what `__iter__` runs of the class reads `epoch`."""
+    if not callable(inspect.getattr_static(kind, "set_epoch", None)):
+        return False
+    named, found = ["__iter__"], set()
+    while named:
+        name = named.pop()
+        if name in found:
+            continue
+        found.add(name)
+        method = inspect.getattr_static(kind, name, None)
+        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+        codes = [getattr(method, "__code__", None)]
+        while codes:
+            if isinstance(code := codes.pop(), CodeType):
+                named += code.co_names
+                codes += code.co_consts
+    return "epoch" in found
 
 
 def innermost(loader: Any) -> Any:

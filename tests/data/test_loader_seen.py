@@ -63,3 +63,22 @@ def test_whose_code_chooses_the_indices(kind: type | None, own: bool, length: in
     photos = data.TensorDataset(torch.arange(9))
     found = seen(data.DataLoader(photos, batch_size=2, sampler=kind and kind(photos)))
     assert (found.own_order, found.sampler_length) == (own, length)
+
+
+class Fixed(Repeating):
+    """Takes the epoch for the sake of the loop that sets it."""
+
+
+class ByEpoch(Repeating):
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    @property
+    def _order(self) -> list[int]:
+        return [i for i in range(3) if i != self.epoch]
+
+
+@pytest.mark.parametrize(("kind", "by_epoch"), [(Quiet, False), (Fixed, False), (ByEpoch, True)])
+def test_an_order_that_goes_by_the_epoch(kind: type, by_epoch: bool) -> None:
+    photos = data.TensorDataset(torch.arange(9))
+    assert seen(data.DataLoader(photos, sampler=kind(photos))).by_epoch is by_epoch

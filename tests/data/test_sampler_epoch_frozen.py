@@ -30,6 +30,16 @@ def test_the_same_order_every_epoch() -> None:
     assert finding.location is not None and finding.location.line == 10
 
 
+def test_a_sampler_of_ones_own() -> None:
+    own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets"}
+    (finding,) = examine(epochs(FIRST, FIRST, FIRST, by_epoch=True, **own))
+    assert finding.cause.startswith("Buckets goes by its `epoch`, which stays 0")
+    assert not examine(epochs(FIRST, FIRST, FIRST, **own)), "its order is meant to be fixed"
+    assert not examine(epochs(FIRST, FIRST, by_epoch=True, **own | {"shuffle": False}))
+    assert not examine(epochs(FIRST, OTHER, numbers=[0, 1], by_epoch=True, **own))
+    assert not examine(epochs(*[FIRST[:4]] * 3, by_epoch=True, **own)), "one batch, to overfit"
+
+
 def test_stages_of_two_epochs_each() -> None:
     (finding,) = examine(epochs(FIRST, FIRST, OTHER, OTHER, *[[*FIRST[2:], 7, 3]] * 2))
     assert finding.summary.startswith("3 of 6 epochs over Photos (100) had the order of the one")
