@@ -11,7 +11,7 @@ from . import models, moments, optimizers
 from .digests import ABSENT, digests
 from .models import Model
 from .modules import birth_site, in_some_module, living, parameter_site
-from .moments import Step
+from .moments import Backward, Step
 from .recorder import Recorder
 from .torch_private import fully_sharded, fully_shards
 
@@ -23,13 +23,15 @@ class Watch:
 
     Attributes:
         number: of the model; below 0 where it has no wrapper.
-        missing: parameters with gradients that no optimizer holds: name to what they were.
+        missing: parameters with gradients that no optimizer holds: name to what they were;
+            `first` what those were after the first backward that no optimizer held then.
         told: what was recorded last.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.missing: dict[str, tuple[int, int]] = {}
+        self.first: dict[str, tuple[int, int]] = {}
         self.told: tuple[object, ...] = ((), 0)
         self.step = -1
 
@@ -41,6 +43,7 @@ _sharded: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 def install() -> None:
     _watches.clear()
     _sharded.clear()
+    moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
     moments.step_due.subscribe(_step_due, lost=LOST)
     moments.pulse.subscribe(_pulse, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
@@ -48,6 +51,17 @@ def install() -> None:
 
 def _due(step: int) -> bool:
     return step & (step - 1) == 0
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    """Before a program that updates parameters by hand can have done so."""
+    for model in backward.models:
+        inner = model.inner() if model not in _watches else None
+        if inner is not None:
+            held = optimizers.held()
+            watch = _watches[model] = Watch(model.number)
+            loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
+            watch.first = {n: _state(p) for n, p in loose.items()}
 
 
 def _step_due(active: Recorder, step: Step) -> None:
@@ -84,17 +98,12 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     optimizer = step.optimizer()
     if inner is None or optimizer is None:
         return
-    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
-    trained = {
-        n: p
-        for n, p in inner.named_parameters()
-        if p.requires_grad and p.grad is not None and n not in ignored
-    }
+    trained = _trained(inner)
     if not trained:
         return
     loose = {n: p for n, p in trained.items() if id(p) not in held}
     state = {n: _state(p) for n, p in loose.items()}
-    unchanged = [n for n, s in state.items() if watch.missing.get(n) == s]
+    unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
     watch.missing = state
     mine = {id(p) for p in inner.parameters()}
     holder = _holder(optimizer, mine)
@@ -107,6 +116,16 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     if told != watch.told:
         watch.told, watch.step = told, active.step
         _tell(active, watch.number, inner, unchanged, len(trained), holder, stale)
+
+
+def _trained(inner: Any) -> dict[str, Any]:
+    """The parameters that have gradients, by name, without those that DDP ignores."""
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    return {
+        n: p
+        for n, p in inner.named_parameters()
+        if p.requires_grad and p.grad is not None and n not in ignored
+    }
 
 
 def _state(parameter: Any) -> tuple[int, int]:

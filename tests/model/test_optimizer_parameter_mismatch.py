@@ -1,10 +1,16 @@
 """DDP307: trained and in no optimizer, or in an optimizer and not trained."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParameterMismatch
 from recordings import make_run, site, steps
 from wraps import codes, rank
 
 from ddpdoctor.events import Ownership
+from ddpdoctor.probe import optimizers, ownership
+from ddpdoctor.probe.models import Model
 
 CHECK = OptimizerParameterMismatch()
 
@@ -57,3 +63,24 @@ def test_several_optimizers_that_hold_all():
 
 def test_idle_parameters_alone_are_no_fault():
     assert codes(both(owned([], stale=("4x4",))), CHECK) == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
+    """Their values at two steps of another optimizer say nothing of what happens in between."""
+    told = []
+    monkeypatch.setattr(ownership, "_tell", lambda *args: told.append(args[3]))
+    monkeypatch.setattr(ownership, "_watches", {})
+    monkeypatch.setattr(optimizers, "held", dict)
+    active = SimpleNamespace(step=0)
+    module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    model = Model(0, module, list(module.parameters()), [0])
+    step = SimpleNamespace(optimizer=lambda: torch.optim.SGD([other], lr=0.1))
+    module(torch.ones(1, 2)).sum().backward()
+    ownership._backward_ends(active, SimpleNamespace(models=[model]))
+    if by_hand:
+        module.weight.data.add_(module.weight.grad, alpha=-0.1)
+    for _ in range(2):
+        ownership._compare(active, module, ownership._watches[model], {}, step)
+    assert told == ([] if by_hand else [["weight"]])
