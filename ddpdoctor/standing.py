@@ -35,6 +35,8 @@ FIRST_STEP_S = 30.0
 """Before the first step there is nothing to learn from: data sets are read, models compiled."""
 BEGUN = 30
 """So many calls count as having begun, where no optimizer steps."""
+NOTICED_S = 5.5
+"""The checks take it that the end of a process has reached the others after somewhat less."""
 PATIENCE = 1.5
 """A pause may be that much longer than the longest one that ended well."""
 ANSWERS_WITHIN_S = 1.0
@@ -210,13 +212,13 @@ class Standing:
         late = now - episode.since >= limit
         if not episode.asked:
             # Only who may be stuck is asked: a signal may interrupt what a library waits for.
-            if not late and not self._suspects(run, live, episode, now):
+            if not late and not self._suspects(run, live, episode, limit, now):
                 return None
             self._ask(live, episode, now)
             return None
         if not episode.told and not self._answered(live, episode, now):
             return None
-        state = (late, episode.told, *self._state(live, now))
+        state = (late, episode.told, *self._state(run, live, limit, now))
         if state == episode.judged:
             return None
         episode.judged = state
@@ -232,14 +234,22 @@ class Standing:
             self.notices.append(_notice(findings[0], now - episode.since))
         return reason
 
-    def _state(self, live: list[Rank], now: float) -> tuple[object, ...]:
-        """What a look depends on: how far every rank is, and which of them stand still."""
+    def _state(self, run: Run, live: list[Rank], limit: float, now: float) -> tuple[object, ...]:
+        """What a look depends on: how far every rank is, which of them stand still, and which are
+        gone for so long that the others would have noticed."""
+        times = QUIET_S, limit + QUIET_S
         seen = [self._ranks[r.rank] for r in live]
-        return tuple((s.moved_at, now - s.changed >= QUIET_S) for s in seen)
+        gone = [r.ended.at for r in run.ranks.values() if r.ended]
+        return (
+            *((s.moved_at, *(now - s.changed >= t for t in times)) for s in seen),
+            *(now - at >= NOTICED_S for at in gone),
+        )
 
-    def _suspects(self, run: Run, live: list[Rank], episode: Episode, now: float) -> bool:
+    def _suspects(
+        self, run: Run, live: list[Rank], episode: Episode, limit: float, now: float
+    ) -> bool:
         """Whether the records prove a deadlock already; looking takes little of our own time."""
-        state = self._state(live, now)
+        state = self._state(run, live, limit, now)
         if state == episode.suspected or now < self._next_look:
             return False
         episode.suspected = state

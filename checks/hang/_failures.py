@@ -198,9 +198,24 @@ def timed_out(rank: Rank) -> bool:
     )
 
 
+def is_over(run: Run, rank: Rank, left: float, now: float) -> bool:
+    """Whether the end of a rank that left can bring nothing more by itself: its process is gone for
+    so long that the others lost their connections to it, or stays in its teardown for the stall
+    time. Times are on the rank's clock."""
+    if rank.ended is not None:
+        return now - rank.ended.at >= CLEAN_UP_S
+    return run.stall is not None and now - left >= run.stall[0].hang_after
+
+
 def left_waiting(run: Run, failed: tuple[int, ...]) -> bool:
     """Whether others still wait, in a run that goes on, although nobody ended them."""
-    return run.now is not None and any(
+    if run.now is None or not all(
+        is_over(run, rank, leaving.at if leaving else run.now, run.now)
+        for rank in (run.ranks[r] for r in failed)
+        for leaving in (rank.latest(RankExiting),)
+    ):
+        return False
+    return any(
         rank.rank not in failed
         and rank.ended is None
         and rank.ring is not None

@@ -18,11 +18,12 @@ from ddpdoctor.events import (
     RankStood,
     Signature,
     StallSeen,
+    Stopped,
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Call, Phase, Rank, Run, State, shorten
 
-from ._failures import call_failed, lost_peer
+from ._failures import call_failed, is_over, lost_peer
 from ._log import Book, GroupKey, Made, book
 
 STALL_S = 10.0
@@ -53,6 +54,7 @@ class Stand:
         call, key: the call it was in, and whose group; made: the same with its lines.
         computes: the forward or backward of a wrapped model that it was in without any
             communication under way.
+        over: gone, and nothing more can come of that by itself.
         still_s: how long it had made no progress.
         stood: what the monitor saw of it.
     """
@@ -67,6 +69,12 @@ class Stand:
     still_s: float
     stood: RankStood | None
     computes: Call | None = None
+    over: bool = False
+
+    @property
+    def waits_for_good(self) -> bool:
+        """Whether it will not move any more, unless another rank does."""
+        return self.over if self.gone else self.blocked and self.still_s >= QUIET_S
 
     @property
     def blocked(self) -> bool:
@@ -264,9 +272,10 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
         made = known.at(log, call.index) if log else None
     elif call is not None:
         made = known.point_to_point(rank, call)
+    left = _left(rank, at)
     return Stand(
         rank=rank,
-        gone=_gone(rank, at),
+        gone=left is not None,
         call=call,
         key=key,
         made=made,
@@ -275,6 +284,7 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
         still_s=_still(rank, call, at),
         stood=_stood(run, rank),
         computes=computes,
+        over=left is not None and is_over(run, rank, left, _looked(run, wall) - rank.wall(0.0)),
     )
 
 
@@ -302,13 +312,26 @@ def _still(rank: Rank, call: Call | None, at: float) -> float:
     return max(0.0, quiet)
 
 
-def _gone(rank: Rank, at: float) -> bool:
+def _looked(run: Run, wall: float) -> float:
+    """When the run was looked at: by now, or until it was stopped, later than at that moment."""
+    times = [wall]
+    if run.now is not None:
+        times += [r.wall(run.now) for r in run.ranks.values()]
+    for node in run.nodes.values():
+        began, stopped = node.first(MonitorStarted), node.latest(Stopped)
+        if began and stopped:
+            times.append(stopped.at - began.at + began.wall)
+    return max(times)
+
+
+def _left(rank: Rank, at: float) -> float | None:
+    """When a rank had begun to leave, by that moment."""
     marks: list[Event] = [*rank.of(RankExiting)]
     formed = max((g.at for g in rank.of(GroupReady) if g.at <= at), default=0.0)
     marks += [e for e in rank.of(GroupDestroyed) if not e.name and e.at >= formed]
     if isinstance(rank.ended, ProcessEnded):
         marks.append(rank.ended)
-    return any(e.at <= at for e in marks)
+    return min((e.at for e in marks if e.at <= at), default=None)
 
 
 def _stood(run: Run, rank: Rank) -> RankStood | None:

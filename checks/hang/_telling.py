@@ -8,7 +8,7 @@ from ddpdoctor.run import Run, fold_ranks, ranks_text
 from ._log import Made
 from ._loops import left_loop
 from ._mismatch import Parting, around_all, branch, condition, describe_sides
-from ._scene import QUIET_S, Scene, Stand, scene
+from ._scene import Scene, Stand, scene
 
 
 def sides_text(parting: Parting) -> str:
@@ -91,9 +91,7 @@ def standing(now: Scene, parting: Parting, ranks: list[int]) -> Evidence:
     waiting = [s for s in members if _waits_near(s, parting)]
     if not waiting and now.stall is not None:
         stands, waiting = list(now.stands.values()), now.blocked
-    stuck = bool(waiting) and all(
-        s.gone or (s.blocked and s.still_s >= QUIET_S) for s in (*members, *stands)
-    )
+    stuck = bool(waiting) and all(s.waits_for_good for s in (*members, *stands))
     if not stuck:
         return {"stuck": False}
     found: Evidence = {"stuck": True, "waited_s": round(max(s.still_s for s in waiting), 2)}

@@ -10,7 +10,7 @@ from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Log, Made, book
 from ._mismatch import Parting, partings
-from ._scene import QUIET_S, scene
+from ._scene import scene
 from ._telling import evidence, related
 from ._waiting import awaited
 
@@ -108,7 +108,7 @@ class GroupCreationMismatch(Check):
         place = known.at(log, least)
         if place is None:
             return
-        stuck = bool(waits) and all(s.gone or s.still_s >= QUIET_S for s in (*waits, *elsewhere))
+        stuck = bool(waits) and all(s.waits_for_good for s in (*waits, *elsewhere))
         group = f"new_group({_members(place.signature.ranks)})"
         most_ranks = [r for r, n in made.items() if n == most]
         yield self.finding(

@@ -13,7 +13,7 @@ from ._failures import failure, failures, lost_peer, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
 from ._mismatch import branch, condition, is_inside, on_rank
-from ._scene import QUIET_S, Scene, Stand, scene
+from ._scene import Scene, Stand, scene
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for
 
@@ -87,7 +87,7 @@ class RankExitedEarly(Check):
         related += [Related("the branch that leads there", only)] if only else []
         since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
-        still = all(s.still_s >= QUIET_S for s in waiting)
+        still = all(s.waits_for_good for s in (*left, *waiting))
         who = ranks_text(ranks)
         leaves, ended = _leaving(left)
         lacks = _lacks(now, left[0], first)

@@ -10,7 +10,7 @@ import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import PID
-from tapes import CWD, START, WALL, Tape, run_of
+from tapes import CWD, START, WALL, Tape, run_of, stall
 
 from ddpdoctor.events import (
     Enclosing,
@@ -354,3 +354,27 @@ def test_a_branch_that_the_rank_that_left_never_entered(
     (finding,) = found(run_of(tmp_path, made, more={1: leaving}, now=START + 8))
     assert ("only some ranks enter `if self.chief:`" in finding.cause) is certain
     assert ("model.module" in finding.fix) is certain
+
+
+@pytest.mark.parametrize(
+    ("ended", "stalled", "now", "stuck"),
+    [
+        (None, False, 9, False),  # its interpreter may be ending its workers and threads
+        (None, True, 14, False),
+        (None, True, 16, True),
+        (7, False, 10, False),
+        (7, False, 13, True),
+    ],
+)
+def test_proven_only_when_nothing_more_can_come_of_its_end(
+    tmp_path: Path, ended: int | None, stalled: bool, now: int, stuck: bool
+) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=9, state=State.BEGUN, at=START + 5)
+    seen: list[Event] = [stall(START + 12, START + 5)] if stalled else []
+    if ended is not None:
+        end = ProcessEnded(at=START + ended, rank=1, pid=PID + 1, wall=WALL + ended, status=0)
+        seen.append(end)
+    more = {1: [RankExiting(at=START + 5, how="sys.exit", status=0)]}
+    (finding,) = found(run_of(tmp_path, made, more=more, nodes={0: seen}, now=START + now))
+    assert finding.evidence["stuck"] is stuck

@@ -6,16 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import PID, write_folder
 from tapes import Tape
 
 from ddpdoctor import machine, standing
 from ddpdoctor.config import Options
-from ddpdoctor.events import Event, ProcessEnded, RankStood, StallOver, StallSeen
+from ddpdoctor.events import (
+    Event,
+    ProcessEnded,
+    RankExiting,
+    RankStood,
+    StallOver,
+    StallSeen,
+    encode,
+)
 from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.ring import RingWriter, State
+from ddpdoctor.ring import Phase, RingWriter, State
 from ddpdoctor.run import Recording, Run
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.runfolder import EventWriter, RunFolder
 
 
 class Clock:
@@ -156,3 +165,25 @@ def test_the_stack_of_a_crash_is_kept(tmp_path: Path, number: int, crashed: bool
     bench.standing.finish(run, {PID, PID + 1})
     stood = [(e.rank, e.crashed) for e in bench.written if isinstance(e, RankStood)]
     assert stood == ([] if crashed is None else [(1, crashed)])
+
+
+def test_who_leaves_is_given_the_time_to_end(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections close with its process, and the others fail by themselves."""
+    monkeypatch.setattr("ddpdoctor.ring.time", clock)
+    bench = Bench(tmp_path, RankExitedEarly())
+    _, path = bench.folder.rank_files()[1]
+    with path.open("ab") as file:
+        file.write(encode(RankExiting(at=clock.now, how="sys.exit", status=0)) + b"\n")
+    bench.rings[1].phase(Phase.LEAVING, -1)
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    bench.look()
+    assert wait(bench, clock, 4) is None
+    node = EventWriter(bench.folder.node_path(0), shared=True)
+    node.write(ProcessEnded(at=clock.now, rank=1, pid=PID + 1, wall=0.0, status=0))
+    assert wait(bench, clock, 4) is None
+    assert bench.written == []
+    reason = wait(bench, clock, 4)
+    assert reason is not None
+    assert "rank 1 leaves while rank 0 still waits" in reason
