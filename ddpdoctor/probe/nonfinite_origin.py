@@ -66,6 +66,14 @@ def finite(tensor: Any) -> bool:
         return bool(torch.isfinite(plain).all().item())
 
 
+def value_in(tensor: Any) -> str:
+    """`nan` where what is not finite of a tensor, or of this rank's shard, is so; else `inf`."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return "nan" if bool(torch.isnan(shard(tensor).detach()).any()) else "inf"
+
+
 def trace(root: Any, names: dict[int, str]) -> Origin:
     """The operation that first made something non-finite, an empty one where the graph does not
     tell; `names` of parameters by id."""

@@ -223,7 +223,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         at=time.monotonic(),
         kind="loss",
         step=active.step,
-        value=_value(root),
+        value=nonfinite_origin.value_in(root),
         site=backward.site,
         forward_site=live[0].forward_site if live else -1,
     )
@@ -233,6 +233,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
             return msgspec.structs.replace(
                 base,
                 kind=kind,
+                value=nonfinite_origin.value_in(bad[0][1]),
                 names=tuple(name for name, _ in bad[:5]),
                 count=len(bad),
                 rows=_rows(bad[0][1]) if kind == "input" else (),
@@ -295,12 +296,6 @@ def _maker_site(active: Recorder, live: list[Model], module: str, otherwise: int
     inner = live[0].inner() if len(live) == 1 and module else None
     place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
     return otherwise if place is None else active.sites.place(*place)
-
-
-def _value(root: Any) -> str:
-    import torch
-
-    return "nan" if bool(torch.isnan(root.detach()).any()) else "inf"
 
 
 def _rows(tensor: Any) -> tuple[int, ...]:

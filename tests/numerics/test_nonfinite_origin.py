@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,25 @@ def test_an_input_and_its_rows() -> None:
     (finding,) = found([bad("input", 3, names=("argument 0",), rows=(2, 7))], [bad("parameter", 4)])
     assert finding.ranks == (0,)
     assert "rows 2, 7" in finding.cause
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_the_input_holds_is_told_and_not_what_became_of_it(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics
+
+    inputs = torch.ones(4, 2)
+    inputs[3, 1] = float(value)
+    monkeypatch.setattr(numerics.models, "live", list)
+    monkeypatch.setattr(
+        numerics, "_started_from", lambda live: [("input", [("argument 0", inputs)])]
+    )
+    active = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
+    backward = SimpleNamespace(site=1)
+    event = numerics._diagnose(active, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
+    assert (event.kind, event.value, event.rows) == ("input", value, (3,))
 
 
 def test_parameters_that_were_never_initialised() -> None:
