@@ -18,6 +18,9 @@ from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
+MOVING = "read by several ranks, by epoch"
+"""Name of the evidence that the ranks do not take their shares of one order."""
+
 MATERIAL = 0.3
 """Share of a stream's samples that another rank or worker has to deliver too."""
 
@@ -86,7 +89,8 @@ def _indexed(
         worst = max(made, key=lambda a: len(a.shared))
         surplus = len(worst.shared) > _padding(readers) and not _by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
-            return Fault("data-overlap", loader, worst.sharing, readers, worst)
+            moving = _moving(made)
+            return Fault("data-overlap", loader, worst.sharing, readers, worst, evidence=moving)
         return None
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
@@ -112,7 +116,20 @@ def _skewed(audit: Audit) -> bool:
     if len({e.began.step for e in audit.epochs.values()}) > 1:
         return False  # not the same epoch of the training
     known = [(e.began.seed, e.began.sampler_epoch) for e in audit.epochs.values()]
-    return len(set(known)) > 1 and any(e.seen.shuffle for e in audit.epochs.values())
+    if len(set(known)) == 1:
+        return False
+    seen = [e.seen for e in audit.epochs.values()]
+    own = all(s.own_order and s.shuffle is None for s in seen) and not _by_chance(audit)
+    return own or any(s.shuffle for s in seen)
+
+
+def _moving(made: tuple[Audit, ...]) -> dict[str, object]:
+    """How much the ranks' shares overlapped in each epoch, where that changes although the shares
+    are as large as before. It does not where all take wrong places of one order."""
+    whole = [a for a in made if a.complete]
+    sizes = {tuple(e.samples for _, e in sorted(a.epochs.items())) for a in whole}
+    counts = [len(a.shared) for a in whole]
+    return {MOVING: counts[:8]} if len(sizes) == 1 and len(set(counts)) > 1 else {}
 
 
 def _by_chance(audit: Audit) -> bool:
@@ -149,8 +166,15 @@ def _unsharded(
     answer = _judged(readers, differing)
     if answer == "differ":
         return None  # sharded by hand: the same numbers stand for other data
-    name = "sampler-missing" if whole else "data-overlap"
-    return Fault(name, loader, worst.sharing, readers, worst, doubt=_doubt(answer, readers))
+    doubt = _doubt(answer, readers)
+    if whole:
+        return Fault("sampler-missing", loader, worst.sharing, readers, worst, doubt=doubt)
+    own = all(r.seen.own_order for r in readers)
+    skewed = next((a for a in made if _skewed(a) and a.shared), None)
+    if own and not doubt and skewed is not None:
+        return Fault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
+    moving = _moving(made)
+    return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, moving)
 
 
 def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:

@@ -10,8 +10,8 @@ from ddpdoctor.run import Run
 
 from ._inputs import Alike, Inputs, alike, inputs
 from ._table import audit_table
-from ._verdict import Fault, of_check
-from ._words import dataset, figures, related, use, whom
+from ._verdict import MOVING, Fault, of_check
+from ._words import dataset, figures, related, some, use, whom
 
 
 class DataOverlap(Check):
@@ -86,8 +86,8 @@ class DataOverlap(Check):
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            cause=_cause(reader.seen, workers),
-            fix=_fix(reader.seen),
+            cause=_cause(reader.seen, workers, fault.evidence.get(MOVING)),
+            fix=_fix(reader.seen, moving=MOVING in fault.evidence),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
             at=reader.rank.wall(audit.at if audit else reader.epochs[0].began.at),
         )
@@ -122,16 +122,26 @@ class DataOverlap(Check):
         )
 
 
-def _cause(seen: LoaderSeen, workers: bool) -> str:
+def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:
+    if isinstance(moving, list):
+        return (
+            f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
+            f"epoch ({some(moving)}): the ranks seem to shuffle in different orders"
+        )
     if not seen.iterable:
         return f"the shares that {seen.sampler} hands out overlap"
     whose = "each worker" if workers else "each rank"
     return f"{whose} iterates the whole of {seen.dataset}: no sampler can divide an iterable one"
 
 
-def _fix(seen: LoaderSeen) -> str:
+def _fix(seen: LoaderSeen, *, moving: bool) -> str:
+    if moving:
+        return (
+            "shuffle alike on all ranks, by `seed + epoch` without the rank, and let each rank "
+            "take its own share of that order"
+        )
     if not seen.iterable:
-        return "let each rank take its own share: `indices[rank::world_size]`"
+        return "let each rank take its own share of one order: `indices[rank::world_size]`"
     return (
         f"in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
         "`n, i = (info.num_workers, info.id) if info else (1, 0)`, "

@@ -15,8 +15,8 @@ class SamplerSeedSkew(Check):
     """Ranks shuffle with different seeds
 
     ## What it finds
-    Distributed samplers whose `seed` or `epoch` differs between ranks, and samples that several
-    ranks then really read in one epoch.
+    Distributed samplers (torch's, or of one's own) whose `seed` or `epoch` differs between ranks,
+    and samples that several ranks then really read in one epoch.
 
     ## Why it hurts
     Each rank takes its share of another order: some samples are read by several ranks, others by

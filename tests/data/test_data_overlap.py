@@ -192,6 +192,19 @@ def test_a_sampler_of_ones_own_whose_shares_overlap() -> None:
     assert "the same 20 of 100" in finding.summary
 
 
+def shares(*epochs: range) -> list[Event]:
+    return loader(0, [list(e) for e in epochs], length=110, content=1, sampler="Shares")
+
+
+def test_a_sampler_of_ones_own_that_shuffles_otherwise_on_each_rank() -> None:
+    mine, yours = shares(range(50), range(20, 70)), shares(range(30, 80), range(60, 110))
+    (finding,) = examine(mine, yours)
+    assert "shuffle in different orders" in finding.cause
+    assert finding.evidence["read by several ranks, by epoch"] == [20, 10]
+    (finding,) = examine(shares(range(60), range(60)), shares(range(40, 100), range(40, 100)))
+    assert "different orders" not in finding.cause
+
+
 def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     run = run_of(
         *(

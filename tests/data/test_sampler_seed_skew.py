@@ -66,6 +66,25 @@ def test_a_look_at_the_first_batch_on_one_rank_shifts_nothing() -> None:
     assert not examine(looked, plain)
 
 
+def shares(rank: int, indices: list[int], seed: int, **more: object) -> list[Event]:
+    given = {"sampler": "Shares", "own_order": True, "content": 1, **more}
+    return loader(0, [indices], length=80, began={"seed": seed}, **given)  # type: ignore[arg-type]
+
+
+def test_a_sampler_of_ones_own() -> None:
+    mine, yours = list(range(40)), list(range(20, 60))
+    (finding,) = examine(shares(0, mine, 1), shares(1, yours, 2))
+    assert "different seeds (1 on rank 0, 2 on rank 1)" in finding.summary
+    assert not examine(shares(0, mine, 1), shares(1, yours, 1))
+    assert not examine(shares(0, mine, 1, shuffle=False), shares(1, yours, 2, shuffle=False))
+    split = {"distributed": True, "replicas": 2, "total_size": 80}
+    assert examine(shares(0, mine, 1, sampler_rank=0, **split),
+                   shares(1, yours, 2, sampler_rank=1, **split))  # fmt: skip
+    drawn = [*mine, 5, 6, 7]  # with replacement, a stream of its own on each rank
+    assert not examine(shares(0, drawn, 1, sampler_rank=0, **split),
+                       shares(1, yours, 2, sampler_rank=1, **split))  # fmt: skip
+
+
 def test_seeds_that_agree() -> None:
     assert not examine(part(0, MINE, seed=1), part(1, REST, seed=1))
 
