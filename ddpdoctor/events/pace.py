@@ -16,6 +16,7 @@ class Pace(Event, frozen=True, tag="pace"):
         step: the last of them; there are `count`.
         waited_s: inside of collectives and in DDP's own waiting for the other ranks.
         own_s: all other time: in each of `PHASES`, then in the user's code after each of them.
+            What nothing is trained on (batches and forwards of an evaluation) is the user's code.
         sites: the lines of `PHASES`, -1 where the rank has not been there.
         delayed_s: of each step, on average, the rank could have run but had no core to run on.
     """

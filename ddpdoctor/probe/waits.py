@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from statistics import median_high
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..events import Pace
 from ..events.pace import PHASES
 from ..ring import Phase
-from . import moments, torch_private
+from . import models, moments, torch_private
 from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .reading import halvings
@@ -34,12 +34,26 @@ SHORTEST_S = 0.005
 """Shorter steps are not looked at: nothing that matters can be lost in them."""
 
 
+class _Before(NamedTuple):
+    """How it stood before a batch was loaded, as in `_Time`."""
+
+    segment: int
+    spent: list[float]
+    waited: list[float]
+    site: int
+
+
 class _Time:
     """Seconds since the step before, by segment: the phases, then what follows each of them.
+
+    A batch that nothing is trained on (a validation between two steps) is no phase of the step: it
+    belongs to the segment in which it is loaded.
 
     Attributes:
         looking: in this window; elsewhere nothing is measured.
         window_at: when it began.
+        before: the last batch, while nothing has been trained on it; tried: it is one to evaluate.
+        fed: since the last phase, another batch came that is to be trained on.
     """
 
     def __init__(self) -> None:
@@ -55,6 +69,8 @@ class _Time:
         self.followers = 0
         self.rows: list[list[float]] = []
         self.delayed_s = 0.0
+        self.before: _Before | None = None
+        self.tried = self.fed = False
 
     def look(self, now: float) -> None:
         """A step is over: measure the next one."""
@@ -62,10 +78,24 @@ class _Time:
         self.since = now
         self.spent = [0.0] * (2 * len(PHASES))
         self.waited = [0.0] * (2 * len(PHASES))
+        self.before, self.fed = None, False
 
     def settle(self, now: float) -> None:
         self.spent[self.segment] += now - self.since
         self.since = now
+
+    def judge(self, *, followed: bool) -> None:
+        """What the last batch was for; `followed`: by another one, before anything is trained."""
+        before, self.before = self.before, None
+        if before is None:
+            return
+        if not self.tried or not (followed or self.fed):
+            self.fed = True
+            return
+        now_spent, now_waited = sum(self.spent), sum(self.waited)
+        self.segment, self.spent, self.waited, self.sites[0] = before
+        self.spent[self.segment] += now_spent - sum(self.spent)
+        self.waited[self.segment] += now_waited - sum(self.waited)
 
 
 _time = _Time()
@@ -82,10 +112,10 @@ def install() -> None:
         *(
             moment.subscribe(callback, lost=LOST, awake=False)
             for moment, callback in (
-                (moments.loading_begins, _enters(Phase.DATA)),
+                (moments.loading_begins, _loads),
                 (moments.loading_ends, _leaves),
-                (moments.forward_begins, _enters(Phase.FORWARD)),
-                (moments.forward_ends, _leaves),
+                (moments.forward_begins, _forward_begins),
+                (moments.forward_ends, _forward_ends),
                 (moments.backward_begins, _enters(Phase.BACKWARD)),
                 (moments.backward_ends, _leaves),
                 (moments.step_begins, _enters(Phase.OPTIMIZER)),
@@ -110,10 +140,47 @@ def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
     def enters(active: Recorder, moment: Any) -> None:
         if get_ident() == _time.thread:
             _time.settle(time.monotonic())
+            _time.judge(followed=False)
+            _time.fed = False
             _time.segment = segment
             _time.sites[segment] = moment.site
 
     return enters
+
+
+def _loads(active: Recorder, loading: Any) -> None:
+    if get_ident() == _time.thread:
+        _time.settle(time.monotonic())
+        _time.judge(followed=True)
+        _time.before = _Before(
+            _time.segment, _time.spent.copy(), _time.waited.copy(), _time.sites[0]
+        )
+        _time.tried = _evaluating()
+        _time.segment, _time.sites[0] = 0, loading.site
+
+
+def _evaluating() -> bool:
+    import torch
+
+    if not torch.is_grad_enabled():
+        return True
+    training = [m.training for model in models.live() if (m := model.inner()) is not None]
+    return bool(training) and not any(training)
+
+
+_trains = _enters(Phase.FORWARD)
+
+
+def _forward_begins(active: Recorder, forward: Any) -> None:
+    if forward.grad_enabled:
+        _trains(active, forward)
+    elif get_ident() == _time.thread:
+        _time.tried = True
+
+
+def _forward_ends(active: Recorder, forward: Any) -> None:
+    if forward.grad_enabled:
+        _leaves(active, forward)
 
 
 def _leaves(active: Recorder, moment: Any) -> None:
