@@ -59,7 +59,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
         else:
             examined.append(check.name)
             findings += found
-    findings = fold(findings, makers)
+    findings = fold(_each_once(findings), makers)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     return Report(
         schema_version=FINDINGS_SCHEMA,
@@ -71,6 +71,14 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
         coverage=Coverage(examined=tuple(examined), skipped=tuple(skipped), lost=tuple(_lost(run))),
         tables=tuple(tables),
     )
+
+
+def _each_once(findings: list[Finding]) -> list[Finding]:
+    """What one line does again and again (a loader made in every epoch) is told once."""
+    first: dict[object, Finding] = {}
+    for f in findings:
+        first.setdefault((f.code, f.severity, f.ranks, f.location, f.subjects, f.summary), f)
+    return list(first.values())
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:

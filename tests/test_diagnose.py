@@ -19,16 +19,20 @@ class Says(Check):
     family = "model"
     severity = Severity.ERROR
 
-    def __init__(self, name: str, *explained: str, fails: bool = False) -> None:
+    def __init__(
+        self, name: str, *explained: str, fails: bool = False, told: tuple[str, ...] = ("",)
+    ) -> None:
         self.name = name  # type: ignore[misc]
         self.code = f"DDP9{ord(name[0])}"  # type: ignore[misc]
         self.explained = explained
         self.fails = fails
+        self.told = told
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if self.fails:
             raise RuntimeError("broken")
-        yield self.finding(summary=self.name, cause="", fix="")
+        for summary in self.told:
+            yield self.finding(summary=summary, cause="", fix="")
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in self.explained
@@ -49,6 +53,12 @@ def test_every_effect_stands_under_the_root_of_its_cause(
 ) -> None:
     report = diagnose(make_run({0: [started(0, 1)]}), checks)
     assert {f.check: [c.check for c in f.consequences] for f in report.findings} == roots
+
+
+def test_what_is_said_of_one_line_again_and_again_is_told_once() -> None:
+    says = Says("a", told=("not divided", "not divided", "divided twice"))
+    report = diagnose(make_run({0: [started(0, 1)]}), [says])
+    assert [f.summary for f in report.findings] == ["not divided", "divided twice"]
 
 
 def test_a_broken_check_hides_nothing() -> None:
