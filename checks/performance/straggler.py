@@ -22,6 +22,7 @@ LASTING = 3
 """It must be the same rank for at least the last third of the run."""
 AGREED = 0.5
 """Of its lag, the least that the others must be seen to wait."""
+SHOWN_S = 0.001
 
 Window = Mapping[int, Pace]
 """The records of all ranks of the same steps."""
@@ -85,39 +86,30 @@ class Straggler(Check):
         phase, words = _PHASES[segment]
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
-        lost_s = worst.lag_s * (pace.step + 1 - begun)
+        waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
         return self.finding(
             ranks=ranks,
             steps=Steps(begun, pace.step, pace.step + 1 - begun),
             subjects=(phase,),
             location=rank.location(pace.sites[segment % len(PHASES)]),
-            label=f"{min(worst.lag_s, worst.excess_s[segment]) * 1e3:.0f} ms a step longer "
+            label=f"{worst.excess_s[segment] * 1e3:.0f} ms a step longer "
             + ("here" if segment < len(PHASES) else "after this line")
             + f" than on {_ranks(others)}",
             related=_related(rank, pace, segment),
             summary=f"{_ranks(others)} {'waits' if len(others) == 1 else 'wait'} "
-            f"{worst.lag_s * 1e3:.0f} of {worst.wall_s * 1e3:.0f} ms in each step for "
+            f"{waits_s * 1e3:.0f} of {worst.whole(worst.rank) * 1e3:.0f} ms in each step for "
             f"{_ranks(ranks)}, which {'needs' if len(ranks) == 1 else 'need'} longer {words}",
             cause=_cause(worst, segment, words),
             fix=_FIXES[phase],
             evidence={
                 "phase": phase,
-                "own time in a step, ms": [
-                    {
-                        "rank": r,
-                        **{
-                            name: round(worst.usual(r, i) * 1e3, 1)
-                            for i, (name, _) in enumerate(_PHASES)
-                            if any(worst.usual(q, i) >= 1e-3 for q in worst.windows[0])
-                        },
-                        "waiting": round(worst.waiting(r) * 1e3, 1),
-                        "of all, without a core": round(worst.delayed(r) * 1e3, 1),
-                    }
-                    for r in worst.windows[0]
+                "a step, ms": [
+                    {"rank": r, **{name: round(s * 1e3, 1) for name, s in parts.items()}}
+                    for r, parts in _parts(worst).items()
                 ],
                 "stretches of steps looked at": len(worst.windows),
                 "of them slow on this rank": sum(worst.rank in lag for lag in worst.lags),
-                "each other rank lost, seconds": round(lost_s, 1),
+                "each other rank lost, seconds": round(waits_s * (pace.step + 1 - begun), 1),
             },
             at=rank.wall(first.at),
         )
@@ -139,9 +131,8 @@ class _Slow:
     def lag_s(self) -> float:
         return statistics.median(lag[self.rank] for lag in self.lags if self.rank in lag)
 
-    @property
-    def wall_s(self) -> float:
-        return statistics.median(_wall(w[self.rank]) for w in self.windows)
+    def whole(self, rank: int) -> float:
+        return statistics.median(w[rank].wall_s for w in self.windows)
 
     def delayed(self, rank: int) -> float:
         return statistics.median(w[rank].delayed_s for w in self.windows)
@@ -223,6 +214,23 @@ def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
     return (Related(label, place),) if place else ()
 
 
+def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
+    """By rank, the step, the waiting in it, and the rank's own time, what takes most first."""
+    ranks = list(slow.windows[0])
+    longest = sorted(range(len(_PHASES)), key=lambda i: slow.usual(slow.rank, i), reverse=True)
+    shown = [i for i in longest if any(slow.usual(r, i) >= SHOWN_S for r in ranks)]
+    held = any(slow.delayed(r) >= SHOWN_S for r in ranks)
+    return {
+        r: {
+            "step": slow.whole(r),
+            **({"of it without a core": slow.delayed(r)} if held else {}),
+            "waiting": slow.waiting(r),
+            **{_PHASES[i][0]: slow.usual(r, i) for i in shown},
+        }
+        for r in ranks
+    }
+
+
 def _cause(slow: _Slow, segment: int, words: str) -> str:
     excess = slow.excess_s
     usual = slow.usual(slow.rank, segment)
@@ -233,7 +241,11 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
     if excess[segment] < 0.5 * slow.lag_s:
         told += "; the rest of the time is lost in other phases: the rank is slower as a whole"
     if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
-        told += f"; {delayed * 1e3:.0f} ms of the step it had no core, and they are not counted"
+        told += (
+            f"; the machine has more to do than cores: for {delayed * 1e3:.0f} ms of a step rank "
+            f"{slow.rank} could have gone on but something else ran on its core; without that it "
+            f"would still be about {slow.lag_s * 1e3:.0f} ms behind"
+        )
     first = slow.windows[0][slow.rank]
     since = first.step - first.count + 1
     return told + (f"; since step {since}" if since > first.count else "; from the start on")

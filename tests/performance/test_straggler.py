@@ -127,6 +127,20 @@ def test_a_rank_without_a_core() -> None:
     assert not list(Straggler().examine(make_run(ranks)))
 
 
+def test_a_slow_rank_on_a_busy_machine() -> None:
+    """The figures are those that were measured; what it had no core for is told beside them."""
+    quick = [pace(n, NONE, wall=0.26) for n in range(6)]
+    slow = [pace(n, {"forward": 0.15}, wall=0.26, delayed_s=0.05) for n in range(6)]
+    (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
+    assert "rank 0 waits 150 of 260 ms" in finding.summary
+    assert finding.label.startswith("150 ms")
+    assert "for 50 ms of a step rank 1 could have gone on" in finding.cause
+    assert "still be about 100 ms behind" in finding.cause
+    first, second = finding.evidence["a step, ms"]
+    assert (first["waiting"], second["waiting"]) == (160, 10)
+    assert (first["step"], second["of it without a core"]) == (260, 50)
+
+
 def test_a_little_slower() -> None:
     assert not examine([NONE] * 6, [{"forward": 0.02}] * 6)
 
