@@ -105,6 +105,7 @@ class UnusedParameter(Check):
 NEVER = "never called"
 FROZEN = "frozen after the wrap"
 OUTPUT = "called, but its output does not reach the loss"
+BLIND = "called under no_grad only"
 BESIDE = "takes no part in the loss, though the rest of its module does"
 PLAIN = "gets no gradient"
 SOMETIMES = "used in some steps only"
@@ -113,8 +114,10 @@ SOMETIMES = "used in some steps only"
 def _called(event: UnusedParameters, part: Part) -> str:
     if event.called is None:
         return "not observed"
-    inside = (c == part.module or c.startswith(f"{part.module}.") for c in event.called)
-    return "yes" if any(inside) else "no"
+    inside = {c for c in event.called if c == part.module or c.startswith(f"{part.module}.")}
+    if not inside:
+        return "no"
+    return "under no_grad" if inside <= set(event.blind) else "yes"
 
 
 def _share(rank: Rank, model: int, event: UnusedParameters) -> str:
@@ -136,7 +139,7 @@ def _why(event: UnusedParameters, part: Part, share: str) -> str:
         return NEVER
     if not part.whole or not part.module:
         return BESIDE
-    return OUTPUT if called == "yes" else PLAIN
+    return {"yes": OUTPUT, "under no_grad": BLIND}.get(called, PLAIN)
 
 
 def _related(
@@ -144,7 +147,7 @@ def _related(
 ) -> tuple[Related, ...]:
     places = [(wrapped.here, wrapped.site), ("backward without it", event.site)]
     branch = models.branch_of(event, part)
-    if branch >= 0:
+    if branch >= 0 and _called(event, part) not in ("yes", "under no_grad"):
         places.insert(0, ("this branch is not taken", branch))
     return models.related(rank, places)
 
@@ -152,7 +155,9 @@ def _related(
 def _cause(part: Part, why: str, allowed: bool) -> str:
     text = {
         NEVER: f"{part.title} was never called in the forward",
-        OUTPUT: f"{part.title} was called, but what it returned did not reach the loss",
+        OUTPUT: f"{part.title} was called, but no gradient comes back through what it returned: "
+        "that does not reach the loss, or only detached",
+        BLIND: f"{part.title} was called under `no_grad` only, so that no gradient can reach it",
         SOMETIMES: f"{part.title} takes part in some steps and not in others",
         FROZEN: f"{part.title} was frozen after the wrap, and DDP still waits for its gradients",
         BESIDE: f"a parameter of {part.title} was not used in the forward",
@@ -178,6 +183,8 @@ def _fix(part: Part, why: str, allowed: bool) -> str:
         "steps only: `DDP(model, find_unused_parameters=True)`",
         OUTPUT: "let its output take part in the loss, or remove it; to keep it unused, freeze it "
         f"before the wrap: {freeze}",
+        BLIND: f"what is not to be trained is frozen before the wrap: {freeze}; if it is to be "
+        "trained, call it outside of `no_grad`",
         SOMETIMES: "`DDP(model, find_unused_parameters=True)`, or let it take part with weight "
         "zero in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
         FROZEN: f"freeze it before the wrap ({freeze}), or wrap again after freezing",

@@ -88,7 +88,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
             not recorded.
         indices: positions in `Wrapped.parameters`.
         called: names of the submodules (those of `Wrapped.modules`) whose forward ran; None where
-            that was not observed.
+            that was not observed. `blind` are those of them that ran under `no_grad` only.
         find_unused: whether DDP was told to look for unused parameters.
         site: the line of the backward; `forward_site` of the forward before it.
         frozen: those of `indices` that no longer require a gradient, although they did at the wrap.
@@ -109,6 +109,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     by_torch: bool = False
     branches: dict[str, int] = {}
     total: int = -1
+    blind: tuple[str, ...] = ()
 
     def describe(self) -> str:
         if not self.indices:

@@ -34,7 +34,8 @@ class Watched:
     Attributes:
         unused: the set told last, None where none was told.
         called: submodules called in the forwards that the next backward is for; None where that
-            was not observed. `watches` is how many forwards may still be watched.
+            was not observed. `seeing` are those of them that were called with gradients on.
+            `watches` is how many forwards may still be watched.
         examined: synchronising backwards looked at; `counts` in how many of them the parameter at
             a position got no gradient.
     """
@@ -42,6 +43,7 @@ class Watched:
     def __init__(self) -> None:
         self.unused: tuple[int, ...] | None = None
         self.called: frozenset[str] | None = None
+        self.seeing: frozenset[str] = frozenset()
         self.skipped: tuple[str, ...] | None = None
         self.watch: CallWatch | None = None
         self.due = WATCHED_FORWARDS
@@ -93,7 +95,7 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
         watched.called = None
         _calls.wake(any(w.busy() for w in _watched.values()))
     elif forward.model.pending == 1:
-        watched.called = frozenset()
+        watched.called = watched.seeing = frozenset()
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
@@ -103,6 +105,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         called = watch.stop()
         if watched.called is not None:
             watched.called |= called
+            watched.seeing |= watch.seeing
         if forward.error is None:
             _tell_skipped(active, forward.model, watched, watch.owners - called)
 
@@ -233,6 +236,7 @@ def _tell(
             step=step,
             indices=unused,
             called=None if watched.called is None else tuple(sorted(watched.called)),
+            blind=tuple(sorted((watched.called or frozenset()) - watched.seeing)),
             find_unused=model.find_unused,
             static_graph=model.static_graph,
             site=site,
@@ -271,10 +275,15 @@ class CallWatch:
 
     Attributes:
         owners: names of the modules that own parameters themselves.
+        seeing: of those that were called with gradients on.
     """
 
     def __init__(self) -> None:
+        import torch
+
         self.owners: set[str] = set()
+        self.seeing: set[str] = set()
+        self._gradients_on = torch.is_grad_enabled
         self._handles: list[Any] = []
         self._called: set[str] = set()
 
@@ -303,6 +312,8 @@ class CallWatch:
     def _note(self, name: str) -> Any:
         def note(module: Any, args: Any) -> None:
             self._called.add(name)
+            if self._gradients_on():
+                self.seeing.add(name)
 
         return note
 

@@ -2,12 +2,15 @@
 
 import msgspec
 import pytest
+import torch
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
 from wraps import codes, rank, skipped, unused, use
 
 from ddpdoctor.events import Wrapped
 from ddpdoctor.findings import Severity
+from ddpdoctor.probe.models import Model
+from ddpdoctor.probe.unused import CallWatch
 
 ALL = ("body", "head", "aux")
 
@@ -39,6 +42,26 @@ def test_a_model_that_was_wrapped_before_anybody_watched():
 def test_an_output_that_does_not_reach_the_loss():
     (found,) = find(unused([4, 5], called=("", *ALL)), use(1, {4: 1, 5: 1}))
     assert "does not reach the loss" in found.label
+
+
+def test_a_module_that_is_called_under_no_grad_alone():
+    event = unused([4, 5], called=("", *ALL), blind=("aux",), branches={"aux": 53})
+    (found,) = find(event, use(1, {4: 1, 5: 1}))
+    assert "no_grad" in found.label and "no_grad" in found.cause
+    assert "output" not in found.fix
+    assert [r.label for r in found.related] == ["wrapped here", "backward without it"]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_with_what_a_module_is_called_is_seen(grad):
+    module = torch.nn.Linear(2, 1)
+    model = Model(0, module, list(module.parameters()), [0, 1])
+    watch = CallWatch.start(model)
+    with torch.set_grad_enabled(grad):
+        module(torch.ones(1, 2))
+    assert watch.stop() == {""}
+    assert watch.seeing == ({""} if grad else set())
+    assert not module._forward_pre_hooks
 
 
 def test_a_parameter_beside_used_ones_is_told_as_such():
