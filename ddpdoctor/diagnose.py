@@ -34,6 +34,7 @@ from .findings import (
     Tool,
 )
 from .run import Rank, Run, fold_ranks
+from .whereabouts import whereabouts
 
 SHORTEST_MEASURED_S = 2.0
 
@@ -65,7 +66,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
         schema_version=FINDINGS_SCHEMA,
         tool=Tool("ddpdoctor", __version__),
         run=_summary(run, folder),
-        ranks=tuple(row(rank) for rank in run.ranks.values()),
+        ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
         findings=tuple(findings),
         overhead=Overhead(budget_percent=run.info.budget_percent, measured_percent=_overhead(run)),
         coverage=Coverage(examined=tuple(examined), skipped=tuple(skipped), lost=tuple(_lost(run))),
@@ -158,7 +159,7 @@ def _stopped_by(run: Run) -> str:
     return by.get(stops[0].by, stops[0].reason or "a signal to ddpdoctor")
 
 
-def row(rank: Rank) -> RankState:
+def row(rank: Rank, stood: str = "") -> RankState:
     """How a rank ended, or where it is."""
     started = rank.started
     return RankState(
@@ -175,7 +176,8 @@ def row(rank: Rank) -> RankState:
         waiting_in_step_s=rank.waiting(),
         host_memory_peak_bytes=_most(e.peak_rss_bytes for e in rank.of(MemorySample)),
         device_memory_peak_bytes=_most(e.device_peak_bytes for e in rank.of(MemorySample)),
-        last=_last_thing(rank),
+        last=stood or _last_thing(rank),
+        stood=stood,
     )
 
 

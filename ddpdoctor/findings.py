@@ -168,6 +168,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
         waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
             seen on the host.
         host_memory_peak_bytes: and of its device: the most that it was seen to hold.
+        stood: where it stood when something ended it.
     """
 
     rank: int
@@ -184,6 +185,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     host_memory_peak_bytes: int | None = None
     device_memory_peak_bytes: int | None = None
     last: str = ""
+    stood: str = ""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

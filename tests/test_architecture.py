@@ -35,6 +35,7 @@ READING = {
     "postmortem",
     "registry",
     "runfolder",
+    "whereabouts",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -51,9 +52,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "alive": {"events", "run"},
     "checks": VOCABULARY,
     "registry": {"findings"},
-    "diagnose": {*VOCABULARY, "alive", "equipment", "__init__"},
+    "diagnose": {*VOCABULARY, "alive", "equipment", "whereabouts", "__init__"},
     "postmortem": {*VOCABULARY, "alive", "runfolder", "diagnose"},
     "equipment": {"events", "run"},
+    "whereabouts": {"events", "run"},
     "comparison": {*VOCABULARY, "postmortem"},
     "config": {"findings"},
     "machine": set(),

@@ -84,10 +84,11 @@ def publish(folder: RunFolder, report: Report, options: Options) -> None:
 
     with reported("findings.json"):
         write_private(folder.findings_path, report.to_json())
+    stood = {r.rank: r.stood for r in report.ranks}
     for attempt in folder.attempts():
         for rank, path in folder.rank_files(attempt):
             with contextlib.suppress(OSError):  # it says what the report says
-                _append_to_log(path.with_suffix(".log"), rank, report.findings)
+                _append_to_log(path.with_suffix(".log"), rank, report.findings, stood.get(rank, ""))
     _drop_empty_dumps(folder)
     render.console(report, stream=sys.stderr, quiet=options.quiet)
     if options.json:
@@ -136,9 +137,12 @@ def say(text: str) -> None:
         print(f"ddpdoctor: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def _append_to_log(path: os.PathLike[str], rank: int, findings: Sequence[Finding]) -> None:
+def _append_to_log(
+    path: os.PathLike[str], rank: int, findings: Sequence[Finding], stood: str = ""
+) -> None:
     concerned = [f for f in findings if rank in f.ranks or not f.ranks]
-    lines = ["", "findings that concern this rank:" if concerned else "no finding for this rank"]
+    lines = ["", *([f"it stood {printable(stood)}"] if stood else ())]
+    lines += ["findings that concern this rank:" if concerned else "no finding for this rank"]
     for f in concerned:
         said = f.location is None or str(f.location) in f.summary
         place = "" if said else f" ({f.location})"

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..events import RankStarted, StepDone
 from ..run import Rank, Run
+from ..whereabouts import whereabouts
 from .terminal import captured, make_console, show
 from .words import clean, clean_lines, count, duration
 
@@ -43,6 +44,8 @@ def _told(run: Run, rank: Rank, several: bool) -> Iterator[Text]:
     yield Text(f"rank {rank.rank} of {run.world_size}{where}{attempt}", "bold")
     ended = rank.signal or (f"exit {rank.exit_code}" if rank.exit_code is not None else "")
     yield Text(f"{rank.state}{f' ({ended})' if ended else ''} after {count(rank.steps, 'step')}")
+    if stood := whereabouts(run, rank):
+        yield Text(f"it stood {clean(stood)}")
     yield Text()
     shown = 0
     for shown, line in enumerate(_lines(rank)):

@@ -8,7 +8,7 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
 from ..findings import Confidence, Finding, RankState, Report, Severity, Steps
-from ..run import fold_ranks
+from ..run import fold_ranks, ranks_text
 from .words import between, clean, columns, count, duration, figure, some, title
 
 FOLD_ABOVE = 16
@@ -17,6 +17,7 @@ FOLD_ABOVE = 16
 ROWS_LIMIT = 40
 REASONS_LIMIT = 4
 NAMED_CHECKS = 1
+PLACES = 4
 EVIDENCE_ROWS = 12
 RANK_COLUMNS = ("rank", "state", "steps", "step time", "last thing done")
 
@@ -214,9 +215,23 @@ def verdict(report: Report) -> list[str]:
         lines = [f"no faults found so far: {grounds}"]
     else:
         lines = [f"no cause found in the records of this run, which {_ended(report)}: {grounds}"]
+        lines += _stood(report)
     if not steps:
         lines.append("not observed: no optimizer step seen, so training itself was not judged")
     return lines
+
+
+def _stood(report: Report) -> list[str]:
+    """Where the ranks were at the end: somebody may have ended them because they stood still."""
+    rows: dict[str, list[int]] = {}
+    for rank in report.ranks:
+        if rank.stood:
+            rows.setdefault(clean(rank.stood), []).append(rank.rank)
+    told = [
+        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}"
+        for place, ranks in list(rows.items())[:PLACES]
+    ]
+    return [f"at the end {', '.join(told)}"] if told else []
 
 
 def _ended(report: Report) -> str:
