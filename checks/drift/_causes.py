@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ddpdoctor.events import Clipped, Edited, Loaded, ProbeTrouble, StepDone
+from ddpdoctor.events import Clipped, Edited, ProbeTrouble, StepDone
 from ddpdoctor.findings import Finding, Location, Related, Steps
 from ddpdoctor.run import (
     Rank,
@@ -19,7 +19,7 @@ from ddpdoctor.run import (
     ranks_text,
 )
 
-from ._replicas import Divergence, Member, Replicas, by_module, distances, loads
+from ._replicas import Divergence, Member, Replicas, by_module, distances
 
 
 @dataclass(frozen=True)
@@ -222,62 +222,6 @@ def clipped(group: Replicas) -> Cause | None:
         label="not called on the other ranks",
         location=group.members[ranks[0]].rank.location(call.site),
         ranks=ranks,
-    )
-
-
-def loaded(group: Replicas, what: str, until: float) -> Cause | None:
-    """Some ranks loaded after the wrap, others did not, or not from the same line."""
-    found = _loads_until(group, what, until)
-    if not found:
-        return None
-    ranks = tuple(sorted(found))
-    event = found[ranks[0]][-1]
-    spot = group.members[ranks[0]].rank.location(event.site)
-    thing = "weights after the wrap" if what == "weights" else "the optimizer's state"
-    beside: tuple[Related, ...] = ()
-    facts: dict[str, object] = {}
-    if len(found) < len(group.members):
-        facts["loaded_only_on"] = list(ranks)
-        beside = _optimizer_too(group, ranks, until) if what == "weights" else ()
-        if beside:
-            facts["loaded_with_them"] = "the optimizer's state"
-            thing += " and the optimizer's state"
-        text = f"{ranks_do(ranks, 'load')} {thing}, the others do not"
-        label = f"only {ranks_do(ranks, 'come')} here"
-    else:
-        text = f"every rank loads {thing}, and they are not the same"
-        label = "what is loaded differs between ranks"
-    if what == "weights":
-        fix = "load on every rank, or before `DistributedDataParallel(...)`, which copies rank 0's"
-        fix += "; the optimizer's state on every rank: it is never copied" * bool(beside)
-    else:
-        fix = "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
-    return Cause(text, fix, label, spot, ranks, related=beside, evidence=facts)
-
-
-def _optimizer_too(group: Replicas, ranks: tuple[int, ...], until: float) -> tuple[Related, ...]:
-    """Where the same ranks, and only they, load the state of the optimizer besides."""
-    found = _loads_until(group, "optimizer", until)
-    if tuple(sorted(found)) != ranks:
-        return ()
-    spot = group.members[ranks[0]].rank.location(found[ranks[0]][-1].site)
-    return (Related("and the optimizer's state here", spot),) if spot else ()
-
-
-def _loads_until(group: Replicas, what: str, until: float) -> dict[int, list[Loaded]]:
-    return {
-        n: before
-        for n, events in loads(group, what).items()
-        if (before := [e for e in events if group.members[n].rank.wall(e.at) <= until])
-    }
-
-
-def reloads(group: Replicas, what: str, after: float) -> bool:
-    """Whether anything was loaded later: copies that are equal again need no other reason."""
-    return any(
-        group.members[n].rank.wall(e.at) > after
-        for n, events in loads(group, what).items()
-        for e in events
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
-from . import _causes
+from . import _causes, _loads
 from ._causes import Cause
 from ._replicas import NO_COPIES, Divergence, Replicas, compared, divergence, each_model, replicas
 
@@ -74,7 +74,7 @@ def _averages_parameters(group: Replicas) -> bool:
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.healed < 0:
         return False
-    return not _causes.reloads(group, "weights", parameters.at)
+    return not _loads.reloads(group, "weights", parameters.at)
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from . import _options
+from . import _loads, _options
+from ._causes import Cause
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's own schedulers change."""
 
-SCHEDULE_ALIKE = (
-    "step the scheduler on every rank; feed ReduceLROnPlateau a loss that was all-reduced, so that "
-    "it decides the same everywhere"
+STEP_ALIKE = "step the scheduler on every rank"
+MAKE_ALIKE = "make the scheduler with the same numbers on every rank, and step it at the same times"
+FEED_ALIKE = (
+    f"{STEP_ALIKE}; feed ReduceLROnPlateau a loss that was all-reduced, so that it decides the "
+    "same everywhere"
 )
 SET_ALIKE = (
     "compute the value once and send it to all ranks (`dist.broadcast_object_list`), or compute it "
@@ -31,7 +35,8 @@ class HyperparameterSkew(Check):
     ## What it finds
     Values of the optimizer's parameter groups (learning rate, weight decay, momentum, ...) that
     differ between ranks at the same step: a scheduler stepped on one rank only,
-    `ReduceLROnPlateau` fed with a local loss, a rate computed from the rank.
+    `ReduceLROnPlateau` fed with a local loss, a rate computed from the rank, the state of the
+    optimizer or of a scheduler loaded on one rank only.
 
     ## Why it hurts
     Equal gradients applied with different rates give different models. They drift apart from that
@@ -88,20 +93,21 @@ class HyperparameterSkew(Check):
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
         ranks = odd_ones(equal_ranks(told))
         option, index = options[0]
-        spot, label, cause, related, fix = _why(group, ranks, option, first)
+        at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
+        why = _from_a_load(group, told, option, first, at) or _why(group, ranks, option, first)
         shown = {n: groups[index].get(option) for n, groups in values.items()}
         seen = ", first seen" if first and not told_at(first - 1) else ""
         yield self.finding(
-            ranks=ranks,
+            ranks=why.ranks or ranks,
             steps=_extent(group, tables, skewed),
             subjects=tuple(dict.fromkeys(name for name, _ in options)),
-            location=spot,
-            label=label,
-            related=related,
+            location=why.location,
+            label=why.label,
+            related=why.related,
             summary=f"{option} differs between ranks{seen} at step {first}: "
             f"{_options.spelled(shown)}",
-            cause=cause,
-            fix=fix,
+            cause=why.text,
+            fix=why.fix,
             evidence={
                 "values": [
                     {"option": name, "group": i, "step": first}
@@ -109,8 +115,9 @@ class HyperparameterSkew(Check):
                     for name, i in options[:8]
                 ],
                 "changes_after_which_they_differ": len(skewed),
-            },
-            at=min(m.rank.wall(_time(m, first)) for m in group.members.values()),
+            }
+            | why.evidence,
+            at=at,
         )
 
 
@@ -157,52 +164,85 @@ def _line_of_some(group: Replicas) -> tuple[list[int], SchedulerStep, Location] 
     return on, call, at
 
 
-def _why(
-    group: Replicas, ranks: tuple[int, ...], option: str, first: int
-) -> tuple[Location | None, str, str, tuple[Related, ...], str]:
+def _from_a_load(
+    group: Replicas, told: dict[int, tuple[str, ...]], option: str, first: int, at: float
+) -> Cause | None:
+    """Some ranks, and only they, loaded the optimizer's state just before, or a scheduler's."""
+    for what in ("optimizer", "scheduler"):
+        some = _loads.of_some(group, what, at)
+        if some is None or len({told[n] for n in told if n not in some.ranks}) != 1:
+            continue
+        member = group.members[some.ranks[0]]
+        if what == "optimizer":  # it sets the options at once
+            done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+            follows = all(e.at <= some.event.at for e in done if e.step < first)
+        else:
+            follows = option in SCHEDULED and _stepped_alike(group)
+        if follows:
+            cause = _loads.by_some(group, what, some, at)
+            step = _step_line(group, some.ranks)
+            return replace(
+                cause,
+                text=f"{cause.text}; {option} comes with it",
+                related=(*cause.related, *_stepped_here(step)),
+            )
+    return None
+
+
+def _stepped_alike(group: Replicas) -> bool:
+    calls = [m.rank.of(SchedulerStep) for m in group.members.values()]
+    return len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls}) == 1
+
+
+def _stepped_here(step: Location | None) -> tuple[Related, ...]:
+    return (Related("stepped here", step),) if step else ()
+
+
+def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Cause:
     """The scheduler that only some ranks step, the one that decides locally, or what set it."""
     members = group.members
     calls = {n: m.rank.of(SchedulerStep) for n, m in members.items()}
     stepping = [n for n, c in calls.items() if c]
     step = _step_line(group, ranks)
-    related = (Related("stepped here", step),) if step else ()
+    related = _stepped_here(step)
     by_hand = _set_by_hand(group, ranks, option, first)
     if by_hand is not None and (not stepping or option not in SCHEDULED):
         label, text = "set here, not alike on all ranks", "the options were set per rank"
-        return by_hand, label, text, related, SET_ALIKE
+        return Cause(text, SET_ALIKE, label, by_hand, related=related)
+    plateau = any("Plateau" in c.kind for mine in calls.values() for c in mine)
+    alike = FEED_ALIKE if plateau else STEP_ALIKE
     if stepping and len(stepping) < len(members):
         call = calls[stepping[0]][0]
-        who = ranks_text(stepping)
-        text = f"{call.kind}.step is called on {who} only"
+        text = f"{call.kind}.step is called on {ranks_text(stepping)} only"
         spot = members[stepping[0]].rank.location(call.site)
-        label = f"only {ranks_do(stepping, 'come')} here"
-        return spot, label, text, related, SCHEDULE_ALIKE
+        return Cause(text, alike, f"only {ranks_do(stepping, 'come')} here", spot, related=related)
     if (besides := _line_of_some(group)) is not None:
         on, call, spot = besides
         text = f"{call.kind}.step is called here too on {ranks_text(on)} only"
-        return spot, f"only {ranks_do(on, 'come')} here", text, related, SCHEDULE_ALIKE
-    alike = len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls.values()}) == 1
-    plateau = any("Plateau" in c.kind for mine in calls.values() for c in mine)
-    if by_hand is not None and alike and not plateau:
+        return Cause(text, alike, f"only {ranks_do(on, 'come')} here", spot, related=related)
+    if by_hand is not None and _stepped_alike(group) and not plateau:
         call = calls[stepping[0]][-1]
         scheduled = members[stepping[0]].rank.location(call.site)
         beside = (Related(f"{call.kind} stepped here", scheduled),) if scheduled else ()
         text = f"{option} is set by hand besides, and all ranks step {call.kind} alike"
         label = "set here, not alike on all ranks"
-        return by_hand, label, text, (*related, *beside), SET_ALIKE
+        return Cause(text, SET_ALIKE, label, by_hand, related=(*related, *beside))
     if stepping:
         call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
         spot = members[stepping[0]].rank.location(call.site)
-        if "Plateau" in call.kind:
+        if plateau:
             text = "ReduceLROnPlateau is fed another metric on each rank and decides by itself"
-            return spot, "decides from this rank's own metric", text, related, SCHEDULE_ALIKE
+            label = "decides from this rank's own metric"
+            return Cause(text, FEED_ALIKE, label, spot, related=related)
         text = f"the ranks step {call.kind} at different times, or made it differently"
-        return spot, "steps on every rank, but not alike", text, related, SCHEDULE_ALIKE
+        label = "steps on every rank, but not alike"
+        return Cause(text, MAKE_ALIKE, label, spot, related=related)
     if first == 0 and (made := _made_line(group, ranks)) is not None:
         text = "the options differ from the first step on: the optimizer was made with them, or "
         text += "they were set before it stepped"
-        return made, "not alike on all ranks when it first steps", text, related, SET_ALIKE
-    return step, "steps with different options", "the options were set per rank", (), SET_ALIKE
+        label = "not alike on all ranks when it first steps"
+        return Cause(text, SET_ALIKE, label, made, related=related)
+    return Cause("the options were set per rank", SET_ALIKE, "steps with different options", step)
 
 
 def _made_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:

@@ -9,7 +9,7 @@ from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _causes
+from . import _causes, _loads
 from ._replicas import (
     NO_COPIES,
     Divergence,
@@ -83,7 +83,7 @@ class OptimizerStateDrift(Check):
         if first.healed >= 0:
             return
         own = False
-        cause = loaded = _causes.loaded(group, "optimizer", first.at)
+        cause = loaded = _loads.loaded(group, "optimizer", first.at)
         if cause is None:
             if _gradients_differ(group, first):
                 return

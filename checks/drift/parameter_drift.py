@@ -9,7 +9,7 @@ from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _unshared, _updates
+from . import _beside, _by_hand, _causes, _loads, _unshared, _updates
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -89,8 +89,11 @@ class ParameterDrift(Check):
         if skipped and other.check == "hyperparameter-skew":  # set by time, compared by step
             return bool(mine.steps and other.steps and other.steps.first >= mine.steps.first)
         own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
-        if own and not skipped and "loaded_with_them" not in mine.evidence:
+        with_them = str(mine.evidence.get("loaded_with_them", ""))
+        if own and not skipped and _loads.THINGS["optimizer"] not in with_them:
             return False
+        if other.check == "hyperparameter-skew" and with_them:
+            return other.evidence.get("loaded_only_on") == mine.evidence["loaded_only_on"]
         if other.check == "sampler-seed-skew":  # the epoch came with the weights
             alone = bool(mine.evidence.get("loaded_only_on"))
             return alone and bool(other.evidence.get("each rank set its epoch"))
@@ -105,7 +108,7 @@ class ParameterDrift(Check):
         steps = divergence(group, "parameters")
         found = steps or divergence(group, "parameters", "eval")
         if found is not None:
-            again = found.healed >= 0 and not _causes.reloads(group, "weights", found.at)
+            again = found.healed >= 0 and not _loads.reloads(group, "weights", found.at)
             if again and not _sends_parameters(group):
                 return  # averaged again by the program: local SGD
             yield self._finding(run, group, found, _cause(group, found))
@@ -173,7 +176,7 @@ def _sends_parameters(group: Replicas) -> bool:
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
-    if (cause := _causes.loaded(group, "weights", found.at)) is not None:
+    if (cause := _loads.loaded(group, "weights", found.at)) is not None:
         return cause
     if found.point == "step" and (cause := _causes.edited(group, "parameters", found.first)):
         return cause

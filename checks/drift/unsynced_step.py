@@ -8,7 +8,7 @@ from ddpdoctor.events import StepDone, SyncPattern
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _causes
+from . import _causes, _loads
 from ._lacking import parts_them
 from ._patterns import Span, patterns
 from ._replicas import NO_COPIES, Divergence, Member, Replicas, divergence, each_model, replicas
@@ -182,7 +182,7 @@ def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | No
     """Silent for gradients that were averaged in another way, and for local SGD."""
     parameters = divergence(group, "parameters")
     if parameters and parameters.healed >= 0:
-        return _causes.reloads(group, "weights", parameters.at)
+        return _loads.reloads(group, "weights", parameters.at)
     if differ is not None:
         return True
     return not any(s.pattern.talked for spans in bad.values() for s in spans)

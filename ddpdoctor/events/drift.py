@@ -80,7 +80,8 @@ class Sketch(Event, frozen=True, tag="sketch"):
 
 
 class Loaded(Event, frozen=True, tag="loaded"):
-    """`load_state_dict` on a wrapped model, on its optimizer, or on a gradient scaler (`what`).
+    """`load_state_dict` on a wrapped model (`weights`), on its `optimizer`, on a `scheduler` of
+    that, or on a gradient `scaler` (`what`).
 
     Attributes:
         model: number of the wrapper, -1 for none.

@@ -1,4 +1,5 @@
-"""Weights and optimizer states loaded into a model after it was wrapped, and taken out of it."""
+"""Weights and the states of optimizers and schedulers loaded into a model after it was wrapped, and
+taken out of it."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ EARLY_AT_MOST = 50
 
 
 class _Loads:
-    """`early`: optimizers loaded while no model was wrapped, when and where: DDP evens out weights
-    at the wrap, not these."""
+    """`early`: what was loaded for which optimizer while no model was wrapped, when and where: DDP
+    evens out weights at the wrap, not these."""
 
     depth = 0
     told = 0
     saving = 0
     taken = 0
-    early: list[tuple[weakref.ref[Any], float, int]] = []
+    early: list[tuple[str, weakref.ref[Any], float, int]] = []
 
 
 _loads = _Loads()
@@ -37,7 +38,7 @@ _loads = _Loads()
 def install() -> None:
     import torch.amp
     import torch.nn
-    from torch.optim import Optimizer
+    from torch.optim import Optimizer, lr_scheduler
 
     _loads.depth = _loads.told = _loads.saving = _loads.taken = 0
     _loads.early = []
@@ -46,6 +47,10 @@ def install() -> None:
     around(Optimizer, "load_state_dict", before=_into_optimizer, after=_done, lost=LOST)
     scaler = torch.amp.GradScaler
     around(scaler, "load_state_dict", before=_into_scaler, after=_done, lost=LOST)
+    for kind in vars(lr_scheduler).values():
+        own = isinstance(kind, type) and kind is not Optimizer  # which is imported there
+        if own and "load_state_dict" in vars(kind):
+            around(kind, "load_state_dict", before=_into_scheduler, after=_done, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
 
 
@@ -60,12 +65,22 @@ def _into_module(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
-    if _loads.depth > 1:
+    return None if _loads.depth > 1 else _for_optimizer(active, "optimizer", args[0])
+
+
+def _into_scheduler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    optimizer = getattr(args[0], "optimizer", None)
+    if _loads.depth > 1 or optimizer is None:
         return None
-    owners = _owners(_held(args[0])) if models.count() else []
+    return _for_optimizer(active, "scheduler", optimizer)
+
+
+def _for_optimizer(active: Recorder, what: str, optimizer: Any) -> Any:
+    owners = _owners(_held(optimizer)) if models.count() else []
     if not owners and len(_loads.early) < EARLY_AT_MOST:
-        _loads.early.append((weakref.ref(args[0]), time.monotonic(), active.site()))
-    return "optimizer", owners, active.site(), False
+        _loads.early.append((what, weakref.ref(optimizer), time.monotonic(), active.site()))
+    return what, owners, active.site(), False
 
 
 def _into_scaler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,12 +94,10 @@ def _held(optimizer: Any) -> set[int]:
 
 def _wrapped(active: Recorder, model: Model) -> None:
     mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
-    for reference, at, site in list(_loads.early):
+    for what, reference, at, site in list(_loads.early):
         optimizer = reference()
         if optimizer is not None and mine & _held(optimizer):
-            active.emit(
-                Loaded(at=at, what="optimizer", model=model.number, step=active.step, site=site)
-            )
+            active.emit(Loaded(at=at, what=what, model=model.number, step=active.step, site=site))
 
 
 def _owners(parameters: set[int]) -> list[Model]:

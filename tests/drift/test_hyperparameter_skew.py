@@ -11,11 +11,13 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from recordings import steps
-from replicas import LINE, STEP, run_of
+from recordings import START, steps
+from replicas import LINE, OTHER, STEP, digests, run_of
 
+from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Hyperparameters,
+    Loaded,
     OptimizerSeen,
     SchedulerStep,
     StepDone,
@@ -271,3 +273,39 @@ def test_rates_set_by_time_differ_by_step_once_a_rank_has_skipped_one(skipped, f
     )
     skew = HyperparameterSkew().finding(steps=Steps(first, 11, 12 - first), **text)
     assert ParameterDrift().explains(drift, skew) is follows
+
+
+def load(what, site=LINE):
+    return Loaded(at=START, what=what, model=0, step=0, site=site)
+
+
+@pytest.mark.parametrize(("what", "step"), [("optimizer", 0), ("scheduler", 2)])
+def test_a_state_that_one_rank_loads_sets_its_rate(what, step):
+    stepped = SchedulerStep(at=0, kind="CosineAnnealingLR", step=1, call=0, site=STEP)
+    rates = [*([rate(0, 0.1)] if step else []), stepped]
+    run = run_of({0: [load(what), *rates, rate(step, 0.05)], 1: [*rates, rate(step, 0.1)]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.ranks, finding.location.line, finding.label) == (
+        (0,), 33, "only rank 0 comes here",
+    )  # fmt: skip
+    assert f"rank 0 loads the {what}'s state, the others do not; lr comes" in finding.cause
+    assert "Plateau" not in finding.fix
+
+
+def test_a_load_after_which_the_rates_were_equal_does_not_set_them():
+    done = StepDone(at=0, optimizer=0, step=0, site=STEP, wall_s=0.1)
+    run = run_of({n: [*[load("optimizer")] * n, rate(0, 0.1), done, scheduled("StepLR"),
+                      rate(1, 0.1 * (n + 1))] for n in range(2)})  # fmt: skip
+    (finding,) = HyperparameterSkew().examine(run)
+    assert "StepLR" in finding.cause
+    assert "Plateau" not in finding.fix
+
+
+def test_a_resume_of_all_on_one_rank_is_one_fault():
+    states = [load("weights"), load("optimizer", OTHER), load("scheduler", STEP)]
+    weights = [digests("parameters", {0: [1, 1, 1, n]}) for n in range(2)]
+    run = run_of({n: [*states[: 3 * n], rate(0, 0.1 + n), weights[n]] for n in range(2)})
+    (finding,) = diagnose(run, [HyperparameterSkew(), ParameterDrift()]).findings
+    assert (finding.code, finding.location.line) == ("DDP402", 33)
+    assert "and the optimizer's state and the scheduler's state, the others" in finding.cause
+    assert [c.code for c in finding.consequences] == ["DDP405"]

@@ -41,3 +41,31 @@ def test_it_is_told_once_its_model_is_wrapped(monkeypatch):
 def test_the_optimizer_of_another_model(monkeypatch):
     one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     assert loaded(monkeypatch, one, other) == []
+
+
+def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    model = SimpleNamespace(number=3, parameters=[lambda: weight])
+    monkeypatch.setattr(loads._loads, "depth", 0)
+    monkeypatch.setattr(loads.models, "count", lambda: 1)
+    monkeypatch.setattr(loads.models, "live", lambda: [model])
+    monkeypatch.setattr(loads.drift, "look_whole", lambda model: None)
+    active, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    outer = loads._into_scheduler(active, (scheduler, {}), {})
+    inner = loads._into_scheduler(active, (scheduler, {}), {})
+    loads._done(active, inner, None, None)
+    loads._done(active, outer, None, None)
+    (event,) = active.emitted
+    assert (event.what, event.model, event.site) == ("scheduler", 3, 7)
+
+
+def test_every_kind_of_load_is_told_once():
+    patched = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loads, "around", lambda owner, name, **_: patched.append((owner, name)))
+        patch.setattr(loads.moments.wrapped, "subscribe", lambda *args, **kwargs: None)
+        loads.install()
+    assert len(patched) == len(set(patched))
+    kinds = {owner for owner, name in patched if name == "load_state_dict"}
+    assert {torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.LRScheduler} <= kinds

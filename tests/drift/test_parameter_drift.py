@@ -252,6 +252,29 @@ def test_loaded_on_several_ranks():
     assert finding.cause.startswith("ranks 1-3 load weights")
 
 
+@pytest.mark.parametrize(
+    ("lines", "ranks", "line", "text"),
+    [
+        ([[LINE, OTHER], [LINE]], (0,), 35, "at this line, the others do not"),
+        ([[LINE, LINE], [LINE]], (0,), 33, "more often than the others"),
+        ([[LINE], [OTHER]], (0, 1), 33, "every rank loads weights after the wrap, and they"),
+        ([[LINE], [LINE]], (0, 1), 33, "every rank loads weights after the wrap, and they"),
+    ],
+)
+def test_the_load_that_only_some_ranks_make_is_blamed(lines, ranks, line, text):
+    loads = {n: [load(site=site) for site in sites] for n, sites in enumerate(lines)}
+    run = run_of({n: [*mine, last(n > 0)] for n, mine in loads.items()})
+    (finding,) = ParameterDrift().examine(run)
+    assert (finding.ranks, finding.location.line) == (ranks, line)
+    assert text in finding.cause
+
+
+def test_a_rank_that_loads_later_than_another_looks_has_loaded():
+    run = run_of({0: [load(), last(False)], 1: [edit(False), edit(False), load(), last(True)]})
+    (finding,) = ParameterDrift().examine(run)
+    assert "every rank loads" in finding.cause
+
+
 def test_gradients_that_follow_other_parameters():
     """Each rank scales its gradients by the norm of its parameters, which one of them edits."""
 
