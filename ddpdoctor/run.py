@@ -28,6 +28,7 @@ from .events import (
     StallSeen,
     StepDone,
     Stopped,
+    ThreadsSeen,
     TorchLoaded,
     Wrapped,
 )
@@ -305,6 +306,15 @@ class Run:
     def any(self, kind: type[Event]) -> bool:
         """Whether any rank recorded such an event."""
         return any(rank.of(kind) for rank in self.ranks.values())
+
+    def cores(self, node: str) -> float:
+        """Cores that the ranks of a node may use together, 0 where unknown."""
+        ranks = [r for r in self.ranks.values() if r.node == node]
+        cpus = {c for r in ranks for e in r.of(ThreadsSeen)[-1:] for c in e.cpus}
+        known = len(cpus) or max((r.started.cores for r in ranks if r.started), default=0)
+        monitors = (n.latest(MonitorStarted) for n in self.nodes.values())
+        quotas = [m.cpu_quota for m in monitors if m and m.node == node and m.cpu_quota]
+        return min([float(known), *quotas])
 
     def not_observed(self, check: str) -> str | None:
         """Why the probe did not look at something a check needs, where it said so."""

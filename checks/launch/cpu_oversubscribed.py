@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from ddpdoctor.events import LoaderSeen, MonitorStarted, RankSample, StepDone, ThreadsSeen
+from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -60,7 +60,7 @@ class CpuOversubscribed(Check):
     def _judge(self, run: Run, node: str, ranks: list[Rank]) -> Finding | None:
         seen = {r.rank: max(r.of(ThreadsSeen), key=lambda e: e.compute) for r in ranks}
         on_cpu = {n: e for n, e in seen.items() if e.device == "cpu"}
-        cores = _cores(run, node, ranks)
+        cores = run.cores(node)
         if not cores:
             return None
         compute = sum(e.compute for e in on_cpu.values())
@@ -102,20 +102,6 @@ class CpuOversubscribed(Check):
             },
             at=rank.wall(event.at),
         )
-
-
-def _cores(run: Run, node: str, ranks: list[Rank]) -> float:
-    """Cores that these ranks may use together."""
-    cpus = {c for r in ranks for e in r.of(ThreadsSeen)[-1:] for c in e.cpus}
-    counted = float(len(cpus)) or float(
-        max((r.started.cores for r in ranks if r.started), default=0)
-    )
-    quotas = [
-        m.cpu_quota
-        for n in run.nodes.values()
-        if (m := n.latest(MonitorStarted)) and m.node == node and m.cpu_quota
-    ]
-    return min([counted, *quotas])
 
 
 def _samples(run: Run, rank: Rank) -> list[RankSample]:

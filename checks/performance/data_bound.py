@@ -12,6 +12,7 @@ from ddpdoctor.run import Rank, Run, ranks_text
 WARM_UP = 3
 FEWEST = 8
 SHARE = 0.4
+MANY_WORKERS = 4
 NOTICEABLE_S = 0.010
 """Below this much per step waiting is not worth a change, whatever its share."""
 
@@ -29,8 +30,8 @@ class DataBound(Check):
 
     ## How to fix it
     Load in the background: `DataLoader(..., num_workers=4, persistent_workers=True)`, more workers
-    or a larger `prefetch_factor` where there are some; decode and transform less per sample, or
-    once, beforehand.
+    or a larger `prefetch_factor` where there are some, as many as there are cores for; decode and
+    transform less per sample, or once, beforehand.
 
     ## When it stays quiet
     Warm-up; waits of a few milliseconds; waits in evaluation; single slow batches, as at the
@@ -71,10 +72,7 @@ class DataBound(Check):
             cause="every batch is loaded in the training process itself, while nothing else runs"
             if not workers
             else f"{workers} workers do not load as fast as the steps consume",
-            fix="`DataLoader(..., num_workers=4, persistent_workers=True)`"
-            if not workers
-            else f"more than {workers} workers, a larger `prefetch_factor`, or less work per "
-            "sample",
+            fix=_fix(run, rank, workers),
             evidence={
                 "usual wait and median step, ms": {
                     r: [round(a * 1e3, 1), round(b * 1e3, 1)] for r, (a, b) in waiting.items()
@@ -88,6 +86,24 @@ class DataBound(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         loading = other.check == "straggler" and other.evidence.get("phase") == "loading"
         return loading and set(other.ranks) < set(mine.ranks)
+
+
+def _fix(run: Run, rank: Rank, workers: int) -> str:
+    """Workers on cores that nobody else needs; one of a rank's own is for the rank itself."""
+    cores = run.cores(rank.node)
+    share = cores / sum(r.node == rank.node for r in run.ranks.values())
+    spare = int(share) - 1 if cores else workers + MANY_WORKERS
+    if not workers and spare > 0:
+        wanted = min(spare, MANY_WORKERS)
+        return f"`DataLoader(..., num_workers={wanted}, persistent_workers=True)`"
+    if workers < spare:
+        return f"more than {workers} workers, a larger `prefetch_factor`, or less work per sample"
+    return (
+        "less work per sample: decode, tokenise or transform once, beforehand, and store that; "
+        f"each rank has {share:g} core{'' if share == 1 else 's'} on {rank.node} for itself and "
+        + (f"its workers, so more than {workers}" if workers else "a worker, so `num_workers=1`")
+        + " would hide only its waiting for a disk, a network or a GPU"
+    )
 
 
 def _steps(rank: Rank) -> list[StepDone]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.performance.data_bound import DataBound
 from readers import found, loader, run_of
-from recordings import steps
+from recordings import started, steps
 
 from ddpdoctor.events import Event
 from ddpdoctor.findings import Finding
 
 
-def part(waits: list[float], step_s: float = 0.1) -> list[Event]:
+def part(waits: list[float], step_s: float = 0.1, workers: int = 0) -> list[Event]:
     taken = [s for n, w in enumerate(waits) for s in steps(1, first=n, data_s=w, wall_s=step_s + w)]
-    return [*loader(0, [list(range(100))], trains=False, ends={"backwards": 25}), *taken]
+    seen = loader(0, [list(range(100))], trains=False, ends={"backwards": 25}, workers=workers)
+    return [*seen, *taken]
 
 
 def examine(*waits: list[float], step_s: float = 0.1) -> list[Finding]:
@@ -24,6 +26,25 @@ def test_steps_that_wait() -> None:
     assert finding.ranks == (0,)
     assert "200 of 300 ms" in finding.summary
     assert finding.location is not None and finding.location.line == 11
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "told"),
+    [
+        (16, 0, "num_workers=4"),
+        (6, 0, "num_workers=2"),
+        (0, 0, "num_workers=4"),
+        (2, 0, "each rank has 1 core on"),
+        (16, 4, "more than 4 workers"),
+        (0, 8, "more than 8 workers"),
+        (6, 4, "each rank has 3 cores on"),
+    ],
+)
+def test_no_more_workers_than_cores_for_them(cores: int, workers: int, told: str) -> None:
+    ranks = ([started(r, 2, cores=cores), *part([0.2] * 20, workers=workers)] for r in range(2))
+    (finding,) = found(DataBound(), run_of(*ranks))
+    assert told in finding.fix
+    assert ("less work per sample:" in finding.fix) == ("each rank has" in told)
 
 
 def test_warm_up_and_the_beginning_of_epochs() -> None:
