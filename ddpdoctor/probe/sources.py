@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 LINES_LIMIT = 20_000
 
@@ -80,14 +80,20 @@ def _called_name(call: ast.Call) -> str:
 
 def _deciding_line(function: ast.AST, attribute: str) -> int | None:
     leaving: int | None = None
-    for node, around in _with_branches(function, ()):
+    passing: dict[int, int] = {}
+    for node, way in _with_branches(function, Way()):
         if isinstance(node, ast.For) and _mentions(node.iter, attribute):
             if (line := _deciding_in_loop(node)) is not None:
                 return line
         elif isinstance(node, ast.Attribute) and node.attr == attribute:
-            return around[-1] if around else leaving
-        if isinstance(node, ast.Return) and around and leaving is None:
-            leaving = around[-1]
+            if way.branches:
+                return way.branches[-1]
+            return next((passing[n] for n in reversed(way.loops) if n in passing), leaving)
+        elif way.branches:
+            if isinstance(node, ast.Return) and leaving is None:
+                leaving = way.branches[-1]
+            elif isinstance(node, (ast.Continue, ast.Break)) and way.loops:
+                passing[way.loops[-1]] = way.branches[-1]
     return None
 
 
@@ -112,14 +118,29 @@ def _deciding_in_loop(loop: ast.For) -> int | None:
     return None
 
 
-def _with_branches(
-    node: ast.AST, around: tuple[int, ...]
-) -> Iterator[tuple[ast.AST, tuple[int, ...]]]:
-    """Every node in order of the text, with the lines of the `if`s that it depends on."""
+def _asks_for_training(test: ast.expr) -> bool:
+    """`self.training` or `not self.training`, and nothing else."""
+    asked = test.operand if isinstance(test, ast.UnaryOp) else test
+    return isinstance(asked, ast.Attribute) and asked.attr == "training"
+
+
+class Way(NamedTuple):
+    """What a node depends on: the lines of the `if`s and of the loops around it, outermost first.
+    An `if` that only asks whether the module is in training is none: all ranks answer alike."""
+
+    branches: tuple[int, ...] = ()
+    loops: tuple[int, ...] = ()
+
+
+def _with_branches(node: ast.AST, way: Way) -> Iterator[tuple[ast.AST, Way]]:
+    """Every node in order of the text."""
     for field, value in ast.iter_fields(node):
-        inner = around
+        inner = way
         if isinstance(node, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
-            inner = (*around, node.test.lineno)
+            if not _asks_for_training(node.test):
+                inner = way._replace(branches=(*way.branches, node.test.lineno))
+        elif isinstance(node, (ast.For, ast.While)) and field == "body":
+            inner = way._replace(loops=(*way.loops, node.lineno))
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield child, inner
