@@ -229,10 +229,11 @@ def _lost(run: Run) -> list[str]:
     lost = []
     blind = run.unobserved
     if blind:
-        was, whom = ("was", "it") if len(blind) == 1 else ("were", "them")
+        was, whom, its = ("was", "it", "its") if len(blind) == 1 else ("were", "them", "their")
         lost.append(
             f"{_ranks(blind)} ran but {was} not observed: the probe did not reach {whom} "
-            "(python -I, -E or -S, an environment without PYTHONPATH, or not a Python program)"
+            "(python -I, -E or -S, an environment without PYTHONPATH, or not a Python program), "
+            f"or {its} records were deleted or not copied to this folder"
         )
     elif not run.ranks:
         lost.append(_no_rank(run))

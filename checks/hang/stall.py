@@ -58,8 +58,9 @@ class Stall(Check):
         if ring:
             yield self._ring(now, [now.stands[r] for r in ring])
         elif now.stall is not None and not missing(now) and not gone(now) and not in_init(now):
-            stands = [s for s in now.stands.values() if not s.gone]
-            left = [s for s in now.stands.values() if s.stood and s.stood.at >= now.stall.at]
+            known = [s for s in now.stands.values() if s.rank.started]
+            stands = [s for s in known if not s.gone]
+            left = [s for s in known if s.stood and s.stood.at >= now.stall.at]
             if stands:
                 yield self._still(now, stands)
             elif left:
@@ -155,6 +156,7 @@ class Stall(Check):
     def _still(self, now: Scene, stands: list[Stand]) -> Finding:
         waited = max((s.still_s for s in stands), default=0.0)
         calls = {(s.key, s.call.index, s.made.signature.op) for s in stands if s.call and s.made}
+        unknown = _without_record(now, stands)
         together = len(calls) == 1 and all(s.blocked for s in stands)
         ranks = tuple(s.rank.rank for s in stands)
         least = min(stands, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
@@ -166,10 +168,13 @@ class Stall(Check):
             location=least.location,
             label=f"{_are(_with(stands, least))} here",
             related=_threads.place(thread, least),
-            summary=f"no rank has made progress for {waited:.0f} s: "
-            + (f"all are {least.doing}" if together else _doing(stands, least)),
-            cause=_why(stands, together) + _threads.remark(thread),
-            fix="check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
+            summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
+            + (f"all are {least.doing}" if together and not unknown else _doing(stands, least)),
+            cause=_why(stands, together, unknown) + _threads.remark(thread),
+            fix=f"see where {ranks_text(unknown)} {'is' if len(unknown) == 1 else 'are'}; where "
+            "each node has a folder of its own, `ddpdoctor report` takes them all"
+            if unknown
+            else "check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
             if together
             else "look at the lines in the stacks",
             fix_kind=FixKind.CHECK,
@@ -183,7 +188,19 @@ class Stall(Check):
         )
 
 
-def _why(stands: list[Stand], together: bool) -> str:
+def _without_record(now: Scene, stands: list[Stand]) -> list[int]:
+    """Members of the groups they wait in that left no record that can be read."""
+    members = {r for s in stands if s.blocked and s.key for r in s.key.ranks}
+    known = {r for r, s in now.stands.items() if s.rank.started}
+    return sorted(members - known)
+
+
+def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
+    if unknown:
+        return (
+            f"the records of {ranks_text(unknown)} are not in this folder, so that whether "
+            f"{'it' if len(unknown) == 1 else 'they'} came to that call is not known"
+        )
     if together:
         return (
             "all ranks are in the same collective, so nobody is missing: the network or the "

@@ -11,7 +11,8 @@ from tapes import START, Tape, run_of, stall, stood
 from ddpdoctor.events import Enclosing, GroupDestroyed, StackFrame, Way
 from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.ring import State
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, load
+from ddpdoctor.runfolder import RunFolder
 
 
 def found(run: Run) -> list[Finding]:
@@ -115,3 +116,25 @@ def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
     (finding,) = found(run)
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
     assert "uploader (up.py:2)" in finding.cause
+
+
+def test_a_rank_without_a_record_is_not_said_to_be_there(tmp_path: Path) -> None:
+    made = {0: Tape(0, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)}
+    run = run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5)]}, world_size=2)
+    (finding,) = found(run)
+    assert finding.cause.startswith("the records of rank 1 are not in this folder")
+    assert "all are" not in finding.summary and "rank 0 is in barrier" in finding.summary
+    made[1] = Tape(1, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)
+    run = run_of(tmp_path / "both", made, nodes={0: [stall(START + 20, START + 5)]})
+    (finding,) = found(run)
+    assert "nobody is missing" in finding.cause
+
+
+def test_records_of_another_program_say_nothing(tmp_path: Path) -> None:
+    made = {0: Tape(0, 1).call("barrier", 9, state=State.BEGUN, at=START + 5)}
+    standing = stood(0, 9, "dist.barrier()")
+    run = run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5), standing]})
+    path = run.ranks[0].path
+    assert path is not None
+    path.write_text('{"hello": [1, 2]}\n')
+    assert found(load([RunFolder(tmp_path / "run")])) == []
