@@ -115,6 +115,8 @@ def usable(given: str | os.PathLike[str]) -> RunFolder:
     """
     path = Path(given)
     if path.is_file():
+        if not RunFolder(path.parent).info_path.exists():
+            raise FolderError(f"{path} is no run folder; `ddpdoctor run` prints that of each run")
         raise FolderError(f"{path} is a file; give the run folder: ddpdoctor report {path.parent}")
     if not path.exists():
         raise FolderError(f"no such folder: {path}; `ddpdoctor run` prints the folder of each run")

@@ -42,7 +42,10 @@ def _is_prefix(word: str) -> bool:
 def _unknown(word: str) -> str:
     checks = registry.all_checks()
     lower = word.lower()
-    near = difflib.get_close_matches(lower, [c.name for c in checks], 3, 0.5)
+    if len(words := word.replace(",", " ").split()) > 1 and all(map(registry.find, words)):
+        return f"one check at a time: type ddpdoctor explain {words[0]}"
+    near = [c.code for c in checks if lower.isdecimal() and c.code == f"DDP{lower}"]
+    near += difflib.get_close_matches(lower, [c.name for c in checks], 3, 0.5)
     near += difflib.get_close_matches(word.upper(), [c.code for c in checks], 2, 0.7)
     near += [c.name for c in checks if len(lower) > 2 and lower in c.name and c.name not in near]
     hint = f"near it: {', '.join(near[:4])}" if near else "ddpdoctor explain lists all of them"

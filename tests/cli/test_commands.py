@@ -82,6 +82,8 @@ def test_explain_lists_all(capsys: Caught) -> None:
 def test_explain_unknown(capsys: Caught) -> None:
     assert "near it: toy-step" in refused(capsys, "explain", "toystep")
     assert "ddpdoctor explain lists all" in refused(capsys, "explain", "qqqqq")
+    assert "near it: DDP999" in refused(capsys, "explain", "999")
+    assert "type ddpdoctor explain DDP997" in refused(capsys, "explain", "DDP997,DDP999")
 
 
 # -- the process
