@@ -12,7 +12,8 @@ from ddpdoctor.events import StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
-SHARE = 0.3
+SHARE = 0.25
+"""Of the whole step, the optimizer and loading included."""
 NOTICEABLE_S = 0.020
 """Below this much per step it is not worth a change, whatever its share."""
 

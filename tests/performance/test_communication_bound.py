@@ -94,3 +94,9 @@ def test_a_model_too_small_to_take_time() -> None:
         overlap_s=0.05, bucket_bytes=(70_000,),
     )  # fmt: skip
     assert not found(*[[*others, times]] * 2)
+
+
+def test_a_quarter_of_the_whole_step() -> None:
+    (finding,) = found(*(accumulating(1, 0, 0.36) for _ in range(2)))
+    assert "100 ms of a step of 360 ms" in finding.summary
+    assert not found(*(accumulating(1, 0, 0.44) for _ in range(2)))
