@@ -74,7 +74,9 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     spot = _spot(member.rank, event, functions)
     moment, before = _MOMENT[kind if kind == "gradients" or event.step else "first parameters"]
     fix = "do it on every rank with the same numbers, or not at all"
-    if before == "the wrap":
+    if kind == "parameters" and _goes_on(member, kind, event.step):
+        moment = f"in every step from step {event.step} on"
+    elif before == "the wrap":
         fix = "do it before `DistributedDataParallel(...)`, which copies rank 0's parameters"
     return Cause(
         text=f"{text} {moment}, after DDP made them equal{others}",
@@ -94,6 +96,12 @@ _MOMENT = {
     "parameters": ("between two steps", "the step before"),
     "first parameters": ("between the wrap and the first step", "the wrap"),
 }
+
+
+def _goes_on(member: Member, kind: str, step: int) -> bool:
+    """Whether it is edited before every step after this one, too."""
+    later = {e.step: e.changed for e in _edits(member, kind) if e.step > step}
+    return bool(later) and all(later.values())
 
 
 def _left_out(
@@ -121,6 +129,21 @@ def _left_out(
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks), "put_back_on": sorted(others)},
     )
+
+
+def own_line(group: Replicas, kind: str, first: int, ranks: tuple[int, ...]) -> Location | None:
+    """The last line at which these ranks edit, and the others, as far as they do, do not."""
+    lines: dict[int, list[Location]] = {}
+    for number, member in group.members.items():
+        event = _edit(group, number, kind, first)
+        if event is None or not (event.changed or event.undone):
+            continue
+        lines[number] = _lines(member.rank, event)
+        if not lines[number] and (event.beside or not event.functions):
+            return None  # it was not followed
+    rest = {str(spot) for number, spots in lines.items() if number not in ranks for spot in spots}
+    own = [spot for spot in lines.get(ranks[0], ()) if str(spot) not in rest]
+    return own[-1] if own else None
 
 
 def _lines(rank: Rank, event: Edited) -> list[Location]:

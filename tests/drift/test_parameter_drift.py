@@ -76,6 +76,26 @@ def test_an_edit_on_one_rank_is_the_cause():
     assert (finding.location.line, finding.ranks) == (35, (1,))
 
 
+@pytest.mark.parametrize(
+    ("later", "text", "fix"),
+    [
+        ([edit(False, 1), edit(True, 1), edit(True, 2, OTHER)], "in every step", "do it on every"),
+        ([edit(False, 1)], "between the wrap and the first step", "do it before"),
+        ([edit(True, 1), edit(False, 2)], "between the wrap and the first step", "do it before"),
+    ],
+)
+def test_an_edit_in_every_step_is_none_after_the_wrap_alone(later, text, fix):
+    apart = {k: [*v[:3], 4 + k] for k, v in SAME.items()}
+    ranks = {
+        0: [edit(), *later, digests("parameters", apart)],
+        1: [digests("parameters", {k: [*v[:3], 0] for k, v in SAME.items()})],
+    }
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.ranks == (0,)
+    assert f"rank 0 edits parameters by hand {text}" in finding.cause
+    assert finding.fix.startswith(fix)
+
+
 def test_an_edit_that_one_rank_does_not_take_back_is_the_cause():
     whole = msgspec.structs.replace(edit(False, 1, LINE), more=(OTHER,), undone=True)
     ranks = {
@@ -285,7 +305,7 @@ def test_gradients_that_follow_other_parameters():
     ranks = {}
     for n in range(2):
         parameters = digests("parameters", {k: [*v[:3], 4 + n] for k, v in apart.items()})
-        gradients = digests("gradients", {**later, 3: [1, 1, 1, n]})
+        gradients = digests("gradients", {**later, 3: [1, 1, 1, 2 + n]})
         ranks[n] = [edit("gradients", 0, OTHER), parameters, gradients]
     ranks[0].append(edit("parameters", 0, LINE))
     report = diagnose(run_of(ranks), [GradientDrift(), ParameterDrift()])
