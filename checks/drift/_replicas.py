@@ -236,6 +236,20 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
     return found
 
 
+def lacking(group: Replicas, found: Divergence) -> tuple[int, ...]:
+    """The ranks that have none of the tensors that differ at first, where the others have them all
+    and agree on them."""
+    count, key = found.total, found.first
+    tables = _tables(group, found.kind, found.point)
+    rows = {n: table[key] for n, table in tables.items() if key in table}
+    differing = _differing(rows, key, count, parts=False)
+    known = {n: _by_position(row, key, count) for n, row in rows.items()}
+    values = {n: tuple(table[p] for p in differing) for n, table in known.items()}
+    none = tuple(sorted(n for n, mine in values.items() if not any(mine)))
+    rest = {mine for n, mine in values.items() if n not in none}
+    return none if len(rest) == 1 and ABSENT not in next(iter(rest)) else ()
+
+
 def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:
     """The first step that some ranks took after more averaging backwards than others, and how
     many: those have left a step out. Backwards that others are known to lack do not count."""

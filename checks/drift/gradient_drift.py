@@ -6,11 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, ranks_text
 
 from . import _causes, _loads
 from ._causes import Cause
-from ._replicas import NO_COPIES, Divergence, Replicas, compared, divergence, each_model, replicas
+from ._replicas import (
+    NO_COPIES,
+    Divergence,
+    Replicas,
+    compared,
+    divergence,
+    each_model,
+    lacking,
+    replicas,
+)
 
 
 class GradientDrift(Check):
@@ -18,8 +27,9 @@ class GradientDrift(Check):
 
     ## What it finds
     Gradients that differ between ranks when the optimizer steps, after a backward that did
-    average them: clipped, scaled or noised on some ranks only, overwritten by hand, or computed
-    wrong. Digests are recorded just before the step and compared afterwards, to the last bit.
+    average them: clipped, scaled, noised or cleared on some ranks only, overwritten by hand, or
+    computed wrong. Digests are recorded just before the step and compared afterwards, to the last
+    bit.
 
     ## Why it hurts
     DDP keeps the ranks' models equal only by equal gradients. From that step on each rank trains
@@ -78,6 +88,8 @@ def _averages_parameters(group: Replicas) -> bool:
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
+    if ranks := lacking(group, found):
+        return _lacks(group, found, ranks)
     cause = _causes.edited(group, "gradients", found.first) or _causes.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
@@ -87,6 +99,22 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
     elif len(cause.ranks) < len(group.members) and not cause.everybody:
         return cause
     return _of_other_parameters(group, found, cause)
+
+
+def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
+    """These ranks step without gradients that the others have, equal ones."""
+    spot = _causes.own_line(group, "gradients", found.first, ranks)
+    verb = "has" if len(ranks) == 1 else "have"
+    where = "here, " * (spot is not None)
+    return Cause(
+        text=f"{ranks_text(ranks)} {verb} no gradient of them when the optimizer steps, the others "
+        f"have what DDP averaged: it is cleared (`p.grad = None`) {where}after the backward",
+        fix="clear it on every rank, or on none",
+        label=f"on {ranks_text(ranks)} only" if spot else "steps without some gradients",
+        location=spot,
+        ranks=ranks,
+        evidence={"no_gradient_on": list(ranks)},
+    )
 
 
 def _of_other_parameters(group: Replicas, found: Divergence, cause: Cause) -> Cause:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .digests import digests, readable
+from .digests import ABSENT, digests, readable
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
@@ -332,7 +332,9 @@ def _tell(
             followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
     by_hand = undone or (differing if beside or not functions else [])
     if by_hand and kind not in followed.sites:
-        followed.wanted[kind] = by_hand[0]
+        after = dict(zip(now.positions, now.numbers, strict=True))
+        gone = [p for p in by_hand if after[p] == ABSENT]
+        followed.wanted[kind] = (gone or by_hand)[0]
         last = followed.changed_at.get(kind, active.step)
         followed.expected[kind] = 2 * active.step - last
         followed.changed_at[kind] = active.step

@@ -65,3 +65,20 @@ def test_the_line_that_edits_after_it_called_something() -> None:
     assert code.co_name == "test_the_line_that_edits_after_it_called_something"
     with open(__file__) as text:
         assert text.readlines()[line - 1].strip() == "inner().data.fill_(7)"
+
+
+@pytest.mark.parametrize("cleared", [[], [2]])
+def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
+    monkeypatch: pytest.MonkeyPatch, cleared: list[int]
+) -> None:
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    model: Any = SimpleNamespace(number=0)
+    model = type("Model", (), vars(model))()
+    active: Any = SimpleNamespace(emit=lambda event: None, step=0)
+    before = edits.Taken([0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True)
+    grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
+    now = edits.Taken([0, 1, 2], grads, sampled=True)
+    step: Any = SimpleNamespace(number=0)
+    holding: Any = SimpleNamespace(model=model, optimizer=0)
+    edits._tell(active, step, holding, "gradients", before, now)
+    assert edits._followed(model).wanted["gradients"] == (cleared or [0])[0]

@@ -1,6 +1,7 @@
 """DDP401 on literal events."""
 
 import msgspec
+import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run
@@ -13,10 +14,10 @@ SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [50, 6, 7, 8], 2: [90, 8, 7, 6]}
 
 
-def edit(ratio=0.0, changed=True, functions=(), site=-1, step=0):
+def edit(ratio=0.0, changed=True, functions=(), site=-1, step=0, more=()):
     return Edited(
         at=0, model=0, optimizer=0, kind="gradients", step=step, changed=changed, ratio=ratio,
-        functions=functions, site=site,
+        functions=functions, site=site, more=more,
     )  # fmt: skip
 
 
@@ -42,6 +43,28 @@ def test_one_rank_that_clips_is_blamed():
     assert finding.ranks == (0,)
     assert finding.location.line == 33
     assert (finding.steps.first, finding.subjects) == (1, ("body.weight",))
+
+
+GONE = {0: [1, 2, 3, 4], 1: [5, 6, 0, 8], 2: [9, 8, 0, 6]}
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "line"),
+    [
+        (edit(site=LINE, more=(OTHER,)), edit(site=LINE), 35),
+        (edit(site=LINE), edit(changed=False), 33),
+        (edit(site=LINE), edit(0.5, functions=("clip_grad_norm_",)), 33),
+        (edit(site=LINE), edit(site=LINE), 40),
+        (edit(site=LINE), edit(), 40),
+        (edit(), edit(changed=False), 40),
+    ],
+)
+def test_a_gradient_that_one_rank_clears_is_not_an_edit_that_all_make(mine, others, line):
+    run = run_of({0: [mine, digests("gradients", GONE)], 1: [others, digests("gradients", SAME)]})
+    (finding,) = GradientDrift().examine(run)
+    assert (finding.ranks, finding.location.line) == ((0,), line)
+    assert finding.subjects == ("head.weight",)
+    assert "rank 0 has no gradient of them when the optimizer steps" in finding.cause
 
 
 def test_ranks_that_scale_differently_are_told_apart():
