@@ -37,6 +37,10 @@ LAST_BATCH = (
     "synchronise on the last batch of the epoch, too: enter `no_sync()` unless "
     "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`"
 )
+TAKE_OUT = (
+    "take this `no_sync()` out: it is around the {} backward before the step, the one that has to "
+    "synchronise"
+)
 LABELS = {
     "no_sync": "still off for the micro-batch that steps",
     "forward only": "covers the forward only",
@@ -123,7 +127,7 @@ class UnsyncedStep(Check):
             summary=f"rank-local gradients reach optimizer.step on "
             f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
             cause=_left_over(pattern.unsynced, full) if full else CAUSES[reason],
-            fix=LAST_BATCH if full else FIXES[reason],
+            fix=LAST_BATCH if full else _fix(member, spans),
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
@@ -151,6 +155,19 @@ def _full_group(member: Member, spans: list[Span]) -> int:
         for s in spans
     )
     return size if left_over else 0
+
+
+def _fix(member: Member, spans: list[Span]) -> str:
+    """What to do about a backward that is no micro-batch of several is another thing: the only one
+    of its step, or always the last one, after another one at another line."""
+    every = [s.pattern for s in patterns(member)]
+    if any(s.pattern.reason != "no_sync" for s in spans):
+        return FIXES[spans[0].pattern.reason]
+    if all(p.synced + p.unsynced <= 1 for p in every):
+        return TAKE_OUT.format("only")
+    apart = (p.synced == p.once == p.unsynced == 1 and p.line != p.backward_site for p in every)
+    last = len(every) == len(spans) and all(apart)
+    return TAKE_OUT.format("last") if last else FIXES["no_sync"]
 
 
 def _left_over(count: int, full: int) -> str:

@@ -3,15 +3,15 @@
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
-from replicas import BACKWARD, LINE, digests, run_of
+from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import SyncPattern
 
 
-def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0):
+def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
     return SyncPattern(
         at=0, model=0, optimizer=optimizer, step=step, synced=synced, unsynced=unsynced,
-        reason=reason, site=LINE, backward_site=BACKWARD, talked=talked,
+        reason=reason, site=LINE, backward_site=BACKWARD, talked=talked, **more,
     )  # fmt: skip
 
 
@@ -93,3 +93,21 @@ def test_some_ranks_only():
     run = run_of({n: [pattern(), local(n)] if n else [] for n in range(3)})
     (finding,) = UnsyncedStep().examine(run)
     assert "on ranks 1-2, in" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fix"),
+    [
+        ([{}], "the only backward before the step"),
+        ([{}, {"step": 2, "reason": "", "synced": 1, "unsynced": 0}], "the only backward"),
+        ([{"synced": 1, "once": 1, "line": OTHER}], "the last backward before the step"),
+        ([{"synced": 1, "once": 1, "line": BACKWARD}], "accumulation"),
+        ([{"unsynced": 2}], "accumulation"),
+        ([{}, {"step": 2, "reason": "", "synced": 1, "unsynced": 1}], "accumulation"),
+    ],
+)
+def test_a_backward_that_is_no_micro_batch_is_to_synchronise(patterns, fix):
+    events = [pattern(**p) for p in patterns]
+    run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert fix in finding.fix
