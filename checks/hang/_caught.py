@@ -8,6 +8,7 @@ from ddpdoctor.events import ExceptionPassed
 from ddpdoctor.run import Rank
 
 from ._failures import LOST_PEER
+from ._log import Made
 
 
 def caught(ranks: Iterable[Rank], others: Iterable[Rank]) -> str:
@@ -28,6 +29,30 @@ def caught(ranks: Iterable[Rank], others: Iterable[Rank]) -> str:
                 + (f" and {more} more" if more else "")
             )
     return ""
+
+
+def way_out(made: Made) -> str:
+    """`rank 0 came to `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`, where
+    that is the last that it met before this call; empty where the call is in no `finally`."""
+    rank, call = made.rank, made.call
+    around = [
+        (spot.file, around.line)
+        for place in (made.site.places if made.site else ())
+        for around in place.inside
+        if around.text.startswith("finally:") and (spot := rank.location(place.site))
+    ]
+    passed = [e for e in rank.of(ExceptionPassed) if call and e.at <= call.began]
+    if call is None or rank.ring is None or not around or not passed:
+        return ""
+    before = [c.ended for c in rank.ring.last_calls if c.number < call.number]
+    if max(before, default=0.0) > passed[-1].at or LOST_PEER.search(passed[-1].message):
+        return ""
+    spot = rank.location(passed[-1].site)
+    file, line = around[0]
+    return (
+        f"rank {rank.rank} came to `finally:` ({file}:{line}) after {passed[-1].text}"
+        f"{f' ({spot})' if spot else ''}"
+    )
 
 
 _PLACE = {

@@ -333,10 +333,11 @@ def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
 
 
 def branch(made: Made) -> tuple[Place, Enclosing] | None:
-    """The innermost branch around a call."""
+    """The innermost branch around a call; all ranks run the same program."""
     for place in made.site.places if made.site else ():
         for enclosing in place.inside:
-            if enclosing.text.startswith(("if ", "elif ", "else:", "except")):
+            heads = enclosing.text.startswith(("if ", "elif ", "else:", "except"))
+            if heads and "__name__" not in enclosing.text:
                 return place, enclosing
     return None
 

@@ -8,7 +8,7 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
-from ._caught import caught
+from ._caught import caught, way_out
 from ._loops import left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
@@ -181,14 +181,19 @@ def _cause(parting: Parting, stuck: bool) -> str:
         )
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
-    return f"collectives pair by their order in the group, and the orders differ; {effect}"
+    out = f"{out}; " if (out := _way_out(parting)) else ""
+    return f"{out}collectives pair by their order in the group, and the orders differ; {effect}"
 
 
 def _caught(parting: Parting, ranks: Collection[int]) -> str:
     gone = [made.rank for n, made in parting.made.items() if n in ranks]
     stay = [made.rank for n, made in parting.made.items() if n not in ranks]
-    what = caught(gone, stay)
+    what = _way_out(parting) or caught(gone, stay)
     return f"{what}; " if what else ""
+
+
+def _way_out(parting: Parting) -> str:
+    return next((told for made in parting.made.values() if (told := way_out(made))), "")
 
 
 def _around(parting: Parting) -> str:
@@ -203,6 +208,11 @@ def _fix(parting: Parting) -> str:
     branched = entered(parting)
     op = parting.place.signature.op
     left = left_loop(parting)
+    if _way_out(parting):
+        return (
+            "make no collective in `finally`, which runs on the way out of an exception, too: "
+            "move it behind the `try`, so that a rank that fails ends instead"
+        )
     if left is not None:
         return left.fix
     if parting.left_out and branched is None:

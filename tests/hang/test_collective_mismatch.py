@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     EpochBegan,
     EpochEnded,
     Event,
+    ExceptionPassed,
     FlightEntry,
     FlightLog,
     LoaderSeen,
@@ -454,3 +455,28 @@ def test_a_round_more_is_no_call_left_out(tmp_path: Path) -> None:
     made[1].call(line=9, numel=8, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "left out" not in finding.summary
+
+
+@pytest.mark.parametrize("raised", [4.9, 0.5])
+def test_a_barrier_in_finally_on_the_way_out_of_an_exception(tmp_path: Path, raised: float) -> None:
+    made = tapes()
+    loop = (Enclosing(line=8, text="for x in loader:"), Enclosing(line=7, text="try:"))
+    for tape in made.values():
+        tape.call(line=9, inside=loop, at=START + 2).call(line=9, inside=loop)
+    made[0].call("barrier", 12, inside=((11, "finally:"),), state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    bad = ExceptionPassed(at=START + raised, where="data", kind="ValueError", message="bad", step=2)
+    (finding,) = found(run_of(tmp_path, made, more={0: [bad]}, now=START + 7))
+    told = "rank 0 came to `finally:` (train.py:11) after ValueError: bad" in finding.cause
+    assert told is (raised > 2)
+    assert ("no collective in `finally`" in finding.fix) is told
+    assert not (told and "rank 0 caught" in finding.cause)
+
+
+def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
+    made = tapes()
+    guard = ((30, 'if __name__ == "__main__":'),)
+    made[0].call("barrier", 8, inside=guard, state=State.BEGUN)
+    made[1].call(line=10, state=State.BEGUN)  # its callers are cut off
+    (finding,) = found(run_of(tmp_path, made))
+    assert 30 not in [r.location.line for r in finding.related]
