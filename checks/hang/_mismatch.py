@@ -79,14 +79,18 @@ def _part(known: Book, key: GroupKey, logs: dict[int, Log]) -> Parting | None:
     hard = [i for o in others if (i := first_difference(first, o, lambda s: s.whats)) is not None]
     soft = [i for o in others if (i := first_difference(first, o, lambda s: s.tokens)) is not None]
     # A swap of calls that look alike shows in their lines before it shows in anything else.
+    end = min(hard, default=-1)
     for index in sorted(set(soft)):
-        parting = _judge(known, key, logs, index)
+        parting = _judge(known, key, logs, index, end)
         if parting is not None:
             return parting
-    return _judge(known, key, logs, min(hard)) if hard else None
+    return _judge(known, key, logs, end, end) if hard else None
 
 
-def _judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Parting | None:
+def _judge(
+    known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
+) -> Parting | None:
+    """`end`: where the calls themselves differ, -1 if they never do."""
     made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
     sides = _sides(made)
     if len(sides) < 2:
@@ -103,7 +107,7 @@ def _judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Part
     if "op" in differs:
         differs = ("op",)
     shift = _shift(a, b)
-    if not differs and (shift is None or _harmless(a, b, shift)):
+    if not differs and (shift is None or _harmless(a, b, shift, end - index)):
         return None
     place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
     apart = bool(differs) and a[0].text != b[0].text and _arms(a[0], b[0]) is None
@@ -246,10 +250,17 @@ def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
     return m.rank.location(p.site) == n.rank.location(q.site)
 
 
-def _harmless(a: list[Made], b: list[Made], shift: Shift) -> bool:
-    """Barriers carry nothing that could get mixed up."""
-    side = a if shift.side == "a" else b
-    return all(m.signature.op in ("barrier", "DDP()") for m in side[shift.start : shift.end])
+def _harmless(a: list[Made], b: list[Made], shift: Shift, end: int) -> bool:
+    """Barriers carry nothing that could get mixed up; but where other calls differ in the `end`
+    because one side is that much behind, it is the barrier that is too many."""
+    longer, shorter = (a, b) if shift.side == "a" else (b, a)
+    if not all(m.signature.op in ("barrier", "DDP()") for m in longer[shift.start : shift.end]):
+        return False
+    behind = end - (shift.end - shift.start)
+    if not shift.start <= behind < len(shorter) or end >= len(longer):
+        return True
+    ours, theirs = longer[end], shorter[behind]
+    return (ours.signature.op, ours.text) != (theirs.signature.op, theirs.text)
 
 
 def _fault(

@@ -132,6 +132,24 @@ def test_extra_call_that_pairs_with_the_next_one(tmp_path: Path) -> None:
     assert finding.location.line == 8
 
 
+@pytest.mark.parametrize("same", [False, True], ids=["a barrier too many", "in step again"])
+def test_a_barrier_that_was_paired_with_the_next_one(tmp_path: Path, same: bool) -> None:
+    made = tapes()
+    made[0].call("barrier", 8, "dist.barrier(group)", inside=ON_ZERO)
+    made[1].call("barrier", 9, "dist.barrier()")
+    made[0].call("barrier", 9, "dist.barrier()", state=State.DONE if same else State.BEGUN)
+    if same:
+        made[1].call("barrier", 12, "dist.barrier(other)")
+        made[0].call("all_gather", 20, state=State.BEGUN, at=START + 5)
+    made[1].call("DDP()", 20 - same, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.location is not None
+    if same:
+        assert finding.location.line in (19, 20)
+    else:
+        assert (finding.ranks, finding.location.line) == ((0,), 8)
+
+
 def test_groups_entered_in_opposite_order(tmp_path: Path) -> None:
     made = tapes()
     for rank, tape in made.items():
