@@ -85,7 +85,9 @@ class Stall(Check):
         cause = "every one of them waits for a message that is only sent afterwards"
         fix = "let one side send first and the other receive first, or use `dist.batch_isend_irecv`"
         on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)
-        if on is not None:
+        if wrong := _wrong_peers(now, ring):
+            cause, fix = wrong
+        elif on is not None:
             cause, fix = _gone_on(ring[on], ring[on - 1])
         return self.finding(
             severity=Severity.ERROR,
@@ -236,6 +238,29 @@ def _with(stands: list[Stand], one: Stand) -> list[int]:
 
 def _are(ranks: list[int]) -> str:
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _wrong_peers(now: Scene, ring: list[Stand]) -> tuple[str, str] | None:
+    """Cause and fix, where all exchange messages in one batch, and each receives from another rank
+    than the one that sends to it."""
+    sent: dict[int, list[int]] = {}
+    for rank, stand in now.stands.items():
+        for peer in stand.made.signature.sends if stand.made else ():
+            sent.setdefault(peer, []).append(rank)
+    for stand in ring:
+        taken = set(stand.made.signature.receives if stand.made else ())
+        given = set(sent.get(stand.rank.rank, ()))
+        if not taken or not given or taken & given:
+            return None
+    made, first = ring[0].made, ring[0].rank.rank
+    takes = sorted(set(made.signature.receives)) if made else []
+    gives = sent[first]
+    return (
+        f"no rank receives from the one that sends to it: rank {first} receives from "
+        f"{ranks_text(takes)}, and {ranks_text(gives)} send{'s' if len(gives) == 1 else ''} to it",
+        "check the peers of the receives: who sends to `(rank + 1) % world` receives from "
+        "`(rank - 1) % world`",
+    )
 
 
 def _gone_on(collective: Stand, waiting: Stand) -> tuple[str, str]:

@@ -138,3 +138,17 @@ def test_records_of_another_program_say_nothing(tmp_path: Path) -> None:
     assert path is not None
     path.write_text('{"hello": [1, 2]}\n')
     assert found(load([RunFolder(tmp_path / "run")])) == []
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_ring_that_receives_from_where_it_sends(tmp_path: Path, wrong: bool) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        right, left = (rank + 1) % 4, (rank - 1) % 4
+        tape.call("batch_isend_irecv", 9, sends=(right,), receives=(right if wrong else left,),
+                  state=State.WAITING, at=START + 5)  # fmt: skip
+    findings = found(run_of(tmp_path, made, now=START + 8))
+    assert len(findings) == wrong
+    for finding in findings:
+        assert "rank 0 receives from rank 1, and rank 3 sends to it" in finding.cause
+        assert "(rank - 1) % world" in finding.fix
