@@ -26,6 +26,13 @@ FEWEST = 3
 APART = 0.75
 """Share of values that are distinct where samples can be told from each other."""
 
+WHOLE = 0.8
+"""Share of two passes that is the same although the last batches of each may be dropped."""
+
+ONCE = 0.95
+MANY = 32
+"""Rows of a pass, and the share of them that occurs once."""
+
 Row = tuple[int, ...]
 
 
@@ -135,3 +142,40 @@ def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
             common = len(set(mine) & set(yours))
             best = max(best, (common, min(len(set(mine)), len(set(yours)))))
     return best
+
+
+# --- whole epochs of streams ---------------------------------------------------------------------
+
+
+def same_pass(readers: Sequence[Reader], *, workers: bool) -> tuple[int, int]:
+    """Whether two readers, or all workers of one, delivered the same rows in whole epochs, in
+    whatever order: how many were the same, and of how many. (0, 0) where not, or not known.
+
+    Those that draw with replacement, or a choice of their own, differ in one epoch or the next.
+    """
+    found = (0, 0)
+    for epochs in zip(*(r.epochs[:2] for r in readers), strict=False):
+        given = [_passes(e, max(1, e.seen.workers)) for e in epochs]
+        sets = given[0] if workers else [set().union(*g) for g in given]
+        if len(sets) < 2 or not all(sets):
+            continue
+        common, of = len(set.intersection(*sets)), max(map(len, sets))
+        if common < WHOLE * of:
+            return (0, 0)
+        found = found if found[1] else (common, of)
+    return found
+
+
+def _passes(epoch: Epoch, workers: int) -> list[set[int]]:
+    """What each worker delivered in an epoch that ran dry. Empty where some of it is not on record,
+    or rows are repeated: nothing that is drawn at random or filled up tells one pass."""
+    found: list[list[int]] = [[] for _ in range(workers)]
+    covered: set[int] = set()
+    for read in epoch.rows:
+        for batch, row in zip(_numbers(read.batches), _numbers(read.rows), strict=False):
+            covered.add(batch)
+            found[batch % workers].append(row)
+    if not epoch.exhausted or len(covered) < epoch.batches:
+        return []
+    once = all(len(p) >= MANY and len(set(p)) >= ONCE * len(p) and 0 not in p for p in found)
+    return [set(p) for p in found] if once else []

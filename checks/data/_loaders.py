@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     IndicesRead,
     LoaderSeen,
     OptimizerSeen,
+    RowsRead,
     ShardedOver,
     StepDone,
     Wrapped,
@@ -42,6 +43,7 @@ class Epoch:
     parts: list[IndicesRead]
     content: list[ContentRead]
     steps: int = 0
+    rows: list[RowsRead] = field(default_factory=list)
 
     @property
     def batches(self) -> int:
@@ -215,6 +217,9 @@ def _readers(rank: Rank) -> list[Reader]:
         parts[part.loader, part.epoch].append(part)
     for read in rank.of(ContentRead):
         content[read.loader, read.epoch].append(read)
+    rows: dict[tuple[int, int], list[RowsRead]] = defaultdict(list)
+    for row in rank.of(RowsRead):
+        rows[row.loader, row.epoch].append(row)
     seen = {e.loader: e for e in rank.of(LoaderSeen)}
     readers: dict[int, Reader] = {n: Reader(rank, e) for n, e in seen.items()}
     for began in rank.of(EpochBegan):
@@ -224,6 +229,7 @@ def _readers(rank: Rank) -> list[Reader]:
             continue
         ended = ends.get(key)
         epoch = Epoch(len(reader.epochs), reader.seen, began, ended, parts[key], content[key])
+        epoch.rows = rows[key]
         if ended is None:
             epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
         reader.epochs.append(epoch)

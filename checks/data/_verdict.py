@@ -13,7 +13,7 @@ from ddpdoctor.events import Payload
 from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
-from ._content import Row, overlap, parts_differ, rows, verdict
+from ._content import Row, overlap, parts_differ, rows, same_pass, verdict
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -278,7 +278,9 @@ def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
     for i, a in enumerate(first):
         for b in list(first)[i + 1 :]:
             common, of = overlap(first[a], first[b])
-            if of and common / of >= MATERIAL:
+            if not of or common / of < MATERIAL:
+                common, of = same_pass([loader.readers[a], loader.readers[b]], workers=False)
+            if of:
                 together |= {a, b}
                 best = max(best, (common, of))
     if not together:
@@ -286,7 +288,7 @@ def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
     evidence: dict[str, object] = {
         "samples compared": best[1],
         "delivered by several ranks": best[0],
-        "workers deliver them again": any(r.seen.workers > 1 and _shares(r) for r in readers),
+        "workers deliver them again": any(_shares(r) for r in readers) or _all_share(readers),
         "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
     }
     members = [r for r in readers if r.rank.rank in together]
@@ -303,17 +305,25 @@ def _by_worker(reader: Reader) -> list[list[Row]]:
 
 
 def _shares(reader: Reader) -> bool:
+    if reader.seen.workers < 2:
+        return False
     first, second, *_ = _by_worker(reader)
     common, of = overlap(first, second)
     return of > 0 and common / of >= MATERIAL
+
+
+def _all_share(readers: list[Reader]) -> bool:
+    """The workers of every rank deliver the same rows, each in an order of its own."""
+    return all(r.seen.workers > 1 and same_pass([r], workers=True)[1] for r in readers)
 
 
 def _workers(run: Run, loader: Loader) -> list[Fault]:
     """Workers of one rank that deliver the same samples, where no other rank is involved."""
     found = []
     for number, reader in loader.readers.items():
-        if reader.seen.workers > 1 and reader.read and _shares(reader):
+        if reader.read and _shares(reader):
             found.append(number)
+    found = found or (list(loader.readers) if _all_share(list(loader.readers.values())) else [])
     if not found or any(_stream(loader, s) for s in partners(run, loader)):
         return []
     readers = [loader.readers[n] for n in found]

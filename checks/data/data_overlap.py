@@ -22,7 +22,8 @@ class DataOverlap(Check):
     is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
     takes the same slices or draws the same random positions on every rank, a sampler of one's own
     whose shares overlap. Found from indices, and where there are none from digests of the content
-    of batches and of the inputs of wrapped models.
+    of batches, of the rows of short epochs of streams (each rank may shuffle for itself), and of
+    the inputs of wrapped models.
 
     ## Why it hurts
     The work of several ranks (or workers) is that of one; an epoch sees every sample several
@@ -34,9 +35,9 @@ class DataOverlap(Check):
     world size, or seed the generator of the positions with the rank added.
 
     ## When it stays quiet
-    Content that differs; inputs that never change; ranks that are handed their inputs on purpose
-    (broadcast, scatter) or share them in a tensor-parallel group. Inputs drawn from the global
-    random generators on the spot are a note, as is evaluation.
+    Content that differs; streams that draw with replacement; inputs that never change; ranks that
+    are handed their inputs on purpose (broadcast, scatter) or share them in a tensor-parallel
+    group. Inputs drawn from the global random generators on the spot are a note, as is evaluation.
     """
 
     code = "DDP507"
@@ -87,7 +88,7 @@ class DataOverlap(Check):
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             + (f" ({fault.doubt})" if fault.doubt else ""),
             cause=_cause(reader.seen, workers, fault.evidence.get(MOVING)),
-            fix=_fix(reader.seen, moving=MOVING in fault.evidence),
+            fix=_fix(reader.seen, workers=workers, moving=MOVING in fault.evidence),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
             at=reader.rank.wall(audit.at if audit else reader.epochs[0].began.at),
         )
@@ -130,11 +131,13 @@ def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:
         )
     if not seen.iterable:
         return f"the shares that {seen.sampler} hands out overlap"
-    whose = "each worker" if workers else "each rank"
-    return f"{whose} iterates the whole of {seen.dataset}: no sampler can divide an iterable one"
+    what = "each rank iterates the whole of"
+    if workers:
+        what = "each worker iterates all that its rank reads of"
+    return f"{what} {seen.dataset}: no sampler can divide an iterable one"
 
 
-def _fix(seen: LoaderSeen, *, moving: bool) -> str:
+def _fix(seen: LoaderSeen, *, workers: bool, moving: bool) -> str:
     if moving:
         return (
             "shuffle alike on all ranks, by `seed + epoch` without the rank, and let each rank "
@@ -145,5 +148,9 @@ def _fix(seen: LoaderSeen, *, moving: bool) -> str:
     return (
         f"in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
         "`n, i = (info.num_workers, info.id) if info else (1, 0)`, "
-        "`islice(samples, rank * n + i, None, world_size * n)`"
+        + (
+            "`islice(samples, i, None, n)`"
+            if workers
+            else "`islice(samples, rank * n + i, None, world_size * n)`"
+        )
     )

@@ -30,6 +30,7 @@ from .data import (
     Layer,
     LoaderSeen,
     Payload,
+    RowsRead,
     SamplerRefused,
     ShardedOver,
 )
@@ -168,6 +169,7 @@ __all__ = [
     "ReadyTwice",
     "Relayed",
     "Replica",
+    "RowsRead",
     "SamplerRefused",
     "ShardedOver",
     "ScalerStep",

@@ -217,6 +217,20 @@ class ContentRead(Event, frozen=True, tag="content"):
     indices: str = ""
 
 
+class RowsRead(Event, frozen=True, tag="rows"):
+    """Digests of all rows of the batches that a stream made itself, in early, short epochs.
+
+    Attributes:
+        batches: number of the batch that each row was in.
+        rows: packed digests, parallel to these, of the largest part of the batch.
+    """
+
+    loader: int
+    epoch: int
+    batches: str
+    rows: str
+
+
 class ForwardInput(Event, frozen=True, tag="forward-input"):
     """What a forward of a wrapped model was given, at some forwards, the same on every rank.
 

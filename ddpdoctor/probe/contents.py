@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..events import ContentRead
+from ..events import ContentRead, RowsRead
 from ..events.pack import pack
 from .recorder import Recorder
 
@@ -29,6 +29,9 @@ BATCHES = 256
 
 PER_BATCH = 32
 """Samples of one batch of an iterable data set; so that every worker's batches are among them."""
+
+ROWS = 4096
+"""Rows of the batches that a stream makes itself, per epoch; more are not looked at."""
 
 WINDOW = 64
 WINDOWS = 4
@@ -48,6 +51,8 @@ class Fingerprints:
         self.indices = array("q")
         self.batches = array("i")
         self.columns = [array("I") for _ in range(2 * PARTS)]
+        self.rows, self.rows_from = array("I"), array("i")
+        self.rows_left = ROWS if iterable else 0
         self.taken = 0
 
     def take(self, number: int, given: Any, batch: Any) -> bool:
@@ -56,6 +61,8 @@ class Fingerprints:
 
         if not isinstance(given, list):  # no automatic batching: one entry, whatever it holds
             self._add(number, key(given), list(leaves(batch, None)), None)
+            if self.rows_left > 0:
+                self._add_rows(number, batch)
         else:
             size = first_dimension(batch) if self.iterable else len(given)
             parts = list(leaves(batch, size))
@@ -81,7 +88,21 @@ class Fingerprints:
         for column, value in zip(self.columns, digests, strict=False):
             column.append(value)
 
+    def _add_rows(self, number: int, batch: Any) -> None:
+        size = first_dimension(batch) or 0
+        self.rows_left -= max(1, size)
+        sizes = [(n, p) for p in leaves(batch, size) if (n := _bytes(p))] if size else []
+        if self.rows_left >= 0 and sizes:
+            _, part = max(sizes, key=lambda s: s[0])
+            self.rows.extend(_of_rows(part, size))
+            self.rows_from.extend([number] * size)
+
     def write(self, active: Recorder, loader: int, epoch: int) -> None:
+        if self.rows:
+            rows = array("i", self.rows.tobytes())
+            active.emit(RowsRead(at=time.monotonic(), loader=loader, epoch=epoch,
+                                 batches=pack(self.rows_from), rows=pack(rows)))  # fmt: skip
+            del self.rows[:], self.rows_from[:]
         if not self.batches:
             return
         pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
@@ -100,6 +121,14 @@ class Fingerprints:
         del self.batches[:], self.indices[:]
         for column in self.columns:
             del column[:]
+
+
+def _bytes(part: Any) -> int:
+    """Of a plain tensor in host memory; 0 of all else."""
+    import torch
+
+    plain = type(part) is torch.Tensor and part.is_cpu and part.layout is torch.strided
+    return part.numel() * part.element_size() if plain else 0
 
 
 def first_dimension(batch: Any) -> int | None:
@@ -169,6 +198,29 @@ def digest(part: Any, row: int | None) -> tuple[int, int]:
         content = (part if row is None else part[row]).tobytes()
         return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: 64 * WINDOW])
     return 0, 0
+
+
+def _of_rows(tensor: Any, count: int) -> list[int]:
+    """Of each row of a plain tensor; 0 where out of reach. Its place is only asked for once."""
+    import torch
+
+    address, size = _place(tensor, 0)
+    padded = tensor.element_size() if tensor.dtype in (torch.int64, torch.int32) else 0
+    if not size or not _place(tensor, count - 1)[1]:
+        return [0] * count
+    if padded:
+        return [_of_memory(address + n * size, size, padded)[1] for n in range(count)]
+    held = memoryview((ctypes.c_char * (count * size)).from_address(address))
+    short = size <= WINDOW * WINDOWS
+    width = size if short else WINDOW
+    windows = (0,) if short else (0, (size - WINDOW) // 2, size - WINDOW)
+    found = []
+    for start in range(0, count * size, size):
+        value = size
+        for at in windows:
+            value = zlib.crc32(held[start + at : start + at + width], value)
+        found.append(value)
+    return found
 
 
 def _place(tensor: Any, row: int | None) -> tuple[int, int]:

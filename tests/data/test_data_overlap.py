@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +18,7 @@ from ddpdoctor.events import (
     Event,
     ForwardInput,
     Payload,
+    RowsRead,
     Signature,
 )
 from ddpdoctor.events.pack import pack
@@ -109,6 +111,61 @@ def test_workers_of_one_rank() -> None:
 
 def test_workers_that_split() -> None:
     assert not examine(stream(COUNTING, workers=2), stream(OTHERS, workers=2))
+
+
+def rows_of(*epochs: Sequence[int], workers: int = 0, exhausted: bool = True) -> list[Event]:
+    """A stream that made its batches of 4 rows itself."""
+    ends = {"batches": [-(-len(e) // 4) for e in epochs], "collectives": 99}
+    events = loader(0, [[]] * len(epochs), length=-1, iterable=True, workers=workers, ends=ends,
+                    sampler="_InfiniteConstantSampler", exhausted=exhausted)  # fmt: skip
+    return events + [
+        RowsRead(at=0, loader=0, epoch=n, batches=pack(i // 4 for i in range(len(e))), rows=pack(e))
+        for n, e in enumerate(epochs)
+    ]
+
+
+def shuffled(seed: int, first: int = 1, count: int = 40) -> list[int]:
+    return random.Random(seed).sample(range(first, first + count), count)
+
+
+def test_streams_that_each_rank_shuffles_for_itself() -> None:
+    (finding,) = examine(rows_of(shuffled(1), shuffled(2)), rows_of(shuffled(3), shuffled(4)))
+    assert "40 of 40 compared" in finding.summary
+    assert examine(rows_of(shuffled(1)[:36]), rows_of(shuffled(3)[:36])), "the last batch dropped"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        rows_of(shuffled(2, 101)),
+        rows_of([*shuffled(2)[:30], *shuffled(2, 101)[:10]]),
+        rows_of(random.Random(2).choices(range(1, 41), k=40)),
+        rows_of(shuffled(2), shuffled(3, 101)),
+        rows_of(shuffled(2), exhausted=False),
+        rows_of(shuffled(2)[:20]),
+        rows_of([*shuffled(2), *[7] * 8]),
+        rows_of([0, *shuffled(2)[1:]]),
+    ],
+    ids=["other", "partly", "with replacement", "not again", "left", "part", "filled", "on device"],
+)
+def test_rows_that_are_not_one_pass_over_the_same(other: list[Event]) -> None:
+    assert not examine(rows_of(shuffled(1), shuffled(4)), other)
+
+
+def test_workers_that_each_shuffle_what_the_rank_reads() -> None:
+    def two(seed: int, first: int) -> list[int]:
+        return [
+            row
+            for n in range(0, 40, 4)
+            for s in (seed, seed + 1)
+            for row in shuffled(s, first)[n : n + 4]
+        ]
+
+    mine, yours = rows_of(two(1, 1), workers=2), rows_of(two(3, 101), workers=2)
+    (finding,) = examine(mine, yours)
+    assert finding.summary.startswith("the workers of both ranks")
+    assert "islice(samples, i, None, n)" in finding.fix
+    assert not examine(mine, rows_of(shuffled(1, 201, 80), workers=2))
 
 
 def inputs(digests: Sequence[int], **more: object) -> list[Event]:

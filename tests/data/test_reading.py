@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead
+from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead, RowsRead
 from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
 from ddpdoctor.probe import randomness
 from ddpdoctor.probe import reading as reading_module
@@ -235,3 +235,21 @@ class _Files(torch.utils.data.Dataset):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return 5
+
+
+def test_rows_of_batches_that_a_stream_made_itself(recorder: Recorder) -> None:
+    values = torch.arange(12).float().reshape(4, 3)
+    labels = torch.tensor([1, 1, 0, 1])
+    prints = Fingerprints(-1, None, iterable=True)
+    for number in range(3):
+        prints.take(number, None, (labels, values + number))
+    prints.write(recorder, 0, 0)
+    (read,) = [e for e in recorded(recorder) if isinstance(e, RowsRead)]
+    assert unpack(read.batches) == [0] * 4 + [1] * 4 + [2] * 4
+    assert len(set(unpack(read.rows))) == 12
+    again = Fingerprints(-1, None, iterable=True)
+    again.take(0, None, {"rows": values.flip(0).clone()})
+    assert [*again.rows] == [n & 0xFFFFFFFF for n in unpack(read.rows)[3::-1]]
+    again.take(1, None, torch.ones(5000, 2))
+    again.take(2, None, torch.ones(4, 2))
+    assert len(again.rows) == 4, "more than are looked at"
