@@ -13,6 +13,15 @@ from ._words import no_loader, related, whom
 
 NAMES = ("torch", "numpy", "random")
 
+OF_PROCESS = (
+    "`torch.manual_seed(seed + rank)` (numpy and `random` likewise) after the model was made"
+)
+OF_WORKERS = (
+    "`torch.manual_seed(seed + rank)` after the model was made; a loader with a `generator=` "
+    "of its own needs the rank added to that one's seed; a `worker_init_fn` must seed from "
+    "`torch.initial_seed()`, not from the worker's number alone"
+)
+
 
 class IdenticalAugmentation(Check):
     """Ranks draw the same random numbers for their data
@@ -66,8 +75,7 @@ class IdenticalAugmentation(Check):
             f"{reader.seen.dataset}, so they augment alike",
             cause="the ranks seed their generators with the same number, and loading draws from "
             "them",
-            fix="`torch.manual_seed(seed + rank)` (numpy and `random` likewise) after the model "
-            "was made",
+            fix=OF_WORKERS if workers else OF_PROCESS,
             evidence={
                 "states at the begin": {r.rank.rank: _states(r) for r in readers[:16]},
                 "base seeds": {r.rank.rank: r.epochs[0].began.base_seed for r in readers[:16]},

@@ -55,6 +55,7 @@ def workers(rank: int, *, seed: int, moves: bool) -> list[Event]:
 def test_workers_with_one_base_seed_whose_samples_change() -> None:
     (finding,) = examine(workers(0, seed=1, moves=True), workers(1, seed=1, moves=True))
     assert "base seed" in finding.summary
+    assert "`generator=`" in finding.fix and "worker_init_fn" in finding.fix
 
 
 def test_workers_that_draw_nothing() -> None:
