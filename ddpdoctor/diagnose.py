@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Sequence
 
 from . import __version__
@@ -153,10 +154,24 @@ def _summary(run: Run, folder: str) -> RunSummary:
 def _stopped_by(run: Run) -> str:
     """Who stopped the run, where that is why it ended."""
     stops = [s for node in run.nodes.values() for s in node.of(Stopped)]
-    if not stops or run.outcome() not in ("killed", "hung"):
+    if run.outcome() not in ("killed", "hung"):
         return ""
+    if not stops:
+        return _launcher_killed(run)
     by = {"interrupt": "Ctrl-C", "doctor": "the doctor"}
     return by.get(stops[0].by, stops[0].reason or "a signal to ddpdoctor")
+
+
+def _launcher_killed(run: Run) -> str:
+    """`SIGKILL to torchrun itself`, and the ranks were ended because of that."""
+    number = (run.info.exit_code or 0) - 128
+    ends = [r.ended for r in run.ranks.values()]
+    if run.info.launcher != "run" or number <= 0 or not all(e and e.by_launcher for e in ends):
+        return ""
+    try:
+        return f"{signal.Signals(number).name} to torchrun itself"
+    except ValueError:
+        return ""
 
 
 def row(rank: Rank, stood: str = "") -> RankState:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from recordings import make_run, started, steps
+from recordings import PID, make_run, started, steps
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import ProbeCost
+from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
@@ -72,3 +72,18 @@ def test_overhead_is_told_only_of_runs_long_enough(wall_s: float, measured: floa
     cost = ProbeCost(at=9.0, own_s=wall_s / 100, wall_s=wall_s)
     report = diagnose(make_run({0: [started(0, 1), *steps(3), cost]}), [])
     assert report.overhead.measured_percent == measured
+
+
+@pytest.mark.parametrize(("code", "said"), [(137, "SIGKILL to torchrun itself"), (1, "")])
+def test_a_launcher_that_was_killed_is_named(code: int, said: str) -> None:
+    swept = [
+        ProcessEnded(at=0, rank=r, pid=PID + r, wall=0.0, signal=15, by_launcher=True)
+        for r in range(2)
+    ]
+    run = make_run({0: [], 1: []}, ended=None, nodes={0: swept}, exit_code=code, outcome="killed")
+    assert diagnose(run, []).run.stopped_by == said
+
+
+def test_a_group_is_told_on_a_rank_that_is_no_member() -> None:
+    group = GroupReady(at=0, group=2, name="", backend="", ranks=(1, 3), member=False, site=-1)
+    assert group.describe() == "group without this rank ready: ranks 1, 3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ddpdoctor.findings import (
@@ -21,6 +22,9 @@ from ._loops import ways_around
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
 from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, pending, victims
+
+_STORE = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\(", re.IGNORECASE)
+"""Waits in torch until another rank has set the key."""
 
 
 class Stall(Check):
@@ -218,6 +222,11 @@ def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
         ranks = _with(waiting, waiting[0])
         what = f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {waiting[0].doing}"
         return f"{what}, where no rank is seen to be missing; the stacks say where each of them is"
+    if all(s.location is not None and _STORE.search(s.location.source) for s in stands):
+        return (
+            "they may wait there for a key of a store that a rank has to set first, and that no "
+            "rank did set: the stacks say where each of them is"
+        )
     return "nobody waits for another rank; the stacks say where each of them is"
 
 

@@ -52,8 +52,11 @@ class GroupReady(Event, frozen=True, tag="group-ready"):
     description: str = ""
 
     def describe(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        if not self.member:  # torch tells it neither name nor backend
+            return f"group without this rank ready: ranks {ranks}"
         kind = "default group" if self.group == 0 else f"group {self.name}"
-        return f"{kind} ready: {self.backend}, ranks {', '.join(map(str, self.ranks))}"
+        return f"{kind} ready: {self.backend}, ranks {ranks}"
 
 
 class GroupDestroyed(Event, frozen=True, tag="group-destroyed"):

@@ -152,3 +152,16 @@ def test_a_ring_that_receives_from_where_it_sends(tmp_path: Path, wrong: bool) -
     for finding in findings:
         assert "rank 0 receives from rank 1, and rank 3 sends to it" in finding.cause
         assert "(rank - 1) % world" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("return _get_default_store().get(key)", True), ("self.store.wait([k])", True),
+     ("restored = cache.get(key)", False)],
+)  # fmt: skip
+def test_ranks_that_wait_for_a_key_of_a_store(tmp_path: Path, line: str, told: bool) -> None:
+    made = {rank: Tape(rank, 2).call("barrier", 9) for rank in range(2)}
+    seen = [stall(START + 40, START + 5), *(stood(r, 20, line) for r in made)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}))
+    assert ("a key of a store" in finding.cause) is told
+    assert ("nobody waits" in finding.cause) is not told
