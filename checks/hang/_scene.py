@@ -29,6 +29,8 @@ from ._log import Book, GroupKey, Made, book
 STALL_S = 10.0
 """What counts as a stall where no monitor was there to learn it."""
 QUIET_S = 1.0
+BUSY = 0.3
+"""Share of a core."""
 
 DOING = {
     Phase.START: "starting",
@@ -84,6 +86,11 @@ class Stand:
     @property
     def stopped(self) -> bool:
         return self.stood is not None and self.stood.state in ("T", "t")
+
+    @property
+    def busy(self) -> bool:
+        """Whether it was seen to compute."""
+        return self.stood is not None and self.stood.cpu > BUSY
 
     @property
     def location(self) -> Location | None:

@@ -7,9 +7,6 @@ from ddpdoctor.findings import Related
 
 from ._scene import Scene, Stand
 
-BUSY = 0.3
-"""Share of a core."""
-
 FIX = (
     "mend what the thread failed at, and let the one that waits for it know of a failure: put the "
     "error into the queue, or wait for a `Future`, whose `result()` raises it"
@@ -19,7 +16,7 @@ FIX = (
 def failed(now: Scene, stand: Stand) -> ThreadFailed | None:
     """The last thread of an idle rank that failed by then."""
     rank = stand.rank
-    if stand.stood is None or stand.stood.cpu > BUSY or stand.stopped or stand.blocked:
+    if stand.stood is None or stand.busy or stand.stopped or stand.blocked:
         return None
     return next((e for e in reversed(rank.of(ThreadFailed)) if rank.wall(e.at) <= now.at), None)
 

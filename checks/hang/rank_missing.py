@@ -129,8 +129,7 @@ def _cause(stand: Stand, why: str) -> str:
         if stand.stood is not None and stand.stood.state == "t":
             return "a debugger holds its process, which does nothing"
         return "its process was stopped by a signal (`kill -STOP`, Ctrl-Z) and does nothing"
-    busy = stand.stood is not None and stand.stood.cpu > _threads.BUSY
-    what = "it computes all the time" if busy else "it waits there and uses no CPU time"
+    what = "it computes all the time" if stand.busy else "it waits there and uses no CPU time"
     if stand.stood is None:
         what = "what it does was not seen"
     if why == "timeout":

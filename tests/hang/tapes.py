@@ -133,6 +133,11 @@ class Tape:
             writer.phase(*self.phase)
 
 
+def tapes(world: int = 2) -> dict[int, Tape]:
+    """One that is still empty for every rank."""
+    return {rank: Tape(rank, world) for rank in range(world)}
+
+
 def run_of(
     tmp_path: Path,
     tapes: Mapping[int, Tape],
@@ -168,4 +173,4 @@ def stood(rank: int, line: int, text: str, **fields: object) -> RankStood:
     return RankStood(rank=rank, pid=PID + rank, **values)  # type: ignore[arg-type]
 
 
-__all__ = ["START", "WALL", "Tape", "run_of", "stall", "stood"]
+__all__ = ["START", "WALL", "Tape", "run_of", "stall", "stood", "tapes"]

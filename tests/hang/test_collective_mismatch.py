@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from recordings import site
-from tapes import START, Tape, run_of
+from tapes import START, run_of, tapes
 
 from ddpdoctor.events import (
-    CALLERS,
     CallBlock,
     CallRun,
-    CallSite,
     Enclosing,
-    EpochBegan,
-    EpochEnded,
-    Event,
     ExceptionPassed,
     FlightEntry,
     FlightLog,
-    LoaderSeen,
-    Place,
-    Site,
     Way,
 )
 from ddpdoctor.findings import Finding
@@ -36,10 +26,6 @@ ON_ZERO = ((7, "if rank == 0:"),)
 
 def found(run: Run) -> list[Finding]:
     return list(CollectiveMismatch().examine(run))
-
-
-def tapes(world: int = 2) -> dict[int, Tape]:
-    return {rank: Tape(rank, world) for rank in range(world)}
 
 
 def test_barrier_on_rank_0_while_others_reduce(tmp_path: Path) -> None:
@@ -254,156 +240,6 @@ def test_folded_blocks_are_compared_however_they_were_cut(tmp_path: Path, repeat
     swapped = run_of(tmp_path / "more", made, more={0: whole, 1: parts})
     (finding,) = found(swapped)
     assert finding.evidence["call_number"] == 2 * repeats
-
-
-def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
-    made = tapes()
-    loop = ((8, "for step in range(20):"),)
-    for tape in made.values():
-        tape.call(line=9, inside=loop)
-    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
-    (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "left the loop at train.py:8" in finding.cause
-    assert 8 in [r.location.line for r in finding.related]
-
-
-def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
-    made = tapes()
-    way = Way(line=5, text="if short:", first=6, last=12)
-    loop = (Enclosing(line=4, text="for step in range(20):", ways=(way,)),)
-    for tape in made.values():
-        tape.call(line=9, inside=loop)
-    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
-    (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "rank 1 skipped rounds of the loop at train.py:4: `if short:`" in finding.cause
-    assert finding.related[0].location.line == 5
-
-
-NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
-
-
-def left_early(
-    *, epochs: int, exhausted: bool, batches: int = -1, read: int = 1, steps: int = 1
-) -> list[Event]:
-    """The epochs of a loader (which says to have `batches`), all but the last over."""
-    events: list[Event] = [
-        site(50, "train.py", 8, "for x, y in loader:"),
-        LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
-    ]
-    for number in range(epochs):
-        began = EpochBegan(
-            at=START + number, loader=0, epoch=number, step=number, site=50, batches=batches
-        )
-        events.append(began)
-        if number < epochs - 1 or exhausted:
-            end = EpochEnded(
-                at=START + number + 0.5, loader=0, epoch=number, batches=read, samples=4,
-                backwards=steps, exhausted=True,
-            )  # fmt: skip
-            events.append(end)
-    return events
-
-
-@pytest.mark.parametrize(
-    ("done", "line", "advice"), [(1, 6, "share a decision"), (2, 8, "number of batches")]
-)
-def test_the_loop_that_was_left_of_nested_ones(
-    tmp_path: Path, done: int, line: int, advice: str
-) -> None:
-    made = tapes()
-    for tape in made.values():
-        tape.call(line=9, inside=NESTED)
-    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
-    more = {
-        0: left_early(epochs=2, exhausted=False),
-        1: left_early(epochs=done, exhausted=True),
-    }
-    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
-    assert f"left the loop at train.py:{line} before" in finding.cause
-    assert [r.location.line for r in finding.related if "left" in r.label] == [line]
-    assert advice in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("batches", "read", "steps", "told"),
-    [
-        (6, 6, 3, "took a step for only 3 of its 6 batches in the loop at train.py:8"),
-        (6, 5, 5, "its loader had fewer batches there"),
-        (6, 6, 6, "left the loop at train.py:6 before the others; "),
-    ],
-)
-def test_how_a_loop_over_a_loader_was_left(
-    tmp_path: Path, batches: int, read: int, steps: int, told: str
-) -> None:
-    made = tapes()
-    for tape in made.values():
-        tape.call(line=9, inside=NESTED)
-    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
-    more = {
-        0: left_early(epochs=1, exhausted=False, batches=batches),
-        1: left_early(epochs=1, exhausted=True, batches=batches, read=read, steps=steps),
-    }
-    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
-    assert told in finding.cause
-
-
-def in_a_helper(tape: Tape, caller: int) -> None:
-    """The last call was made by a function that this line called."""
-    last = tape.events.pop()
-    assert isinstance(last, CallSite)
-    number = 200 + caller
-    tape.events += [
-        Site(at=START, id=number, file="/home/user/project/train.py", line=caller,
-             function="train", text="run()"),
-        msgspec.structs.replace(last, places=(*last.places, Place(site=number))),
-    ]  # fmt: skip
-
-
-def test_another_call_of_the_function_with_the_loop(tmp_path: Path) -> None:
-    made = tapes()
-    for rank, tape in made.items():
-        tape.call(line=9, inside=NESTED[:1])
-        in_a_helper(tape, 30)
-        tape.call(line=9, text="again", inside=NESTED[:1], state=State.BEGUN, at=START + 5)
-        if rank == 0:
-            tape.calls.pop()
-            tape._next[0] -= 1
-            tape.events.pop()
-            tape.call("all_reduce", 12, numel=1, state=State.BEGUN, at=START + 5)
-        in_a_helper(tape, 34 if rank == 0 else 30)
-    (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "left the loop" not in finding.cause
-
-
-def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
-    made = tapes()
-    for tape in made.values():
-        tape.call(line=9, inside=NESTED)
-    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, inside=NESTED[1:], state=State.BEGUN, at=START + 5)
-    (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "left the loop at train.py:8 before" in finding.cause
-
-
-def test_a_caller_that_is_not_on_record_may_be_in_the_loop(tmp_path: Path) -> None:
-    made = tapes()
-    for tape in made.values():
-        tape.call(line=9, inside=NESTED)
-    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
-    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
-    deep = made[1].events.pop()
-    assert isinstance(deep, CallSite)
-    made[1].events += [
-        msgspec.structs.replace(e, function="helper") if isinstance(e, Site) else e
-        for e in [made[1].events.pop()]
-    ]
-    made[1].events.append(msgspec.structs.replace(deep, places=deep.places * CALLERS))
-    (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    assert "left the loop" not in finding.cause
 
 
 def test_another_call_of_one_helper_with_another_shape(tmp_path: Path) -> None:
