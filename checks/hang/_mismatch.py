@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 
 from ddpdoctor.events import CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Run
 
+from ._branches import arms, branch, condition, is_inside, same_lines, within
 from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
 from ._usual import left_out
 
 WINDOW = 64
-ON_RANK = re.compile(
-    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|\bRANK|\bis_main|\bmain_process|\bis_master"
-    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|process_index|\bis_first|\bprimary\b",
-)
-_ARMS = ("else:", "elif ", "except")
 
 
 @dataclass(frozen=True)
@@ -97,6 +92,8 @@ def _judge(
         return None
     # The two largest sides stand for all: who else differs, differs from the larger one too.
     one, other = sides[1], sides[0]
+    if index == end and (extra := _too_many(known, key, logs, index, (one, other))) is not None:
+        return extra
     a = list(known.window(logs[one[0]], index, WINDOW))
     b = list(known.window(logs[other[0]], index, WINDOW))
     differs = tuple(
@@ -110,7 +107,7 @@ def _judge(
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
         return None
     place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
-    apart = bool(differs) and a[0].text != b[0].text and _arms(a[0], b[0]) is None
+    apart = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
     earlier = 0
     if apart and shift is None and (missed := left_out(known, logs, index, made)):
         place, odd, earlier = missed
@@ -131,12 +128,43 @@ def _judge(
     )
 
 
-def _sides(made: dict[int, Made]) -> list[list[int]]:
-    """Ranks that made the same call from the same lines, the largest side first."""
+def _too_many(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    end: int,
+    sides: tuple[list[int], list[int]],
+) -> Parting | None:
+    """A call too many that was paired with the others' next one of its kind, so that the ranks part
+    only at the `end`: from there on its callers are a call behind, each time on the line on which
+    the others were the call before."""
+    for callers, rest in (sides, sides[::-1]):
+        mine, theirs, index = logs[callers[0]], logs[rest[0]], end
+        while index > max(0, end - WINDOW):
+            now, before, there = (
+                known.at(log, i)
+                for log, i in ((mine, index), (mine, index - 1), (theirs, index - 1))
+            )
+            if now is None or before is None or there is None or not same_lines(now, there):
+                break
+            if same_lines(before, there) or arms(before, there) is not None:
+                break
+            index, place = index - 1, before
+        if index < end:
+            made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
+            odd = _minority(callers, rest, place, known)
+            depth = _depth(place, [made[r] for r in rest])
+            return Parting(key, index, made, (), True, True, odd, place, depth)
+    return None
+
+
+def _sides(made: dict[int, Made], of: Callable[[Made], object] = lambda m: None) -> list[list[int]]:
+    """Ranks that made the same call from lines that read the same, and agree in what is asked `of`
+    them, the largest side first."""
     sides: dict[object, list[int]] = {}
     hard = len({m.what for m in made.values()}) > 1
     for rank, m in made.items():
-        sides.setdefault(m.what if hard else (m.what, m.text), []).append(rank)
+        sides.setdefault(m.what if hard else (m.what, m.text, of(m)), []).append(rank)
     return sorted(sides.values(), key=lambda s: (-len(s), s))
 
 
@@ -203,51 +231,15 @@ def _alike(a: list[Made], b: list[Made]) -> tuple[list[object], list[object]]:
 
     for m, n in zip(a, b, strict=False):
         x, y = token(m), token(n)
-        heads = _arms(m, n) if x != y else None
+        heads = arms(m, n) if x != y else None
         if heads is None:
             continue
-        ours = {token(o) for o in (*a, *b) if _within(o, heads[0])}
-        theirs = {token(o) for o in (*a, *b) if _within(o, heads[1])}
+        ours = {token(o) for o in (*a, *b) if within(o, heads[0])}
+        theirs = {token(o) for o in (*a, *b) if within(o, heads[1])}
         # `if r: f(a), f(b)` and `else: f(b), f(a)` are no alternatives but another order.
         if x not in theirs and y not in ours:
             same[y] = x
     return [token(m) for m in a], [token(n) for n in b]
-
-
-def _arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
-    """The arms of one statement that two calls stand in, where that is so."""
-    if m.site is None or n.site is None:
-        return None
-    ours, theirs = list(m.site.places), list(n.site.places)
-    while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
-        ours.pop()
-        theirs.pop()
-    x, y = ours[-1].inside, theirs[-1].inside
-    depth = 0
-    while depth < min(len(x), len(y)) and x[-1 - depth] == y[-1 - depth]:
-        depth += 1
-    if depth == len(x) or depth == len(y):
-        return None
-    heads = (x[-1 - depth], y[-1 - depth])
-    arms = heads[0].line != heads[1].line and _opener(heads[0]) == _opener(heads[1])
-    return heads if arms and any(h.text.startswith(_ARMS) for h in heads) else None
-
-
-def _opener(head: Enclosing) -> str:
-    """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
-    if head.text.startswith(("try:", "except")):
-        return "try:"
-    if head.text.startswith(("else:", "elif ")):
-        return head.text.rpartition("  # ")[2]
-    return head.text
-
-
-def _within(made: Made, head: Enclosing) -> bool:
-    return any(head in place.inside for place in (made.site.places if made.site else ()))
-
-
-def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
-    return m.rank.location(p.site) == n.rank.location(q.site)
 
 
 def _harmless(a: list[Made], b: list[Made], shift: Shift, end: int) -> bool:
@@ -329,30 +321,6 @@ def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> t
     return tuple(sorted(callers))
 
 
-def condition(made: Made) -> tuple[Place, Enclosing] | None:
-    """The statement around a call that only some ranks enter, as its text suggests."""
-    for place in made.site.places if made.site else ():
-        if found := on_rank(place.inside):
-            return place, found
-    return None
-
-
-def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
-    """The innermost of these statements whose text says that only some ranks enter it."""
-    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ")))
-    return next((e for e in heads if ON_RANK.search(e.text)), None)
-
-
-def branch(made: Made) -> tuple[Place, Enclosing] | None:
-    """The innermost branch around a call; all ranks run the same program."""
-    for place in made.site.places if made.site else ():
-        for enclosing in place.inside:
-            heads = enclosing.text.startswith(("if ", "elif ", "else:", "except"))
-            if heads and "__name__" not in enclosing.text:
-                return place, enclosing
-    return None
-
-
 def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     """The branch that only the ranks at fault took: its text says so, or the others are past it in
     the same step and never made that call."""
@@ -392,16 +360,6 @@ def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
     )
 
 
-def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
-    """Whether a place that communicates, or a line that led to it, is inside the statement at that
-    line."""
-    return any(
-        enclosing.line == line and (at := rank.location(place.site)) and at.file == file
-        for place in (site.places if site else ())
-        for enclosing in place.inside
-    )
-
-
 def _passed(made: Made, call: Made, inside: Place) -> bool:
     """Whether a rank is further down in a function, without a call that another makes there."""
     spot = call.rank.location(inside.site)
@@ -420,5 +378,6 @@ def _passed(made: Made, call: Made, inside: Place) -> bool:
 
 def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:
     """Who was in which call, the ranks at fault first."""
-    for side in sorted(_sides(parting.made), key=lambda s: s[0] not in parting.odd):
+    sides = _sides(parting.made, lambda m: m.location)
+    for side in sorted(sides, key=lambda s: s[0] not in parting.odd):
         yield side, parting.made[side[0]]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from ddpdoctor.findings import Evidence, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
+from ._branches import branch, condition
 from ._log import Made
 from ._loops import left_loop
-from ._mismatch import Parting, around_all, branch, condition, describe_sides
+from ._mismatch import Parting, around_all, describe_sides
 from ._scene import Scene, Stand, scene
 
 

@@ -8,11 +8,11 @@ from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
+from ._branches import branch, condition, is_inside, on_rank
 from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
-from ._mismatch import branch, condition, is_inside, on_rank
 from ._scene import Scene, Stand, scene
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for

@@ -136,6 +136,33 @@ def test_a_barrier_that_was_paired_with_the_next_one(tmp_path: Path, same: bool)
         assert (finding.ranks, finding.location.line) == ((0,), 8)
 
 
+@pytest.mark.parametrize("later", [0, 3])
+def test_a_barrier_too_many_that_reads_as_the_others_do(tmp_path: Path, later: int) -> None:
+    made = tapes()
+    text = "dist.barrier()"
+    made[0].call("barrier", 8, text, inside=ON_ZERO)
+    for line in range(9, 10 + later):
+        made[1].call("barrier", line, text)
+        made[0].call("barrier", line, text, state=State.DONE if line < 9 + later else State.BEGUN)
+    made[1].call("all_gather", 20, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert (finding.ranks, finding.location.line) == ((0,), 8)
+    assert "only some ranks enter `if rank == 0:`" in finding.cause
+
+
+def test_barriers_of_both_arms_before_calls_that_differ(tmp_path: Path) -> None:
+    made = tapes()
+    one, other = ((5, "if rank == 0:"),), ((8, "else:  # if rank == 0:"),)
+    made[0].call("barrier", 6, "dist.barrier()", inside=one)
+    made[1].call("barrier", 9, "dist.barrier()", inside=other)
+    made[0].call("barrier", 9, "dist.barrier()", inside=other, state=State.BEGUN)
+    made[1].call("all_gather", 20, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line in (9, 20)
+
+
 def test_groups_entered_in_opposite_order(tmp_path: Path) -> None:
     made = tapes()
     for rank, tape in made.items():

@@ -1,0 +1,95 @@
+"""The statements of the program around a call: which branch led there, and whether two calls stand
+on the same lines or in the two arms of one `if`."""
+
+from __future__ import annotations
+
+import re
+
+from ddpdoctor.events import CallSite, Enclosing, Place
+from ddpdoctor.run import Rank
+
+from ._log import Made
+
+ON_RANK = re.compile(
+    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|\bRANK|\bis_main|\bmain_process|\bis_master"
+    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|process_index|\bis_first|\bprimary\b",
+)
+_ARMS = ("else:", "elif ", "except")
+
+
+def condition(made: Made) -> tuple[Place, Enclosing] | None:
+    """The statement around a call that only some ranks enter, as its text suggests."""
+    for place in made.site.places if made.site else ():
+        if found := on_rank(place.inside):
+            return place, found
+    return None
+
+
+def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
+    """The innermost of these statements whose text says that only some ranks enter it."""
+    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ")))
+    return next((e for e in heads if ON_RANK.search(e.text)), None)
+
+
+def branch(made: Made) -> tuple[Place, Enclosing] | None:
+    """The innermost branch around a call; all ranks run the same program."""
+    for place in made.site.places if made.site else ():
+        for enclosing in place.inside:
+            heads = enclosing.text.startswith(("if ", "elif ", "else:", "except"))
+            if heads and "__name__" not in enclosing.text:
+                return place, enclosing
+    return None
+
+
+def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
+    """Whether a place that communicates, or a line that led to it, is inside the statement at that
+    line."""
+    return any(
+        enclosing.line == line and (at := rank.location(place.site)) and at.file == file
+        for place in (site.places if site else ())
+        for enclosing in place.inside
+    )
+
+
+def arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
+    """The arms of one statement that two calls stand in, where that is so."""
+    if m.site is None or n.site is None:
+        return None
+    ours, theirs = list(m.site.places), list(n.site.places)
+    while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
+        ours.pop()
+        theirs.pop()
+    x, y = ours[-1].inside, theirs[-1].inside
+    depth = 0
+    while depth < min(len(x), len(y)) and x[-1 - depth] == y[-1 - depth]:
+        depth += 1
+    if depth == len(x) or depth == len(y):
+        return None
+    heads = (x[-1 - depth], y[-1 - depth])
+    apart = heads[0].line != heads[1].line and _opener(heads[0]) == _opener(heads[1])
+    return heads if apart and any(h.text.startswith(_ARMS) for h in heads) else None
+
+
+def _opener(head: Enclosing) -> str:
+    """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
+    if head.text.startswith(("try:", "except")):
+        return "try:"
+    if head.text.startswith(("else:", "elif ")):
+        return head.text.rpartition("  # ")[2]
+    return head.text
+
+
+def within(made: Made, head: Enclosing) -> bool:
+    return any(head in place.inside for place in (made.site.places if made.site else ()))
+
+
+def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
+    return m.rank.location(p.site) == n.rank.location(q.site)
+
+
+def same_lines(m: Made, n: Made) -> bool:
+    """Whether two calls were led to by the same lines."""
+    ours, theirs = (x.site.places if x.site else () for x in (m, n))
+    return len(ours) == len(theirs) > 0 and all(
+        _same_place(m, p, n, q) for p, q in zip(ours, theirs, strict=True)
+    )
