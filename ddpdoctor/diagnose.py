@@ -282,6 +282,11 @@ def _lost(run: Run) -> list[str]:
         )
     if cut := [r.rank for r in torn if r.rank not in early]:
         lost.append(f"the last line in the records of {_ranks(cut)} is cut short")
+    if empty := [r.rank for r in run.ranks.values() if r.started is None and not r.torn]:
+        lost.append(
+            f"the records of {_ranks(empty)} are empty: the disk was full, or the rank was killed "
+            "as it started"
+        )
     parts: dict[str, list[int]] = {}
     for rank in run.ranks.values():
         for trouble in rank.of(ProbeTrouble):

@@ -90,6 +90,9 @@ def test_report_tells_what_the_records_lack(good: Path, capsys: Caught) -> None:
     (good / "node-0.jsonl").unlink()
     assert main(["report", str(good)]) == 0
     assert "the last line in the records of rank 1 is cut short" in capsys.readouterr().out
+    second.write_bytes(b"")
+    assert main(["report", str(good)]) == 0
+    assert "the records of rank 1 are empty" in capsys.readouterr().out
 
 
 def test_report_names_what_may_not_be_read(
