@@ -273,6 +273,14 @@ def test_last_thing_is_the_exception_not_the_leaving() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("done", "told"), [(100, "first seen at step 4, in 25 of 100 steps"), (4, "in step 4")]
+)
+def test_a_step_that_no_rank_completed(done: int, told: str) -> None:
+    (finding,) = report_of(ToyStep()).findings
+    assert facts.whereabouts(finding, done)[-1] == told
+
+
 def test_long_whereabouts_are_wrapped() -> None:
     report = report_of(ToyStep())
     (finding,) = report.findings

@@ -20,7 +20,7 @@ from ddpdoctor.events import (
     StallSeen,
     Stopped,
 )
-from ddpdoctor.findings import Location
+from ddpdoctor.findings import Location, Steps
 from ddpdoctor.run import Call, Phase, Rank, Run, State, shorten
 
 from ._failures import call_failed, is_over, lost_peer
@@ -82,6 +82,11 @@ class Stand:
     def blocked(self) -> bool:
         """In a collective or in a point-to-point call."""
         return self.call is not None and not self.gone
+
+    @property
+    def steps(self) -> Steps | None:
+        """The optimizer step it was in; None where it took none."""
+        return Steps.of([self.rank.steps]) if self.rank.steps else None
 
     @property
     def stopped(self) -> bool:

@@ -113,6 +113,7 @@ class DataStall(Check):
         return self.finding(
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
+            steps=first.steps,
             subjects=(loader.dataset,) if loader else (),
             location=where,
             label=f"no batch for {waited:.0f} s",

@@ -105,6 +105,7 @@ class RankExitedEarly(Check):
             cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"
         return self.finding(
             ranks=ranks,
+            steps=first.steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=spot or here,
             label=label if spot else f"{ranks_text(others)} waited here",

@@ -74,6 +74,7 @@ class RankMissing(Check):
         return self.finding(
             ranks=ranks,
             confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
+            steps=absent[0].steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=where or here,
             label=_label(absent[0], ranks),

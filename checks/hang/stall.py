@@ -13,7 +13,6 @@ from ddpdoctor.findings import (
     FixKind,
     Related,
     Severity,
-    Steps,
 )
 from ddpdoctor.run import Run, ranks_text
 
@@ -96,6 +95,7 @@ class Stall(Check):
         return self.finding(
             severity=Severity.ERROR,
             ranks=tuple(sorted(s.rank.rank for s in ring)),
+            steps=first.steps,
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
             summary=told,
@@ -119,6 +119,7 @@ class Stall(Check):
         return self.finding(
             severity=Severity.ERROR,
             ranks=(rank,),
+            steps=missed.stand.steps,
             subjects=(made.signature.op,),
             location=where,
             label=f"rank {rank} left out its {made.signature.op}",
@@ -170,7 +171,7 @@ class Stall(Check):
         return self.finding(
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
-            steps=Steps.of([least.rank.steps]) if least.rank.steps else None,
+            steps=least.steps,
             location=least.location,
             label=f"{_are(_with(stands, least))} here",
             related=_threads.place(thread, least),

@@ -96,7 +96,11 @@ def whereabouts(finding: Finding, total_steps: int) -> list[str]:
         word = "rank" if len(finding.ranks) == 1 else "ranks"
         parts.append(f"{word} {clean(fold_ranks(finding.ranks), 60)}")
     if steps := finding.steps:
-        parts.append(f"first seen at step {steps.first}, in {_how_many(steps, total_steps)}")
+        parts.append(
+            f"first seen at step {steps.first}, in {_how_many(steps, total_steps)}"
+            if steps.first < total_steps
+            else f"in step {steps.first}"
+        )
     return parts
 
 

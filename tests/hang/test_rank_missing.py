@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from ddpdoctor.checks.hang.stall import Stall
-from recordings import PID
+from recordings import PID, steps
 from tapes import START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import (
@@ -18,7 +18,7 @@ from ddpdoctor.events import (
     StallOver,
     ThreadFailed,
 )
-from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.findings import Confidence, Finding, Steps
 from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run
 
@@ -47,6 +47,16 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
     assert finding.evidence["waiting"] == [
         {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 45.0}
     ]
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_the_step_in_which_it_is(tmp_path: Path, done: int) -> None:
+    made = waiting()
+    for tape in made.values():
+        tape.events += steps(done)
+    run = run_of(tmp_path, made, nodes={0: [stall(START + 50, START + 5)]}, ended=None)
+    (finding,) = found(run)
+    assert finding.steps == (Steps(3, 3, 1) if done else None)
 
 
 @pytest.mark.parametrize(
