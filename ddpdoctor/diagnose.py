@@ -77,10 +77,23 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
 
 def _each_once(findings: list[Finding]) -> list[Finding]:
     """What one line does again and again (a loader made in every epoch) is told once."""
-    first: dict[object, Finding] = {}
+    alike: dict[object, list[Finding]] = {}
     for f in findings:
-        first.setdefault((f.code, f.severity, f.ranks, f.location, f.subjects, f.summary), f)
-    return list(first.values())
+        what = f.location or (f.subjects, f.summary)
+        alike.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
+    return [_joined(several) for several in alike.values()]
+
+
+def _joined(several: list[Finding]) -> Finding:
+    import msgspec
+
+    first = several[0]
+    more = list(dict.fromkeys(f.summary for f in several if f.summary != first.summary))
+    if not more:
+        return first
+    subjects = tuple(dict.fromkeys(s for f in several for s in f.subjects))
+    evidence = first.evidence | {"from the same line also": more}
+    return msgspec.structs.replace(first, subjects=subjects, evidence=evidence)
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:

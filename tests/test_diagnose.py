@@ -9,7 +9,7 @@ from recordings import PID, make_run, started, steps
 
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded
-from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.findings import Check, Finding, Location, Severity
 from ddpdoctor.run import Run
 
 
@@ -20,19 +20,26 @@ class Says(Check):
     severity = Severity.ERROR
 
     def __init__(
-        self, name: str, *explained: str, fails: bool = False, told: tuple[str, ...] = ("",)
+        self,
+        name: str,
+        *explained: str,
+        fails: bool = False,
+        told: tuple[str, ...] = ("",),
+        at: Location | None = None,
     ) -> None:
         self.name = name  # type: ignore[misc]
         self.code = f"DDP9{ord(name[0])}"  # type: ignore[misc]
         self.explained = explained
         self.fails = fails
         self.told = told
+        self.at = at
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if self.fails:
             raise RuntimeError("broken")
         for summary in self.told:
-            yield self.finding(summary=summary, cause="", fix="")
+            about = tuple(summary.split()[:1])
+            yield self.finding(summary=summary, subjects=about, location=self.at, cause="", fix="")
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in self.explained
@@ -59,6 +66,14 @@ def test_what_is_said_of_one_line_again_and_again_is_told_once() -> None:
     says = Says("a", told=("not divided", "not divided", "divided twice"))
     report = diagnose(make_run({0: [started(0, 1)]}), [says])
     assert [f.summary for f in report.findings] == ["not divided", "divided twice"]
+
+
+def test_what_one_line_does_to_several_things_is_one_fault() -> None:
+    told = ("train is not divided", "val is not divided", "train is not divided")
+    says = Says("a", told=told, at=Location("train.py", 3, "main", "loader(data)"))
+    (finding,) = diagnose(make_run({0: [started(0, 1)]}), [says]).findings
+    assert (finding.summary, finding.subjects) == (told[0], ("train", "val"))
+    assert finding.evidence == {"from the same line also": [told[1]]}
 
 
 def test_a_broken_check_hides_nothing() -> None:

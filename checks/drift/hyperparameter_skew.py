@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
 from ddpdoctor.events.amp import told_at
@@ -145,12 +146,21 @@ def _set_by_hand(
     return next((spot for spot in spots if spot is not None), None)
 
 
-def _line_of_some(group: Replicas) -> tuple[list[int], SchedulerStep, Location] | None:
+def _scheduled(member: Member, first: int) -> list[SchedulerStep]:
+    """Calls of the optimizer's schedulers; of options that differ at its `first` step, those that
+    came before it."""
+    seen = (e.at for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
+    before = inf if first else next(seen, inf)
+    calls = member.rank.of(SchedulerStep)
+    return [c for c in calls if c.optimizer in (-1, member.optimizer) and c.at <= before]
+
+
+def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep, Location] | None:
     """A line that steps a scheduler on some ranks, beside those that do on all of them."""
     lines: dict[int, dict[str, tuple[SchedulerStep, Location]]] = {
         n: {
             str(at): (call, at)
-            for call in m.rank.of(SchedulerStep)
+            for call in _scheduled(m, first)
             if (at := m.rank.location(call.site)) is not None
         }
         for n, m in group.members.items()
@@ -177,7 +187,7 @@ def _from_a_load(
             done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
             follows = all(e.at <= some.event.at for e in done if e.step < first)
         else:
-            follows = option in SCHEDULED and _stepped_alike(group)
+            follows = option in SCHEDULED and _stepped_alike(group, first)
         if follows:
             cause = _loads.by_some(group, what, some, at)
             step = _step_line(group, some.ranks)
@@ -189,8 +199,8 @@ def _from_a_load(
     return None
 
 
-def _stepped_alike(group: Replicas) -> bool:
-    calls = [m.rank.of(SchedulerStep) for m in group.members.values()]
+def _stepped_alike(group: Replicas, first: int) -> bool:
+    calls = [_scheduled(m, first) for m in group.members.values()]
     return len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls}) == 1
 
 
@@ -201,7 +211,7 @@ def _stepped_here(step: Location | None) -> tuple[Related, ...]:
 def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Cause:
     """The scheduler that only some ranks step, the one that decides locally, or what set it."""
     members = group.members
-    calls = {n: m.rank.of(SchedulerStep) for n, m in members.items()}
+    calls = {n: _scheduled(m, first) for n, m in members.items()}
     stepping = [n for n, c in calls.items() if c]
     step = _step_line(group, ranks)
     related = _stepped_here(step)
@@ -216,11 +226,11 @@ def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Ca
         text = f"{call.kind}.step is called on {ranks_text(stepping)} only"
         spot = members[stepping[0]].rank.location(call.site)
         return Cause(text, alike, f"only {ranks_do(stepping, 'come')} here", spot, related=related)
-    if (besides := _line_of_some(group)) is not None:
+    if (besides := _line_of_some(group, first)) is not None:
         on, call, spot = besides
         text = f"{call.kind}.step is called here too on {ranks_text(on)} only"
         return Cause(text, alike, f"only {ranks_do(on, 'come')} here", spot, related=related)
-    if by_hand is not None and _stepped_alike(group) and not plateau:
+    if by_hand is not None and _stepped_alike(group, first) and not plateau:
         call = calls[stepping[0]][-1]
         scheduled = members[stepping[0]].rank.location(call.site)
         beside = (Related(f"{call.kind} stepped here", scheduled),) if scheduled else ()

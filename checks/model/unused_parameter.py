@@ -160,7 +160,8 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
         BLIND: f"{part.title} was called under `no_grad` only, so that no gradient can reach it",
         SOMETIMES: f"{part.title} takes part in some steps and not in others",
         FROZEN: f"{part.title} was frozen after the wrap, and DDP still waits for its gradients",
-        BESIDE: f"a parameter of {part.title} was not used in the forward",
+        BESIDE: f"the loss does not depend on a parameter of {part.title}: the forward does not "
+        "use it, or what it adds drops out (as a bias does of a loss of derivatives)",
         PLAIN: f"{part.title} took no part in the loss",
     }[why]
     if allowed:
@@ -188,6 +189,7 @@ def _fix(part: Part, why: str, allowed: bool) -> str:
         SOMETIMES: "`DDP(model, find_unused_parameters=True)`, or let it take part with weight "
         "zero in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
         FROZEN: f"freeze it before the wrap ({freeze}), or wrap again after freezing",
-        BESIDE: "use the parameter in `forward`, or remove it",
+        BESIDE: "use the parameter in `forward`, remove it (`bias=False`), or freeze it before the "
+        "wrap",
         PLAIN: f"use it, remove it, or freeze it before the wrap: {freeze}",
     }[why]

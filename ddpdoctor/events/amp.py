@@ -50,12 +50,14 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
 
     Attributes:
         call: zero-based number of the call at this line.
+        optimizer: whose options it sets; -1 for one that has not stepped yet.
     """
 
     kind: str
     step: int
     call: int
     site: int
+    optimizer: int = -1
 
 
 def told_at(step: int) -> bool:

@@ -242,12 +242,14 @@ def _scaler_updates(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _known.scheduler_depth += 1
-    if _known.scheduler_depth > 1 or not active.step:  # the constructor steps once
+    made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
+    if _known.scheduler_depth > 1 or not active.step or not made:
         return
     site = active.site()
     call = _known.scheduler_calls.get(site, 0)
     _known.scheduler_calls[site] = call + 1
     if call < 20 or call & (call - 1) == 0:
+        known = known_optimizer(getattr(args[0], "optimizer", None))
         active.emit(
             SchedulerStep(
                 at=time.monotonic(),
@@ -255,6 +257,7 @@ def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 step=active.step,
                 call=call,
                 site=site,
+                optimizer=-1 if known is None else known.number,
             )
         )
 

@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -182,6 +183,22 @@ def test_options_that_differ_from_the_first_step_point_at_the_optimizer():
     later = [made, rate(0, 0.1)], [made, rate(0, 0.1), rate(2, 0.2)]
     (finding,) = HyperparameterSkew().examine(run_of(dict(enumerate(later))))
     assert finding.location.line == 40
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        SchedulerStep(at=9, kind="SWALR", step=1, call=0, site=STEP),
+        SchedulerStep(at=1, kind="StepLR", step=1, call=0, site=STEP, optimizer=1),
+    ],
+)
+def test_a_scheduler_that_cannot_have_set_what_differs(later):
+    made = OptimizerSeen(at=2, optimizer=0, kind="SGD", site=LINE)
+    rates = [msgspec.structs.replace(rate(0, lr), at=2) for lr in (0.1, 0.2)]
+    run = run_of({n: [made, rates[n], later] for n in range(2)})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert finding.location == run.ranks[0].location(LINE)
+    assert "the optimizer was made with them" in finding.cause
 
 
 def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_made(monkeypatch):
