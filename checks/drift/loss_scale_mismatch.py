@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import BatchSeen
+from ddpdoctor.events import BatchSeen, Edited
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -28,7 +28,8 @@ class LossScaleMismatch(Check):
     `loss = local_sum * world_size / global_count`.
 
     ## When it stays quiet
-    Mean-reduced losses; batches of equal size.
+    Mean-reduced losses; batches of equal size; gradients that the program rescales itself before
+    the step by what may be the global count: a constant is none where the counts vary.
     """
 
     code = "DDP410"
@@ -59,7 +60,7 @@ class LossScaleMismatch(Check):
             if len(set((sizes := {n: _at(t, f) for n, t in tables.items()}).values())) > 1
             and None not in sizes.values()
         }
-        if not unequal:
+        if not unequal or _rescaled(group, unequal):
             return
         first, sizes = next(iter(unequal.items()))
         event = next(e for e in group.any.rank.of(BatchSeen) if e.model == group.any.model)
@@ -81,6 +82,25 @@ class LossScaleMismatch(Check):
 
 def _row(sizes: dict[int, int | None]) -> dict[str, int | None]:
     return {f"rank {n}": size for n, size in sizes.items()}
+
+
+def _rescaled(group: Replicas, unequal: dict[int, dict[int, int | None]]) -> bool:
+    """Whether the program itself may divide the gradients by the count over all ranks."""
+    ratios = {e.ratio for m in group.members.values() for e in _edits(m)}
+    counts = {sum(size or 0 for size in sizes.values()) for sizes in unequal.values()}
+    constant = len(ratios) == 1 and 0 not in ratios
+    return bool(ratios) and not (constant and len(counts) > 1)
+
+
+def _edits(member: Member) -> list[Edited]:
+    """Of gradients, by something other than torch's own functions."""
+    return [
+        e
+        for e in member.rank.of(Edited)
+        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
+        and e.changed
+        and (e.beside or not e.functions)
+    ]
 
 
 def _sizes(member: Member) -> dict[int, int]:

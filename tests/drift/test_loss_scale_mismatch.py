@@ -5,7 +5,7 @@ import torch
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from replicas import LINE, run_of
 
-from ddpdoctor.events import BatchSeen
+from ddpdoctor.events import BatchSeen, Edited
 from ddpdoctor.findings import Severity
 from ddpdoctor.probe.losses import _look
 
@@ -32,6 +32,37 @@ def test_a_mean_over_unequal_batches():
 def test_a_sum_over_equal_batches():
     events = [batch(0, 8), batch(4, 3)]
     assert not list(LossScaleMismatch().examine(run_of(dict.fromkeys(range(2), events))))
+
+
+def edited(step, ratio, **more):
+    return Edited(at=0, model=0, optimizer=0, kind="gradients", step=step, changed=True,
+                  ratio=ratio, **more)  # fmt: skip
+
+
+UNEQUAL = {n: [batch(0, 8 + n), batch(1, 4 + n)] for n in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "more", "found"),
+    [
+        ((2 / 170, 2 / 181), {}, 0),
+        ((2 / 170, 2 / 181), {"functions": ("clip_grad_norm_",), "beside": True}, 0),
+        ((0.0,), {"functions": ("clip_grad_value_",), "beside": True}, 0),
+        ((0.9, 0.7), {"functions": ("clip_grad_norm_",)}, 1),
+        ((1 / 180,), {}, 1),
+    ],
+)
+def test_gradients_that_the_program_rescales_itself(ratios, more, found):
+    ranks = {
+        n: [*events, *(edited(s, r, **more) for s, r in enumerate(ratios))]
+        for n, events in UNEQUAL.items()
+    }
+    assert len(list(LossScaleMismatch().examine(run_of(ranks)))) == found
+
+
+def test_a_constant_may_be_the_count_where_that_is_one():
+    ranks = {n: [batch(0, 8 + n), batch(1, 9 - n), edited(0, 1 / 17)] for n in range(2)}
+    assert not list(LossScaleMismatch().examine(run_of(ranks)))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
