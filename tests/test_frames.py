@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.probe import modules
-from ddpdoctor.probe.frames import variables
+from ddpdoctor.probe.frames import updates_statistics, variables
 from ddpdoctor.probe.recorder import Recorder
 from ddpdoctor.probe.tracing import LINES_AT_MOST, Tracer
 from ddpdoctor.runfolder import EventWriter
@@ -143,3 +144,17 @@ def test_a_module_that_notes_its_arguments_by_locals(monkeypatch: pytest.MonkeyP
     net = Net()
     assert modules._births.lines[net][1] == line_of("net = Net()")
     assert not {"given", "late"} & set(notes)
+
+
+def test_whoever_gives_data_to_update_bn_is_told_so() -> None:
+    import torch
+    from torch.optim.swa_utils import update_bn
+
+    def batches() -> Iterator[torch.Tensor]:
+        asked.append(updates_statistics())
+        yield torch.ones(4, 2)
+
+    asked: list[bool] = []
+    update_bn(batches(), torch.nn.BatchNorm1d(2))
+    list(batches())
+    assert asked == [True, False]

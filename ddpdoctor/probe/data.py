@@ -10,7 +10,7 @@ from typing import Any
 from ..events import EpochBegan, SamplerRefused, ShardedOver
 from . import identity, modules, moments, randomness, samplers
 from .contents import Fingerprints
-from .frames import passed_over, unframe
+from .frames import passed_over, unframe, updates_statistics
 from .moments import Forward, Loading, Step
 from .passing import passed
 from .patching import around, replace
@@ -155,13 +155,13 @@ def _joined(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _iterating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    iterator = args[0]
+    """None within torch's `update_bn`: for statistics any part of the data will do."""
     loader = args[1] if len(args) > 1 else kwargs["loader"]
-    return iterator, loader, active.site()
+    return None if updates_statistics() else (args[0], loader, active.site())
 
 
 def _iterated(active: Recorder, token: Any, result: Any, error: Any) -> None:
-    if error is None:
+    if token is not None and error is None:
         _begin(active, *token)
 
 

@@ -89,3 +89,13 @@ def variables(frame: FrameType) -> dict[str, Any]:
     if sys.gettrace() is None:  # else it is written back after the tracing function
         kept.clear()
     return found
+
+
+def updates_statistics() -> bool:
+    """Whether torch's `update_bn` is running in this thread."""
+    module = sys.modules.get("torch.optim.swa_utils")
+    code = inspect.unwrap(module.update_bn).__code__ if module is not None else None
+    frame: FrameType | None = sys._getframe(1)
+    while code is not None and frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return code is not None and frame is not None
