@@ -56,7 +56,7 @@ class NonfiniteOrigin(Check):
         kinds = next((k for k in _FURTHEST if any(e.kind in k for e in now.values())), ())
         guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
-        spot, step = _spot(rank, event), event.step
+        spot, step = _spot(rank, event), event.step - _brought(event)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
         yield self.finding(
             ranks=tuple(r.rank for r in guilty),
@@ -94,6 +94,11 @@ def _first(rank: Rank) -> NonFinite | None:
 
 def _when(event: NonFinite) -> int:
     return event.total if event.total >= 0 else event.step
+
+
+def _brought(event: NonFinite) -> bool:
+    """A gradient of the step before brought it, of which rank is not known."""
+    return event.kind == "parameter" and event.gradients and event.step > 0
 
 
 def _spot(rank: Rank, event: NonFinite) -> Location | None:
@@ -140,6 +145,11 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
             f"the first {value} is in the gradients of {ranks} at step {event.step}{where}, while "
             "the loss is finite"
         )
+    if _brought(event):
+        return (
+            f"the gradients applied at step {event.step - 1} were not finite, while the loss was: "
+            f"parameters of {ranks} are so since then ({some})"
+        )
     if event.kind in ("parameter", "buffer"):
         return f"{event.kind}s of {ranks} are not finite at step {event.step} ({some})"
     made = f": {event.operation} made it" if event.operation else ""
@@ -179,13 +189,19 @@ def _cause(event: NonFinite, rank: Rank) -> str:
     if event.kind == "gradient":
         return (
             "an operation has no finite derivative where it was used (a square root or a norm of "
-            "zero, a masked branch that is not finite); averaging then gave it to every rank"
+            "zero, a masked branch that is not finite, the backward of one's own "
+            "`autograd.Function`); averaging then gave it to every rank"
+        )
+    if _brought(event):
+        return (
+            "the optimizer's state holds it too, so a gradient brought it; of which rank is not "
+            "known, as not every step's gradients are looked at before they are averaged"
         )
     if event.step == 0:
         return "they were so before the first step: from their initialisation, or a checkpoint"
     return (
-        "the step before made them so: a gradient that was not finite (in long runs not every "
-        "step's are looked at), the optimizer itself, or numbers beyond what the type can hold"
+        "the step before made them so: a gradient that was not finite (not every step's are looked "
+        "at), the optimizer itself, or numbers beyond what the type can hold"
     )
 
 
@@ -208,6 +224,11 @@ def _fix(event: NonFinite) -> str:
         return (
             f"look at what `{event.operation}` is given (`assert torch.isfinite(x).all()` on the "
             "way there), and let all ranks skip the step where one is not finite"
+        )
+    if _brought(event):
+        return (
+            "run again with `--every 1` to learn the rank; let all ranks skip the step where a "
+            "gradient is not finite"
         )
     if event.kind in ("loss", "gradient"):
         return (

@@ -21,6 +21,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         entered: the operation that was given it as a constant: what made it needed no gradient.
         rows: positions in the batch of an input.
         site: the backward; origin_site: the line that made it, as near as it is known.
+        gradients: of a parameter: its optimizer's state has it too, so that a gradient brought it.
         applied: the optimizer stepped with gradients that were not finite.
     """
 
@@ -36,6 +37,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     operation: str = ""
     entered: str = ""
     rows: tuple[int, ...] = ()
+    gradients: bool = False
     applied: bool = True
     total: int = -1
 

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,8 +32,17 @@ LOST = "where NaN and infinity come from"
 MOST_TOLD = 8
 MOST_INPUTS = 16
 FIRST_PARAMETERS = 4
-ALWAYS = 50
-"""The own gradients of so many backwards are looked at whatever it costs."""
+ALWAYS = 128
+"""So many backwards have their own gradients looked at whatever it costs, in many parameters; later
+ones as the budget allows, in one, and one in `WHOLE_EVERY` of these in many."""
+
+WHOLE_EVERY = 16
+MOST_LOOKED_AT, LARGEST = 32, 1 << 20
+"""Parameters, and elements of each."""
+
+
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+"""Of the gradient itself: the others are of its square, which can overflow."""
 
 
 class Flag:
@@ -53,7 +63,7 @@ class Flag:
 class _Numerics:
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
-        self.local_bad = False
+        self.local: NonFinite | None = None
         self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
         self.waiting: list[tuple[Flag, NonFinite]] = []
@@ -61,7 +71,7 @@ class _Numerics:
         self.plain: Any = None
         self.backwards = 0
         self.inputs: dict[Model, list[tuple[int | str, Any]]] = {}
-        self.samples: dict[Model, Any] = {}
+        self.telling: dict[Model, list[int]] = {}
 
 
 _state = _Numerics()
@@ -117,7 +127,7 @@ def _spelled(name: int | str) -> str:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    _state.suspect, _state.local_bad = None, False
+    _state.suspect = _state.local = None
     _state.flags.clear()
     if _state.told >= MOST_TOLD:
         return
@@ -137,8 +147,8 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         return
     asked = active.every and active.step % active.every == 0
     if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
-        _state.backwards += 1
-        _watch_gradients(active, backward)
+        seen, _state.backwards = _state.backwards, _state.backwards + 1
+        _watch_gradients(active, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
 
 
 def _finite_loss(root: Any) -> bool:
@@ -159,49 +169,82 @@ def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> 
     _judging.wake()
 
 
-def _watch_gradients(active: Recorder, backward: Backward) -> None:
-    """Look at what arrives at one early parameter of each model, before it is averaged.
-
-    What is wrong anywhere on the way from the loss arrives there too.
-    """
+def _watch_gradients(active: Recorder, backward: Backward, whole: bool) -> None:
+    """Look at what arrives at one early parameter of each model, or at many (`whole`), before it is
+    averaged."""
+    look = shielded("numerics.look", partial(_look, active, backward, whole), LOST)
     for model in models.live():
         if not model.pending:
             continue
-        parameter = _sample(model)
-        if parameter is None or not parameter.requires_grad:  # frozen for this backward
-            continue
-
-        def look(gradient: Any) -> None:
-            if gradient is None or Captures.depth:
-                return
-            if gradient.is_cuda:
-                _flag_later(active, backward, gradient, "gradient")
-            elif not finite(gradient):
-                _state.local_bad = True
-
-        _looked.wake()
-        _state.hooks.add([(parameter, shielded("numerics.look", look, LOST))])
+        known = _state.telling.get(model)
+        if known is None:
+            known = _state.telling[model] = _telling(model)
+        for position in known if whole else known[:1]:
+            parameter = model.parameters[position]()
+            if parameter is None or not parameter.requires_grad:  # frozen for this backward
+                continue
+            _state.hooks.add([(parameter, partial(look, model.names[position]))])
+            _looked.wake()
+            if parameter.is_cuda:  # each look has its price there
+                break
 
 
-def _sample(model: Model) -> Any:
-    """A small parameter among the first: what comes from the loss passes all others before it."""
-    known = _state.samples.get(model)
-    if known is None:
-        early = [model.parameters[i]() for i in model.expected[:FIRST_PARAMETERS]]
-        there = [p for p in early if p is not None and p.requires_grad]
-        known = _state.samples[model] = (
-            Reference(min(there, key=lambda p: p.numel())) if there else ()
-        )
-    return known() if known else None
+def _look(active: Recorder, backward: Backward, whole: bool, name: str, gradient: Any) -> None:
+    if gradient is None or Captures.depth:
+        return
+    if gradient.is_cuda:
+        _flag_later(active, backward, gradient, "gradient")
+        return
+    began = time.perf_counter_ns()
+    if not _finite_gradient(gradient):
+        if _state.local is None:
+            _state.local = _own_gradient(active, backward, gradient)
+        if whole:
+            _state.local = msgspec.structs.replace(_state.local, names=(*_state.local.names, name))
+    active.own_ns += time.perf_counter_ns() - began
+
+
+def _own_gradient(active: Recorder, backward: Backward, gradient: Any) -> NonFinite:
+    return NonFinite(
+        at=time.monotonic(),
+        kind="gradient",
+        step=active.step,
+        value=nonfinite_origin.value_in(gradient),
+        site=backward.site,
+    )
+
+
+def _finite_gradient(gradient: Any) -> bool:
+    """As `finite`, which asks much of a tensor."""
+    import torch
+
+    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    return (plain and math.isfinite(gradient.sum().item())) or finite(gradient)
+
+
+def _telling(model: Model) -> list[int]:
+    """Positions of those whose gradients tell of the others': a small one among the first, as what
+    comes from the loss passes most others before it; then of each pair of a weight and a bias the
+    bias, and what stands alone, as many as `MOST_LOOKED_AT`."""
+    there = ((i, model.parameters[i]()) for i in model.expected)
+    sizes = {i: p.numel() for i, p in there if p is not None and p.requires_grad}
+    if not sizes:
+        return []
+    first = [i for i in model.expected[:FIRST_PARAMETERS] if i in sizes] or list(sizes)
+    early = min(first, key=lambda i: sizes[i])
+    paired = {
+        n.removesuffix("bias") + "weight" for i in sizes if (n := model.names[i]).endswith("bias")
+    }
+    alone = [i for i in sizes if model.names[i] not in paired]
+    alone = alone[:: -(-len(alone) // MOST_LOOKED_AT)]
+    return [early, *(i for i in alone if i != early and sizes[i] <= LARGEST)]
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _looked.rest()
     _state.hooks.remove()
-    if _state.local_bad and _state.suspect is None:
-        _state.suspect = NonFinite(
-            at=backward.began, kind="gradient", step=active.step, value="nan", site=backward.site
-        )
+    if _state.local is not None and _state.suspect is None:
+        _state.suspect = _state.local
         _judging.wake()
 
 
@@ -237,6 +280,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
                 names=tuple(name for name, _ in bad[:5]),
                 count=len(bad),
                 rows=_rows(bad[0][1]) if kind == "input" else (),
+                gradients=kind == "parameter" and _by_gradients([t for _, t in bad]),
                 origin_site=base.forward_site if kind == "input" else -1,
             )
     origin = nonfinite_origin.trace(root, _names())
@@ -249,6 +293,16 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         origin_site=_origin_site(active, origin.operation, live, frame, root)
         if not origin.entered
         else _maker_site(active, live, origin.module, base.forward_site),
+    )
+
+
+def _by_gradients(parameters: list[Any]) -> bool:
+    """Whether an optimizer keeps of one of these what only a gradient can have left there."""
+    states = [o.state.get(p) or {} for o in optimizers.made() for p in parameters]
+    return any(
+        not finite(kept) and (key in _FIRST_MOMENTS or nonfinite_origin.value_in(kept) == "nan")
+        for state in states
+        for key, kept in state.items()
     )
 
 
@@ -325,18 +379,17 @@ def _step_begins(active: Recorder, step: Step) -> None:
         return
     bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
     if bad:
-        names = _names()
-        found = [names[id(p)] for p in bad if id(p) in names]
         if suspect.kind == "gradient":
-            # In the order of the forward, the last one is the nearest to where it arose.
+            known = _names()
+            # Else in the order of the forward: the last one is the nearest to where it arose.
+            found = suspect.names or [known[id(p)] for p in reversed(bad) if id(p) in known]
             suspect = msgspec.structs.replace(
-                suspect, names=tuple(found[::-1][:5]), count=len(bad), module=_owner(found)
+                suspect,
+                names=tuple(found[:5]),
+                count=len(bad),
+                module=found[0].rpartition(".")[0] if found else "",
             )
         _tell(active, msgspec.structs.replace(suspect, step=step.number, total=active.step))
-
-
-def _owner(names: list[str]) -> str:
-    return names[-1].rpartition(".")[0] if names else ""
 
 
 def _skips_itself(optimizer: Any) -> bool:

@@ -107,6 +107,89 @@ def test_parameters_that_grew() -> None:
     assert "optimizer" in finding.cause
 
 
+def test_a_gradient_whose_rank_is_not_known() -> None:
+    event = bad("parameter", 18, names=("scale",), gradients=True)
+    (finding,) = found([event], [event])
+    assert finding.steps is not None and finding.steps.first == 17
+    assert "gradients applied at step 17" in finding.summary
+    assert "which rank is not known" in finding.cause
+    assert finding.fix is not None and "learning rate" not in finding.fix
+
+
+def test_what_the_optimizer_keeps_tells_that_a_gradient_brought_it() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics, optimizers
+
+    for kind, value, brought in (("RMSprop", "nan", True), ("Adam", "inf", True), ("SGD", "", 0)):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(torch.optim, kind)([weight])
+        optimizers._optimizers.sites[optimizer] = -1
+        weight.grad = torch.full((3,), float(value or 1))
+        optimizer.step()
+        weight.data[0] = torch.nan
+        assert numerics._by_gradients([weight]) == brought, kind
+
+
+class Norm:
+    """As `torch.norm`, with a derivative of its own that is NaN at zero."""
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        import torch
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Any) -> Any:
+                ctx.save_for_backward(x)
+                return x.norm(dim=-1, keepdim=True)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Any) -> Any:
+                (x,) = ctx.saved_tensors
+                return gradient * x / x.norm(dim=-1, keepdim=True)
+
+        return Function.apply(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_own_gradients_are_looked_at_in_every_branch(
+    monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.models import Model
+
+    class Flow(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4))
+            self.shift = torch.nn.Parameter(torch.zeros(3))
+            self.up, self.down = torch.nn.Linear(1, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.down(self.up(Norm.of(x * self.scale))) + self.shift
+
+    net = Flow()
+    named = dict(net.named_parameters())
+    model = Model(0, net, list(named.values()), list(range(len(named))))
+    model.names, model.pending = list(named), 1
+    monkeypatch.setattr(numerics.models, "live", lambda: [model])
+    numerics._state.__init__()  # type: ignore[misc]
+    active, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
+    numerics._watch_gradients(active, backward, whole)  # type: ignore[arg-type]
+    assert [model.names[i] for i in numerics._telling(model)] == [
+        "shift", "scale", "up.bias", "down.bias",
+    ]  # fmt: skip
+    net(torch.zeros(2, 4)).sum().backward()
+    numerics._backward_ends(active, backward)  # type: ignore[arg-type]
+    assert all(p._backward_hooks is None for p in named.values())
+    suspect = numerics._state.suspect
+    numerics._state.__init__()  # type: ignore[misc]
+    assert (suspect is not None) is whole
+    if suspect is not None:
+        assert (suspect.kind, suspect.value, suspect.names) == ("gradient", "nan", ("scale",))
+
+
 def test_no_step_was_taken_on_it() -> None:
     assert not found([bad("loss", 5, applied=False)], [])
 
