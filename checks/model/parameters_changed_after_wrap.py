@@ -11,8 +11,8 @@ from ddpdoctor.run import Rank, Run
 from . import _models as models
 
 DONE = {
-    "added": ("was added after the wrap", "the wrapper does not know it, and never averages its "
-              "gradients"),
+    "added": ("was added after the wrap", "the wrapper does not know what was added, and never "
+              "averages its gradients"),
     "replaced": ("was replaced after the wrap", "the wrapper holds the parameter that was there "
                  "before, and never averages the gradients of the new one"),
     "unfrozen": ("was unfrozen after the wrap", "the wrapper left it out because it needed no "

@@ -14,7 +14,7 @@ from ..events import ParametersChanged
 from . import holdings, models, moments
 from .accumulators import nodes_of
 from .models import Model
-from .modules import birth_site, parameter_site, registrations
+from .modules import added_site, registrations
 from .moments import Backward, Forward, Subscriptions
 from .patching import around
 from .recorder import Recorder
@@ -199,9 +199,7 @@ def _look_whole(active: Recorder, forward: Forward, watch: Watch) -> None:
             continue
         owner, _, last = names[0].rpartition(".")
         module = owners.get(owner)
-        site = -1 if module is None else parameter_site(module, last)
-        if site < 0 and module is not None:
-            site = birth_site(module)
+        site = -1 if module is None else added_site(module, last)
         watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
 
 

@@ -83,6 +83,14 @@ def parameter_site(module: Any, name: str) -> int:
     return active.sites.number(*line) if active is not None and line else -1
 
 
+def added_site(module: Any, name: str) -> int:
+    """The number of the user's line that brought in a parameter which the model did not have: the
+    one that made its module, if it came with that."""
+    line = _births.parameters.get(module, {}).get(name)
+    born = birth_site(module) if line is None or line[0].co_name == "__init__" else -1
+    return born if born >= 0 else parameter_site(module, name)
+
+
 def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
     """Names of parameters by identity, and the outermost modules that hold them, the one that
     holds the most first; as far as the modules are known."""
