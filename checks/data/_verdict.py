@@ -24,6 +24,9 @@ MOVING = "read by several ranks, by epoch"
 MATERIAL = 0.3
 """Share of a stream's samples that another rank or worker has to deliver too."""
 
+REPEATS = 24
+"""Samples that would come twice on one rank by chance; far fewer are no chance."""
+
 
 @dataclass(eq=False)
 class Fault:
@@ -135,7 +138,30 @@ def _moving(made: tuple[Audit, ...]) -> dict[str, object]:
 def _by_chance(audit: Audit) -> bool:
     """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
     drawn = any(e.seen.replacement for e in audit.epochs.values())
-    return (drawn or audit.again_within > 0) and not audit.same_order
+    return (drawn or (audit.again_within > 0 and not _own_orders(audit))) and not audit.same_order
+
+
+def _own_orders(audit: Audit) -> bool:
+    """Whether each rank takes its share of an order of its own: together they read as many samples
+    as there are, and about as many come twice as never, but hardly any twice on one rank. Of
+    repeats that are drawn at random or stand in a common order, one in so many as there are other
+    ranks would."""
+    shared, others = len(audit.shared), len(audit.epochs) - 1
+    known = audit.never + len(audit.total)
+    return (
+        audit.complete
+        and abs(sum(audit.total.values()) - known) <= known / 10
+        and shared / 2 <= audit.never <= 2 * shared
+        and shared >= REPEATS * others
+        and audit.again_within <= shared / others / 4
+    )
+
+
+def _pads(audit: Audit, batch: int) -> bool:
+    """Whether all was read, and what was read again only fills up the last batch of each rank."""
+    again = sum(audit.total.values()) - len(audit.total)
+    whole = audit.complete and not audit.never and not audit.same_sets
+    return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
 
 
 def _padding(readers: list[Reader]) -> int:
@@ -157,11 +183,10 @@ def _unsharded(
 ) -> Fault | None:
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
-    batch = max(r.seen.batch_size or 1 for r in readers)
-    slack = 0 if whole else min(len(readers) * batch, len(worst.total) // 2)
-    if len(worst.shared) <= slack:
-        return None
-    if _by_chance(worst):
+    batch = max(_batch(r) for r in readers)
+    exact = whole or _own_orders(worst)
+    slack = 0 if exact else min(len(readers) * batch, len(worst.total) // 2)
+    if len(worst.shared) <= slack or _pads(worst, batch) or _by_chance(worst):
         return None
     answer = _judged(readers, differing)
     if answer == "differ":
@@ -175,6 +200,12 @@ def _unsharded(
         return Fault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
     moving = _moving(made)
     return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, moving)
+
+
+def _batch(reader: Reader) -> int:
+    """The size of a batch, also where it is for a batch sampler to say."""
+    sizes = (-(-e.samples // e.batches) for e in reader.epochs if e.batches)
+    return reader.seen.batch_size or max(sizes, default=1)
 
 
 def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:

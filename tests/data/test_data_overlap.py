@@ -262,6 +262,50 @@ def test_a_sampler_of_ones_own_that_shuffles_otherwise_on_each_rank() -> None:
     assert "different orders" not in finding.cause
 
 
+def batched(*epochs: Sequence[int], length: int = 400, **more: object) -> list[Event]:
+    """Batches of ten that a batch sampler of one's own hands out: the loader knows no size."""
+    events = loader(0, epochs, length=length, batch_size=10, content=1, sampler="BatchShards",
+                    own_order=True, **more)  # type: ignore[arg-type]  # fmt: skip
+    return [msgspec.structs.replace(events[0], batch_size=None), *events[1:]]
+
+
+def part(order: Sequence[int], rank: int, world: int = 2) -> list[int]:
+    """Every n-th batch of one order; the last round is filled up from the first batches."""
+    batches = [list(order[n : n + 10]) for n in range(0, len(order), 10)]
+    batches += [list(order[:10])] * (-len(batches) % world)
+    short = 10 - len(batches[-1])
+    batches[-1] = [*batches[-1], *order[:short]]
+    return [i for batch in batches[rank::world] for i in batch]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_fills_up_the_last_batch_is_no_overlap(trains: bool) -> None:
+    ranks = [part(range(157), r) for r in range(2)]
+    assert not examine(*(batched(p, length=157, trains=trains) for p in ranks))
+    wide = range(100), range(57, 157)
+    assert examine(*(batched(p, length=157, trains=trains) for p in wide))
+
+
+def test_shares_of_orders_of_their_own_that_are_filled_up() -> None:
+    """What fills up comes twice on one rank, as a few of what is drawn with replacement do."""
+    (finding,) = examine(
+        batched(*(part(shuffled(s, 0, 397), 0) for s in (1, 2)), length=397),
+        batched(*(part(shuffled(s, 0, 397), 1) for s in (3, 4)), length=397),
+    )
+    assert finding.severity is Severity.ERROR
+    assert "shuffle in different orders" in finding.cause
+    assert finding.evidence["read by each rank"] == {0: 200, 1: 200}
+
+
+def test_samples_that_come_twice_on_purpose() -> None:
+    drawn = [random.Random(seed).choices(range(400), k=200) for seed in range(2)]
+    assert not examine(*map(batched, drawn))
+    by_all = random.Random(1).choices(range(400), k=400)
+    assert not examine(*(batched(part(by_all, r)) for r in range(2)))
+    rare = random.Random(2).sample([*range(100, 400), *range(60), *range(40)], 400)
+    assert not examine(*(batched(part(rare, r)) for r in range(2)))
+
+
 def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     run = run_of(
         *(
