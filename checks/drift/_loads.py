@@ -108,6 +108,13 @@ def by_some(group: Replicas, what: str, some: OfSome, until: float) -> Cause:
     )
 
 
+def each_its_own(group: Replicas, until: float) -> bool:
+    """Whether all ranks had loaded weights by then, none more often: several checkpoints may be
+    evaluated at a time, one on each rank."""
+    everybody = len(_until(group, "weights", until)) == len(group.members)
+    return everybody and of_some(group, "weights", until) is None
+
+
 def reloads(group: Replicas, what: str, after: float) -> bool:
     """Whether anything was loaded later: copies that are equal again need no other reason."""
     return any(

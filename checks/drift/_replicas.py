@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 
 from ddpdoctor.events import Digests, Loaded, Replica, Sketch, StepDone, Wrapped
-from ddpdoctor.events.drift import chosen
+from ddpdoctor.events.drift import AGAIN, chosen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
@@ -78,7 +78,7 @@ class Divergence:
         names: of the tensors that differ; `looked` of the `total` were compared from then on.
         minority: ranks that differ from most others; all ranks where there is no majority.
         step: optimizer steps of the process at the first moment.
-        at: wall clock of the first moment.
+        at: wall clock of the first moment, on the last rank where it is none of a step.
         healed: a later moment at which all tensors were equal again, -1 for none.
         before: the last moment at which they were still equal, as far as they were compared
             then; -1 for none.
@@ -230,7 +230,13 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
     equal = (k for k in reversed(looked) if k < found.first and not sound.issuperset(looked[k]))
     found.before = next(equal, -1)
     found.names = [names[p] for p in sorted(positions)]
-    found.at = min(_wall(m, kind, point, found.first) for m in group.members.values())
+    walls = [
+        _wall(group.members[n], kind, point, found.first)
+        for n in tables
+        if found.first in tables[n]
+    ]
+    # Between two steps a rank may be loaded while another is already evaluated.
+    found.at = min(walls) if point == "step" else max(walls)
     if found.healed < found.first:
         found.healed = -1
     return found
@@ -310,9 +316,22 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
     return rows
 
 
+def _evaluated_together(tables: dict[int, dict[int, Row]]) -> None:
+    """Keep later evaluations only where all ranks evaluated equally often since they trained, and
+    all of that was looked at: who evaluates alone may hold other weights for it."""
+    often = {n: Counter(key // AGAIN for key in table) for n, table in tables.items()}
+    for number, table in tables.items():
+        for key in list(table):
+            times = {counts[key // AGAIN] for counts in often.values()}
+            if times != {often[number][key // AGAIN]} or AGAIN - 1 in times:
+                del table[key]
+
+
 def _tables(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
     """The rows of every rank; a backward that one is known to lack counts as if it had made it."""
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
+    if point == "again":
+        _evaluated_together(tables)
     lacking = Lacking(group.members) if point == "step" else None
     if lacking:
         counted = {k for rows in tables.values() for k, (_, _, made) in rows.items() if made}

@@ -113,6 +113,10 @@ class ParameterDrift(Check):
                 return  # averaged again by the program: local SGD
             yield self._finding(run, group, found, _cause(group, found))
             return
+        later = divergence(group, "parameters", "again")
+        if later is not None and not _loads.each_its_own(group, later.at):
+            yield self._finding(run, group, later, _cause(group, later))
+            return
         if (last := divergence(group, "parameters", "end")) is not None:
             yield self._finding(run, group, last, _cause(group, last), severity=Severity.NOTE)
 
@@ -154,6 +158,7 @@ class ParameterDrift(Check):
         if unseen := found.unseen:
             begun = f"some step between {unseen[0]} and {found.first}"
         when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
+        when["again"] = when["eval"]
         told = _causes.told(group, found, cause)
         if found.point != "step":
             told["steps"] = None
@@ -187,7 +192,9 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
     else:
         compares = compared(group, "gradients")
         agree = "agree at the steps compared" if compares else "were not compared"
-    place = f"first seen at step {found.first}" if found.point == "step" else f"at {found.point}"
+    place = f"at {'eval' if found.point == 'again' else found.point}"
+    if found.point == "step":
+        place = f"first seen at step {found.first}"
     cause = _causes.unknown(
         group, found, f"gradients {agree}, {place} on {ranks_text(found.minority)}"
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .base import Event
 
+AGAIN = 8
+"""One more than the evaluations without training in between that are looked at, after the first."""
+
 EARLY = (0, 1, 2, 4, 9)
 """Steps at which every tensor is digested; later ones follow the series 1, 2, 5, less one."""
 
@@ -38,9 +41,9 @@ class Digests(Event, frozen=True, tag="digests"):
         kind: `parameters`, `gradients` (averaged by the last backward), `local` (gradients that
             were not), `buffers`, or `state:<key>` of the optimizer.
         point: `step` (before an optimizer step), `eval` (after the first forward without
-            gradients) or `end`.
+            gradients), `again` (of an evaluation after that without training in between) or `end`.
         keys: per row, the number of the moment: the optimizer's step, or for `eval` the forwards
-            with gradients before it.
+            with gradients before it; for `again` that times `AGAIN`, and which one it is.
         strides: per row, which tensors (see `chosen`).
         counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".
         backwards: per row, how many backwards of the model had averaged gradients by then: ranks

@@ -4,102 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections import defaultdict
 from typing import Any
 
 from ..events import Digests, Replica, Sketch
-from ..events.drift import EARLY, chosen, full
+from ..events.drift import AGAIN, EARLY, chosen, full
 from ..events.pack import pack
 from . import exchanges, moments, optimizers, sync
-from .digests import ABSENT, Sketcher, capturing, numbers, scattered, sums
+from .digests import ABSENT, Sketcher, capturing, scattered, sums
 from .holdings import Holding
 from .models import Model
 from .moments import Forward, Step
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
+from .rows import Row, Rows, Waiting
 from .torch_private import averages, comm_hook, group_ranks, joins
 
 LOST = "drift of gradients, parameters and buffers"
 
-ROWS_AT_MOST = 64
-SECONDS_AT_MOST = 1.0
 STATES_AT_MOST = 64
 """Parameters whose optimizer state is digested at a full step."""
 
 SKETCHED_AT_MOST = 400_000_000
 SKETCHED_AT_EASE = 1_000_000
-
-
-@dataclass
-class Row:
-    """One kind at one moment; see `Digests`."""
-
-    key: int
-    stride: int
-    backwards: int
-    waiting: Waiting
-
-
-class Rows:
-    """Digests of one kind that wait to be written together."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.since = time.monotonic()
-
-    def add(self, row: Row) -> None:
-        if not self.rows:
-            self.since = time.monotonic()
-        self.rows.append(row)
-
-    def due(self) -> bool:
-        late = time.monotonic() - self.since > SECONDS_AT_MOST
-        return len(self.rows) >= ROWS_AT_MOST or (bool(self.rows) and late)
-
-
-class Waiting:
-    """Sums that may still be on their way from a device: nothing waits for it to finish."""
-
-    def __init__(self, totals: list[Any]) -> None:
-        self._totals: list[Any] | None = totals
-        self._event: Any = None
-        self._present: list[bool] = []
-        self.values: list[int] = []
-        there = [t for t in totals if t is not None]
-        if there and not there[0].is_cpu:
-            self._copy(there)
-        else:
-            self._finish()
-
-    def _copy(self, there: list[Any]) -> None:
-        import torch
-
-        assert self._totals is not None
-        self._present = [t is not None for t in self._totals]
-        with torch.inference_mode():
-            stacked = torch.stack(there)
-            self._host = torch.empty(len(there), dtype=torch.int64, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-        self._totals = None
-
-    def _finish(self) -> None:
-        assert self._totals is not None
-        self.values, self._totals = numbers(self._totals), None
-
-    def ready(self, *, wait: bool = False) -> bool:
-        if self._event is not None:
-            if wait:
-                self._event.synchronize()
-            if not self._event.query():
-                return False
-            arrived = iter(self._host.tolist())
-            self._totals = [next(arrived) if there else None for there in self._present]
-            self._event = None
-            self._finish()
-        return True
 
 
 class Watch:
@@ -114,11 +42,24 @@ class Watch:
         self.left_out = ""
 
 
+class Evaluated:
+    """How often a model was evaluated after so many forwards with gradients.
+
+    Attributes:
+        begun: `eval()` was called, and no forward has followed yet.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = -1
+        self.times = 0
+        self.begun = False
+
+
 class _Drift:
     def __init__(self) -> None:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
-        self.evaluated: dict[int, int] = {}
+        self.evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
 
 
 _drift = _Drift()
@@ -346,19 +287,35 @@ def _trial_ends(active: Recorder, forward: Forward) -> None:
         evaluated(active, forward.model, forward.site)
 
 
+def evaluation_begins(model: Model) -> None:
+    """`eval()` was called on it or its wrapper."""
+    _drift.evaluated[model.number].begun = True
+
+
 def evaluated(active: Recorder, model: Model, site: int) -> None:
-    """The first forward without gradients after training: what is evaluated must be the same."""
-    if _drift.evaluated.get(model.number) == model.forwards:
+    """The first forward without gradients after training: what is evaluated must be the same. So
+    with those after an `eval()` without training in between: other weights may be loaded by then.
+    """
+    known = _drift.evaluated[model.number]
+    begun, known.begun = known.begun, False
+    if known.forwards != model.forwards:
+        known.forwards, known.times = model.forwards, 0
+        look_whole(model)
+    elif not begun or known.times == AGAIN - 1:
         return
-    _drift.evaluated[model.number] = model.forwards
-    look_whole(model)
+    else:
+        known.times += 1
     parameters = [ref() for ref in model.parameters]
-    shown = [None if i in model.ignored else p for i, p in enumerate(parameters)]
-    for kind, tensors in (("parameters", shown), ("buffers", _buffers(model))):
+    kinds = {"parameters": [None if i in model.ignored else p for i, p in enumerate(parameters)]}
+    point, key = "again", AGAIN * model.forwards + known.times
+    if not known.times:
+        kinds["buffers"] = _buffers(model)
+        point, key = "eval", model.forwards
+    for kind, tensors in kinds.items():
         waiting = _digest(active, tensors)
         if waiting is not None and waiting.ready(wait=False):
-            rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
-            _write(active, rows, model.number, -1, kind, "eval", site)
+            rows = [Row(key, 1, model.synced_backwards, waiting)]
+            _write(active, rows, model.number, -1, kind, point, site)
 
 
 def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
         inner = model.inner()
         if inner is None or not (module is inner or module is model.ddp()):
             continue
+        drift.evaluation_begins(model)
         parts = inner.modules()
         if compiling() or any(
             hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in parts

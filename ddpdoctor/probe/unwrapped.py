@@ -14,7 +14,6 @@ from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
 from . import exchanges, inflight, models, moments, optimizers
 from .digests import capturing, sums
-from .drift import Waiting
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
 from .moments import Step, Subscriptions
@@ -22,6 +21,7 @@ from .patching import around
 from .recorder import Recorder
 from .references import Reference
 from .resolving import assignment_in_frames
+from .rows import Waiting
 
 LOST = "models that are trained without a wrapper"
 
