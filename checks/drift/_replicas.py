@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 import msgspec
 
@@ -55,6 +56,12 @@ class Replicas:
     @property
     def any(self) -> Member:
         return next(iter(self.members.values()))
+
+    @property
+    def size(self) -> int:
+        """Elements of the parameters."""
+        every = self.any.wrapped.parameters
+        return sum(prod(every[p].shape) for p in unpack(self.any.seen.parameters))
 
     def names(self, kind: str) -> list[str]:
         """Names of the tensors of a kind, in the order that digests count."""
@@ -282,6 +289,17 @@ def never_change(group: Replicas, names: Iterable[str]) -> bool:
             if len(seen) < 2 or len(set(seen)) > 1:
                 return False
     return True
+
+
+def moved(group: Replicas, found: Divergence) -> bool:
+    """Whether any parameter whose gradients differ is another one at a later look than when they
+    first did."""
+    names = group.names("parameters")
+    rows = _rows(group.any, "parameters", "step")
+    tables = {k: _by_position(row, k, len(names)) for k, row in rows.items() if k >= found.first}
+    before = tables.pop(found.first, {})
+    positions = [p for p in map(names.index, found.names) if p in before]
+    return any(table.get(p, before[p]) != before[p] for table in tables.values() for p in positions)
 
 
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:

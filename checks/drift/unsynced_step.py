@@ -11,7 +11,16 @@ from ddpdoctor.run import Rank, Run, ranks_text
 from . import _causes, _loads
 from ._lacking import parts_them
 from ._patterns import Span, patterns
-from ._replicas import NO_COPIES, Divergence, Member, Replicas, divergence, each_model, replicas
+from ._replicas import (
+    NO_COPIES,
+    Divergence,
+    Member,
+    Replicas,
+    divergence,
+    each_model,
+    moved,
+    replicas,
+)
 
 CAUSES = {
     "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
@@ -41,6 +50,9 @@ TAKE_OUT = (
     "take this `no_sync()` out: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
+ENOUGH = 0.5
+"""Numbers exchanged per number of a gradient that may be the gradients."""
+
 LABELS = {
     "no_sync": "still off for the micro-batch that steps",
     "forward only": "covers the forward only",
@@ -68,8 +80,9 @@ class UnsyncedStep(Check):
     outside `no_sync()`, one backward per forward.
 
     ## When it stays quiet
-    Micro-batches before the last one; gradients that are averaged by hand; local SGD, where the
-    parameters are averaged instead.
+    Micro-batches before the last one; gradients that are averaged by hand, or equal on all ranks
+    after as much as they are was exchanged; optimizers that exchange what they apply, so that the
+    parameters move and stay equal; local SGD, where the parameters are averaged instead.
     """
 
     code = "DDP407"
@@ -131,7 +144,7 @@ class UnsyncedStep(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
-                "collectives_between_backward_and_step": "some" if pattern.talked else "none",
+                "collectives_between_backward_and_step": _carried(pattern),
                 **_difference(group, differ),
             },
             at=rank.wall(pattern.at),
@@ -196,13 +209,21 @@ def _backwards(pattern: SyncPattern) -> str:
 
 
 def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | None) -> bool:
-    """Silent for gradients that were averaged in another way, and for local SGD."""
+    """Silent for gradients that were averaged in another way, for optimizers that average what
+    they apply, and for local SGD."""
     parameters = divergence(group, "parameters")
     if parameters and parameters.healed >= 0:
         return _loads.reloads(group, "weights", parameters.at)
     if differ is not None:
-        return True
-    return not any(s.pattern.talked for spans in bad.values() for s in spans)
+        return parameters is not None or not moved(group, differ)
+    told = [s.pattern for spans in bad.values() for s in spans]
+    return not any(p.talked or p.carried >= ENOUGH * group.size for p in told)
+
+
+def _carried(pattern: SyncPattern) -> str:
+    if pattern.carried:
+        return f"of {pattern.carried} numbers"
+    return "some" if pattern.talked else "none"
 
 
 def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]:

@@ -19,7 +19,8 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
         once: a backward at one line synchronised this many times the same parameters, the most
             of any line; `line` is that line.
         late: where synchronisation was switched off after the forward of one that synchronised.
-        talked: the program handed the gradients to collectives of its own before the step.
+        talked: the program handed the gradients to collectives of its own before the step;
+            carried: numbers of any kind that it handed over since they came about.
         exposed_s: DDP's own estimate of the time a backward waits for communication, 0 unknown;
             backward_s what an averaging backward takes in all.
     """
@@ -37,6 +38,7 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
     line: int = -1
     late: int = -1
     talked: bool = False
+    carried: int = 0
     exposed_s: float = 0.0
     backward_s: float = 0.0
 

@@ -68,7 +68,8 @@ class _Window:
         within: inside a backward, where all of DDP's communication hooks (`hooks`) are known to
             average gradients.
         stepped: an optimizer has stepped since; others may step yet before the next backward.
-        elements: floating-point numbers that were ever handed over, first step not included.
+        elements: floating-point numbers that were ever handed over, first step not included;
+            `carried` are numbers of any kind, of any step.
         site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
@@ -86,7 +87,7 @@ class _Window:
         self.within: list[Exchange] = []
         self.hooks: set[bool] = set()
         self.stepped = False
-        self.elements = 0
+        self.elements = self.carried = 0
         self.site = -1
         self.calls = 0
         self.uncounted = False
@@ -122,6 +123,7 @@ def _called(active: Recorder, call: Call) -> None:
     _following.wake()
     _window.begin()
     _window.latest = ()
+    _window.carried += sum([tensor.numel() for tensor in call.tensors])
     if call.p2p:
         _window.special = _window.special or "point-to-point"
     elif call.group == 0:
@@ -296,6 +298,11 @@ def parameters_averaged(parameters: Sequence[Any]) -> bool:
 def elements() -> int:
     """How many floating-point numbers were handed to collectives since the first step."""
     return _window.elements
+
+
+def carried() -> int:
+    """How many numbers of any kind this rank ever handed to collectives or to a peer."""
+    return _window.carried
 
 
 def site() -> int:

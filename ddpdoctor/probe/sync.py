@@ -51,6 +51,7 @@ class Sync:
         forwards: with gradients, since the last backward; the last one at `forward_site` with
             synchronisation on or off (`flag`), switched off at `off_site`.
         functional: the line of an `autograd.grad` on its parameters since the last step.
+        carried: `exchanges.carried()` when the last of these, or the last backward, was over.
     """
 
     def __init__(self, model: Model) -> None:
@@ -61,6 +62,7 @@ class Sync:
         self.forward_site = -1
         self.off_site = -1
         self.functional = -1
+        self.carried = 0
         self.after: list[tuple[int, int]] = []
         self.backward_s = 0.0
         self.told: dict[int, tuple[Any, ...]] = {}
@@ -110,22 +112,26 @@ def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _off_sites[args[0]] = active.site()
 
 
-def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sync]:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
+    asked = []
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(active)
             _syncs[model].functional = active.site()
+            asked.append(_syncs[model])
     Captures.depth += 1
-    return True
+    return asked
 
 
 def _functional_ends(
-    active: Recorder, counted: bool | None, result: Any, error: BaseException | None
+    active: Recorder, asked: list[Sync] | None, result: Any, error: BaseException | None
 ) -> None:
-    if counted:
+    if asked is not None:
         Captures.depth = max(0, Captures.depth - 1)
+    for sync in asked or ():
+        sync.carried = exchanges.carried()
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
@@ -215,6 +221,7 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         if new.reason == NOT_REDUCED:
             unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
+    sync.carried = exchanges.carried()
     sync.forwards = 0
 
 
@@ -286,6 +293,7 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
             line=line,
             late=late,
             talked=exchanges.gradients_exchanged(parameters),
+            carried=exchanges.carried() - sync.carried,
             backward_s=sync.backward_s,
             exposed_s=exposed_seconds(holding.model.ddp()),
         )

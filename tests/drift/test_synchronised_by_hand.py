@@ -207,6 +207,18 @@ def test_what_an_averaging_hook_exchanges_are_no_parameters(window, monkeypatch,
     assert exchanges.values_exchanged(made)
 
 
+def test_all_that_is_handed_over_counts(window, monkeypatch):
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    for op, p2p, tensor in (
+        ("all_reduce", False, torch.zeros(3, 4)),
+        ("send", True, torch.zeros(2)),
+        ("all_gather", False, torch.zeros(5, dtype=torch.uint8)),
+    ):
+        exchanges._called(SimpleNamespace(step=0), Call(op, 0, p2p, (tensor,)))
+    assert exchanges.carried() == 19
+
+
 def test_every_gradient_alone_or_copied_or_as_one(window):
     body, head = made = trained(8, 3)
     window.recent = [handed(body.grad), handed(head.grad)]

@@ -45,6 +45,29 @@ def test_gradients_averaged_by_hand():
     assert list(UnsyncedStep().examine(run)) == []
 
 
+def test_gradients_that_agree_after_as_much_as_they_are_was_exchanged():
+    """As a matrix of one gradient per task (PCGrad); four parameters of two elements each."""
+    for carried, found in ((24, False), (4, False), (3, True), (0, True)):
+        run = run_of({n: [pattern(carried=carried), local(1, 2, 3, 4)] for n in range(2)})
+        findings = list(UnsyncedStep().examine(run))
+        assert bool(findings) is found
+    evidence = findings[0].evidence
+    assert evidence["collectives_between_backward_and_step"] == "none"
+
+
+def test_gradients_that_differ_although_something_was_exchanged():
+    run = run_of({n: [pattern(carried=24), local(1, 2, 3, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert finding.evidence["collectives_between_backward_and_step"] == "of 24 numbers"
+
+
+def test_an_optimizer_that_exchanges_what_it_applies():
+    for later, found in (([1, 1, 1, 2], False), ([1, 1, 1, 1], True), (None, True)):
+        rows = {0: [1, 1, 1, 1]} | ({1: later} if later else {})
+        ranks = {n: [pattern(), local(1, 2, 3, n), digests("parameters", rows)] for n in range(2)}
+        assert bool(list(UnsyncedStep().examine(run_of(ranks)))) is found
+
+
 def test_local_sgd_by_what_the_parameters_do():
     for n_equal in (True, False):
         ranks = {
