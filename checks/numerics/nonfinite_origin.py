@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import NonFinite
+from ddpdoctor.events import NonFinite, ScalerStep, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
@@ -35,8 +35,9 @@ class NonfiniteOrigin(Check):
     is not finite on *all* ranks.
 
     ## When it stays quiet
-    Steps that a GradScaler skips; a loss that is not finite on which no optimizer steps;
-    infinities inside the model (masks) that do not reach the loss.
+    Steps that a GradScaler skips, and a loss that is not finite on which no optimizer steps: unless
+    it is NaN, or parameters are not finite, in one backward after another. Infinities inside the
+    model (masks) that do not reach the loss.
     """
 
     code = "DDP801"
@@ -45,7 +46,8 @@ class NonfiniteOrigin(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.training_ranks() else "no optimizer step seen"
+        seen = run.training_ranks() or any(_first(r) for r in run.ranks.values())
+        return None if seen else "no optimizer step seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         firsts = {r: e for r in run.ranks.values() if (e := _first(r)) is not None}
@@ -53,6 +55,9 @@ class NonfiniteOrigin(Check):
             return
         begin = min(_when(e) for e in firsts.values())
         now = {r: e for r, e in firsts.items() if _when(e) == begin}
+        if all(e.skipped for e in now.values()):  # no steps tell them apart
+            early = min(e.backward for e in now.values())
+            now = {r: e for r, e in now.items() if e.backward == early}
         kinds = next((k for k in _FURTHEST if any(e.kind in k for e in now.values())), ())
         guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
@@ -66,8 +71,8 @@ class NonfiniteOrigin(Check):
             label=_label(event),
             related=_related(rank, event, spot),
             summary=_summary(event, guilty, run),
-            cause=_cause(event, rank),
-            fix=_fix(event),
+            cause=_cause(event, rank) + _lasting(event),
+            fix=_fix_of_gradients(rank) if _brought(event) else _fix(event),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "first seen": [_row(r, e) for r, e in firsts.items()],
@@ -75,6 +80,7 @@ class NonfiniteOrigin(Check):
                 "operation": event.operation,
                 "module": event.module,
                 "rows of the batch": list(event.rows),
+                "skipped in a row": event.skipped,
             },
             at=rank.wall(event.at),
         )
@@ -87,9 +93,10 @@ class NonfiniteOrigin(Check):
 
 
 def _first(rank: Rank) -> NonFinite | None:
-    """The first that mattered: a step was taken on it, or the program ended over it."""
+    """The first that mattered: a step was taken on it, none was ever again, or the program ended
+    over it."""
     failed = rank.exception is not None
-    return next((e for e in rank.of(NonFinite) if e.applied or failed), None)
+    return next((e for e in rank.of(NonFinite) if e.applied or e.skipped or failed), None)
 
 
 def _when(event: NonFinite) -> int:
@@ -99,6 +106,15 @@ def _when(event: NonFinite) -> int:
 def _brought(event: NonFinite) -> bool:
     """A gradient of the step before brought it, of which rank is not known."""
     return event.kind == "parameter" and event.gradients and event.step > 0
+
+
+def _lasting(event: NonFinite) -> str:
+    if not event.skipped:
+        return ""
+    return (
+        f"; {event.skipped} backwards or more in a row, from number {event.backward} on (the first "
+        "is 0), led to no step: no loss scale can mend it"
+    )
 
 
 def _spot(rank: Rank, event: NonFinite) -> Location | None:
@@ -205,6 +221,18 @@ def _cause(event: NonFinite, rank: Rank) -> str:
     )
 
 
+def _fix_of_gradients(rank: Rank) -> str:
+    skip = "let all ranks skip the step where a gradient is not finite"
+    if rank.of(Wrapped):
+        return f"run again with `--every 1` to learn the rank; {skip}"
+    if rank.of(ScalerStep):
+        return (
+            "reduce the gradients before `scaler.unscale_(optimizer)` or `scaler.step(optimizer)`: "
+            "what other ranks add later is not looked at, and is applied"
+        )
+    return f"look at each rank's gradients before they are reduced; {skip}"
+
+
 def _fix(event: NonFinite) -> str:
     if event.kind == "input":
         return "clean the sample, or `x = torch.nan_to_num(x)` where that is what it means"
@@ -224,11 +252,6 @@ def _fix(event: NonFinite) -> str:
         return (
             f"look at what `{event.operation}` is given (`assert torch.isfinite(x).all()` on the "
             "way there), and let all ranks skip the step where one is not finite"
-        )
-    if _brought(event):
-        return (
-            "run again with `--every 1` to learn the rank; let all ranks skip the step where a "
-            "gradient is not finite"
         )
     if event.kind in ("loss", "gradient"):
         return (

@@ -23,6 +23,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         site: the backward; origin_site: the line that made it, as near as it is known.
         gradients: of a parameter: its optimizer's state has it too, so that a gradient brought it.
         applied: the optimizer stepped with gradients that were not finite.
+        skipped: so many backwards in a row began with it, from the one of number `backward` of this
+            rank on (-1 where that was not recorded), and no optimizer stepped meanwhile.
     """
 
     kind: str
@@ -39,6 +41,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     rows: tuple[int, ...] = ()
     gradients: bool = False
     applied: bool = True
+    skipped: int = 0
+    backward: int = -1
     total: int = -1
 
     def describe(self) -> str:

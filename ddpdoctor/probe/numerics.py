@@ -25,20 +25,22 @@ from .moments import Backward, Forward, Step, Subscriptions
 from .nonfinite_origin import finite
 from .recorder import Recorder, shielded
 from .references import Reference
+from .telling import finite_gradient, telling
 from .torch_private import compiling
 
 LOST = "where NaN and infinity come from"
 
 MOST_TOLD = 8
 MOST_INPUTS = 16
-FIRST_PARAMETERS = 4
 ALWAYS = 128
 """So many backwards have their own gradients looked at whatever it costs, in many parameters; later
 ones as the budget allows, in one, and one in `WHOLE_EVERY` of these in many."""
 
 WHOLE_EVERY = 16
-MOST_LOOKED_AT, LARGEST = 32, 1 << 20
-"""Parameters, and elements of each."""
+
+LASTING, LASTING_PARAMETERS = 16, 4
+"""So many backwards in a row without a step are no overflow of mixed precision: of a NaN loss, and
+of parameters that are not finite."""
 
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -64,6 +66,7 @@ class _Numerics:
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local: NonFinite | None = None
+        self.lasting: tuple[NonFinite | None, int] = (None, 0)
         self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
         self.waiting: list[tuple[Flag, NonFinite]] = []
@@ -144,11 +147,27 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         if not compiling():
             _state.suspect = _diagnose(active, backward, root)
             _judging.wake()
+            _lasts(active, _state.suspect, root)
         return
+    _state.lasting = (None, 0)
     asked = active.every and active.step % active.every == 0
     if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
         seen, _state.backwards = _state.backwards, _state.backwards + 1
         _watch_gradients(active, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
+
+
+def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:
+    """No step may be taken on it ever: a GradScaler goes on skipping what no scale can mend."""
+    first, count = _state.lasting
+    overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
+    if overflow or (first is not None and (first.step, first.kind) != (suspect.step, suspect.kind)):
+        first, count = None, 0
+    if not overflow:
+        first, count = first or suspect, count + 1
+        if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
+            told = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
+            _tell(active, told)
+    _state.lasting = first, count
 
 
 def _finite_loss(root: Any) -> bool:
@@ -178,7 +197,7 @@ def _watch_gradients(active: Recorder, backward: Backward, whole: bool) -> None:
             continue
         known = _state.telling.get(model)
         if known is None:
-            known = _state.telling[model] = _telling(model)
+            known = _state.telling[model] = telling(model)
         for position in known if whole else known[:1]:
             parameter = model.parameters[position]()
             if parameter is None or not parameter.requires_grad:  # frozen for this backward
@@ -196,7 +215,7 @@ def _look(active: Recorder, backward: Backward, whole: bool, name: str, gradient
         _flag_later(active, backward, gradient, "gradient")
         return
     began = time.perf_counter_ns()
-    if not _finite_gradient(gradient):
+    if not finite_gradient(gradient):
         if _state.local is None:
             _state.local = _own_gradient(active, backward, gradient)
         if whole:
@@ -212,32 +231,6 @@ def _own_gradient(active: Recorder, backward: Backward, gradient: Any) -> NonFin
         value=nonfinite_origin.value_in(gradient),
         site=backward.site,
     )
-
-
-def _finite_gradient(gradient: Any) -> bool:
-    """As `finite`, which asks much of a tensor."""
-    import torch
-
-    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
-    return (plain and math.isfinite(gradient.sum().item())) or finite(gradient)
-
-
-def _telling(model: Model) -> list[int]:
-    """Positions of those whose gradients tell of the others': a small one among the first, as what
-    comes from the loss passes most others before it; then of each pair of a weight and a bias the
-    bias, and what stands alone, as many as `MOST_LOOKED_AT`."""
-    there = ((i, model.parameters[i]()) for i in model.expected)
-    sizes = {i: p.numel() for i, p in there if p is not None and p.requires_grad}
-    if not sizes:
-        return []
-    first = [i for i in model.expected[:FIRST_PARAMETERS] if i in sizes] or list(sizes)
-    early = min(first, key=lambda i: sizes[i])
-    paired = {
-        n.removesuffix("bias") + "weight" for i in sizes if (n := model.names[i]).endswith("bias")
-    }
-    alone = [i for i in sizes if model.names[i] not in paired]
-    alone = alone[:: -(-len(alone) // MOST_LOOKED_AT)]
-    return [early, *(i for i in alone if i != early and sizes[i] <= LARGEST)]
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
@@ -268,6 +261,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         step=active.step,
         value=nonfinite_origin.value_in(root),
         site=backward.site,
+        backward=backward.number,
         forward_site=live[0].forward_site if live else -1,
     )
     for kind, named in _started_from(live):

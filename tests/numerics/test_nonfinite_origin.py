@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run, site, steps
 
-from ddpdoctor.events import Event, ExceptionRaised, NonFinite
+from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep
 from ddpdoctor.findings import Finding, Severity
 
 
@@ -66,7 +67,7 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
         numerics, "_started_from", lambda live: [("input", [("argument 0", inputs)])]
     )
     active = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
-    backward = SimpleNamespace(site=1)
+    backward = SimpleNamespace(site=1, number=5)
     event = numerics._diagnose(active, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
     assert (event.kind, event.value, event.rows) == ("input", value, (3,))
 
@@ -130,6 +131,55 @@ def test_what_the_optimizer_keeps_tells_that_a_gradient_brought_it() -> None:
         assert numerics._by_gradients([weight]) == brought, kind
 
 
+def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
+    """What is told of one backward after another, each with its (parameter, loss)."""
+    import torch
+
+    from ddpdoctor.probe import numerics
+
+    told: list[Any] = []
+    active = SimpleNamespace(step=1, emit=lambda event, vital: told.append(event))
+    numerics._state.__init__()  # type: ignore[misc]
+    for number, (parameter, loss) in enumerate(values):
+        if math.isfinite(loss):
+            numerics._state.lasting = None, 0
+            continue
+        kind = "loss" if math.isfinite(parameter) else "parameter"
+        event = bad(kind, 1, applied=True, backward=number)
+        numerics._lasts(active, event, torch.tensor(loss))  # type: ignore[arg-type]
+    numerics._state.__init__()  # type: ignore[misc]
+    return told
+
+
+def test_a_loss_that_stays_nan_is_no_overflow() -> None:
+    pytest.importorskip("torch")
+    nan, inf = math.nan, math.inf
+    (event,) = lasting([(1.0, 2.0), *[(1.0, nan)] * 30])
+    assert (event.skipped, event.backward, event.total, event.applied) == (16, 1, 1, False)
+    (event,) = lasting([(nan, nan)] * 5)
+    assert (event.kind, event.skipped, event.backward) == ("parameter", 4, 0)
+    assert not lasting([(1.0, inf)] * 60), "a loss scale that is being found"
+    assert not lasting([*[(1.0, nan)] * 12, (1.0, 2.0)] * 4), "some in a row"
+    assert not lasting([(nan, nan)] * 3)
+
+
+def test_the_rank_that_was_first_to_skip_for_ever() -> None:
+    shared: dict[str, Any] = {"gradients": True, "applied": False, "skipped": 4, "total": 1}
+    (finding,) = found(
+        [bad("parameter", 1, backward=3, **shared)], [bad("parameter", 1, backward=4, **shared)]
+    )
+    assert finding.ranks == (0,)
+    assert finding.steps is not None and finding.steps.first == 0
+    assert "from number 3 on" in finding.cause
+
+
+def test_gradients_that_the_scaler_looked_at_too_early() -> None:
+    event = bad("parameter", 1, gradients=True, applied=False, skipped=4, total=1)
+    scaled = ScalerStep(at=0, scaler=0, optimizer=0, call=0, step=0, scale=2.0, skipped=True)
+    (finding,) = found([scaled, event], [scaled])
+    assert finding.fix is not None and "before `scaler.unscale_(optimizer)`" in finding.fix
+
+
 class Norm:
     """As `torch.norm`, with a derivative of its own that is NaN at zero."""
 
@@ -177,7 +227,7 @@ def test_own_gradients_are_looked_at_in_every_branch(
     numerics._state.__init__()  # type: ignore[misc]
     active, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
     numerics._watch_gradients(active, backward, whole)  # type: ignore[arg-type]
-    assert [model.names[i] for i in numerics._telling(model)] == [
+    assert [model.names[i] for i in numerics.telling(model)] == [
         "shift", "scale", "up.bias", "down.bias",
     ]  # fmt: skip
     net(torch.zeros(2, 4)).sum().backward()
