@@ -388,7 +388,8 @@ def divided(group: Replicas) -> str:
         tables = [_rows(m, kind, "step") for m in group.members.values()]
         for key in set.intersection(*(set(t) for t in tables)):
             rows = [table[key][1] for table in tables]
-            if all(ABSENT in row and any(row) for row in rows) and len(set(rows)) > 1:
+            lacking = {tuple(value == ABSENT for value in row) for row in rows}
+            if all(ABSENT in row and any(row) for row in rows) and len(lacking) > 1:
                 return kind.partition(":")[2]
     return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.events import OptimizerSeen
+from ddpdoctor.events import OptimizerSeen, StepDone
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
@@ -208,4 +208,21 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
             "compute all of them on every rank",
             label="applies updates that differ between ranks",
         )
+    elif agree != "differ too" and _decides_by_loss(group):
+        cause = replace(
+            cause,
+            text="the optimizer searches along the gradient by the loss that the closure returns, "
+            f"and each rank returns the loss of its own batch; gradients {agree}",
+            fix="return the same loss on every rank: in the closure, after `loss.backward()`, "
+            "`loss = loss.detach()`, `dist.all_reduce(loss)`, and divide it by the world size",
+            label="decides from this rank's own loss",
+        )
     return replace(cause, evidence={"gradients": agree})
+
+
+def _decides_by_loss(group: Replicas) -> bool:
+    """Whether the optimizer calls a closure again and again within a step (LBFGS)."""
+    member = group.any
+    seen = (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
+    done = (e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer)
+    return any(e.closure for e in seen) and any(e.backwards > e.count for e in done)

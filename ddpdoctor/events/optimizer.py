@@ -9,6 +9,7 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     """An optimizer took its first step.
 
     Attributes:
+        closure: it was given one, which tells it the loss.
         optimizer: number of the optimizer on this rank, in order of first step.
         models: numbers of the wrappers whose parameters it holds.
         parameters: how many parameters it holds in all; `foreign` of them belong to no wrapper.
@@ -20,6 +21,7 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     models: tuple[int, ...] = ()
     parameters: int = 0
     foreign: int = 0
+    closure: bool = False
 
     def describe(self) -> str:
         return f"optimizer {self.optimizer} ({self.kind}) holds {self.parameters} parameters"

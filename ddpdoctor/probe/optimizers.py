@@ -172,7 +172,7 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
             _tell_steps(active)
         known = _optimizers.known[optimizer] = Optimizer(_optimizers.count, optimizer)
         _optimizers.count += 1
-        _tell_seen(active, optimizer, known)
+        _tell_seen(active, optimizer, known, _has_closure(args, kwargs))
         if not _optimizers.last_step_at:
             _optimizers.last_step_at = active.started
     known.began = time.monotonic()
@@ -287,7 +287,7 @@ def _leaving(active: Recorder, _: None) -> None:
     _tell_steps(active)
 
 
-def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer) -> None:
+def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer, closure: bool) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     owners = []
     owned: set[int] = set()
@@ -305,6 +305,7 @@ def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer) -> None:
             models=tuple(owners),
             parameters=len(held),
             foreign=len(held - owned),
+            closure=closure,
         )
     )
 

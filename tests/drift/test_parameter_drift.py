@@ -8,7 +8,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble
+from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
 from ddpdoctor.events.drift import AGAIN, chosen
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import edits, hyperparameters, loads
@@ -345,6 +345,21 @@ def test_updates_that_are_not_exchanged_where_the_state_is_divided():
     assert (finding.code, finding.location.line) == ("DDP402", 40)
     assert "holds the optimizer's momentum_buffer of its own part" in finding.cause
     assert "processor" not in finding.cause
+
+
+@pytest.mark.parametrize("evaluations", [1, 4])
+def test_an_optimizer_that_searches_by_the_loss_of_its_closure(evaluations):
+    seen = OptimizerSeen(at=0, optimizer=0, kind="LBFGS", site=LINE, closure=True)
+    done = StepDone(at=1, optimizer=0, step=0, site=LINE, wall_s=1, backwards=evaluations)
+    rows = [{0: [1, 1, 1, 1], 1: [2 + n] * 4} for n in range(2)]
+    state = [digests("state:H_diag", {1: [5 + n, 0, 0, 0]}) for n in range(2)]
+    run = run_of(
+        {n: [seen, done, equal("gradients"), digests("parameters", rows[n]), state[n]]
+         for n in range(2)}
+    )  # fmt: skip
+    (finding,) = ParameterDrift().examine(run)
+    assert ("the loss that the closure returns" in finding.cause) is (evaluations > 1)
+    assert "own part" not in finding.cause
 
 
 @pytest.mark.parametrize("lost", [hyperparameters.LOST, edits.LOST, loads.LOST])
