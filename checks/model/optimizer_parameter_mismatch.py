@@ -34,8 +34,8 @@ class OptimizerParameterMismatch(Check):
 
     ## When it stays quiet
     Frozen parameters; several optimizers that together hold all; parameters that are updated by
-    hand; an optimizer or group that is added later. Where most of the model is left out (only a
-    head is trained) it is a note.
+    hand; an optimizer or group that is added later. Where most of a model is left out, not all
+    of it (only a head is trained), it is a note.
     """
 
     code = "DDP307"
@@ -61,12 +61,13 @@ class OptimizerParameterMismatch(Check):
         kind = wrapped.kind if wrapped else event.module
         wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
-        bad = bool(event.stale) or few
+        whole = wrapped is not None and len(event.missing) == event.trained
+        last = max(r.steps for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
-            severity=Severity.ERROR if bad else Severity.NOTE,
+            severity=Severity.ERROR if event.stale or few or whole else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
-            steps=Steps.of(s for s in (0, max(r.steps for r in seen) - 1)),
+            steps=Steps(0, last, last + 1) if last >= 0 else None,
             subjects=event.missing,
             location=spot or rank.location(event.made) or rank.location(wrap_site),
             label=_label(event),

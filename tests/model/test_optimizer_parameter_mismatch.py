@@ -9,6 +9,7 @@ from recordings import make_run, site, steps
 from wraps import codes, rank
 
 from ddpdoctor.events import Ownership
+from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import optimizers, ownership
 from ddpdoctor.probe.models import Model
 
@@ -51,6 +52,11 @@ def test_an_optimizer_from_before_the_model_was_sharded():
 def test_only_a_head_is_trained():
     missing = ["body.weight", "body.bias", "head.weight", "head.bias"]
     assert codes(both(owned(missing)), CHECK) == ["DDP307 note"]
+
+
+def test_a_wrapped_model_that_no_optimizer_holds():
+    (found,) = CHECK.examine(both(owned([f"{n}.weight" for n in range(6)])))
+    assert (found.severity, found.steps) == (Severity.ERROR, Steps(0, 3, 4))
 
 
 def test_an_optimizer_that_came_later():
