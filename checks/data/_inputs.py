@@ -12,8 +12,8 @@ from ddpdoctor.run import Run
 
 from ._calls import handed_out
 
-FEWEST = 3
-"""Forwards to compare."""
+FEWEST, LATER = 3, 4
+"""Forwards to compare: that agree throughout, or from one of them to the last."""
 
 DRAWN_SHARE = 6
 """One forward in so many that follows a draw of its inputs makes them toy data."""
@@ -58,9 +58,10 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
 
 @dataclass(eq=False)
 class Alike:
-    """Ranks that fed a model the same inputs at every forward compared.
+    """Ranks that fed a model the same inputs at every forward compared, or from one on.
 
     Attributes:
+        differed: the last forward before at which they were not the same, -1 where they always are.
         drawn: the inputs were drawn from the global random generators just before.
     """
 
@@ -69,6 +70,11 @@ class Alike:
     event: ForwardInput
     drawn: bool
     handed_out: bool
+    differed: int = -1
+
+    @property
+    def late(self) -> bool:
+        return self.differed >= 0
 
 
 def alike(run: Run, given: Inputs) -> Iterator[Alike]:
@@ -82,14 +88,32 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
     common = trained or common  # what is only shown to the model says nothing of training
     if len(common) < FEWEST:
         return
-    sequences = {r: tuple(f[n].digest for n in common) for r, f in given.by_rank.items()}
-    for sequence, count in Counter(sequences.values()).items():
-        if count < 2 or len(set(sequence)) < FEWEST:
-            continue
-        ranks = tuple(sorted(r for r, s in sequences.items() if s == sequence))
-        first = given.by_rank[ranks[0]]
-        received = min(handed_out(run.ranks[r]) for r in ranks) >= len(common)
-        yield Alike(ranks, common, first[common[0]], _drawn([first[n] for n in common]), received)
+    sequences = {r: [f[n].digest for n in common] for r, f in given.by_rank.items()}
+    whole = list(_agreeing(sequences, len(common), FEWEST))
+    for ranks, begin in whole or _agreeing(sequences, LATER, LATER):
+        first, same = given.by_rank[ranks[0]], common[begin:]
+        yield Alike(
+            ranks,
+            same,
+            first[same[0]],
+            _drawn([first[n] for n in same]),
+            min(handed_out(run.ranks[r]) for r in ranks) >= len(same),
+            common[begin - 1] if begin else -1,
+        )
+
+
+def _agreeing(
+    sequences: dict[int, list[int]], last: int, fewest: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Ranks whose sequences end alike in the last so many places, and from which place on they are
+    alike; `fewest` numbers among these are different ones."""
+    ends = Counter(tuple(s[-last:]) for s in sequences.values())
+    for end in (e for e, count in ends.items() if count > 1):
+        ranks = tuple(sorted(r for r, s in sequences.items() if tuple(s[-last:]) == end))
+        rows = list(zip(*(sequences[r] for r in ranks), strict=True))
+        begin = next((n for n in range(len(rows), 0, -1) if len(set(rows[n - 1])) > 1), 0)
+        if len(set(rows[begin:])) >= fewest:
+            yield ranks, begin
 
 
 def _drawn(events: list[ForwardInput]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import ForwardInput, LoaderSeen
-from ddpdoctor.findings import Check, Confidence, Finding, Severity, Table
-from ddpdoctor.run import Run
+from ddpdoctor.events import ForwardInput, LoaderSeen, StepDone
+from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps, Table
+from ddpdoctor.run import Rank, Run
 
 from ._inputs import Alike, Inputs, alike, inputs
 from ._table import audit_table
@@ -23,7 +24,7 @@ class DataOverlap(Check):
     takes the same slices or draws the same random positions on every rank, a sampler of one's own
     whose shares overlap. Found from indices, and where there are none from digests of the content
     of batches, of the rows of short epochs of streams (each rank may shuffle for itself), and of
-    the inputs of wrapped models.
+    the inputs of wrapped models, which may become the same later in the run.
 
     ## Why it hurts
     The work of several ranks (or workers) is that of one; an epoch sees every sample several
@@ -101,9 +102,11 @@ class DataOverlap(Check):
             ranks=same.ranks,
             subjects=(f"inputs of model {given.model}",),
             location=rank.location(same.event.site),
+            steps=_steps(rank, given, same) if same.late else None,
             label="the same inputs on these ranks",
             summary=f"{whom(run, same.ranks)} feed the model the same inputs at each of "
             f"{len(same.forwards)} forwards compared"
+            + (f" from number {same.forwards[0]} on" if same.late else "")
             + (" (random numbers, drawn alike on all of them)" if same.drawn else ""),
             cause="every rank takes the same samples, or draws the same random positions: the "
             "random generators of the ranks stand alike"
@@ -112,7 +115,8 @@ class DataOverlap(Check):
             fix="take every n-th sample: `data[rank::world_size]`; where positions are drawn, seed "
             "with the rank added: `torch.manual_seed(seed + rank)` after the model was made",
             evidence={
-                "forwards compared": same.forwards[:20],
+                "forwards compared": some(same.forwards, 20),
+                **({"differed last at": same.differed} if same.late else {}),
                 "digests": [
                     f"{given.by_rank[same.ranks[0]][n].digest:08x}" for n in same.forwards[:8]
                 ],
@@ -121,6 +125,16 @@ class DataOverlap(Check):
             },
             at=rank.wall(same.event.at),
         )
+
+
+def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
+    """The steps of the forwards compared, of the optimizer that took the most."""
+    done = rank.of(StepDone)
+    most = max((e.optimizer for e in done), key=rank.steps_of, default=-1)
+    ends = sorted(e.at for e in done if e.optimizer == most for _ in range(e.count))
+    events = (given.by_rank[rank.rank][n] for n in same.forwards)
+    found = {bisect(ends, e.at) for e in events}
+    return Steps(min(found), max(found), len(found), len(found))
 
 
 def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:

@@ -212,6 +212,19 @@ def test_inputs_that_never_change() -> None:
     assert not examine(inputs([1] * 9), inputs([1] * 9))
 
 
+def test_inputs_that_become_the_same() -> None:
+    mine, yours = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 4, 5, 6, 7]
+    (finding,) = examine(inputs(mine), inputs(yours))
+    assert finding.severity is Severity.ERROR
+    assert "4 forwards compared from number 3 on" in finding.summary
+    assert finding.evidence["differed last at"] == 2
+    (finding,) = examine(inputs(mine), inputs(yours), inputs([21, 22, 23, 24, 25, 26, 27]))
+    assert finding.ranks == (0, 1)
+    assert not examine(inputs(mine[:-1]), inputs(yours[:-1]))
+    assert not examine(inputs([*mine, 8]), inputs([*yours, 9]))
+    assert not examine(inputs([1, 2, 3, 7, 7, 7, 7]), inputs([4, 5, 6, 7, 7, 7, 7]))
+
+
 def test_inputs_that_differ_or_are_out_of_sight() -> None:
     assert not examine(inputs([1, 2, 3, 4]), inputs([5, 6, 7, 8]))
     assert not examine(inputs([0] * 5), inputs([0] * 5))
