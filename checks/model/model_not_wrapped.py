@@ -37,10 +37,11 @@ class ModelNotWrapped(Check):
 
     ## When it stays quiet
     Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, in
-    the optimizer's own step, or averaged now and then); FSDP and tensor parallelism; pipelines;
-    training on one rank only; ranks that hold different models; what an exchange by hand leaves out
-    of a model that it carries otherwise, of which `parameter-drift` tells. Where ranks agree bit
-    for bit without exchanging anything (same data, same seed) it is a note.
+    the optimizer's own step, averaged now and then, or what they changed by); FSDP and tensor
+    parallelism; pipelines; training on one rank only; ranks that hold different models; what an
+    exchange by hand leaves out of a model that it carries otherwise, of which `parameter-drift`
+    tells. Where ranks agree bit for bit without exchanging anything (same data, same seed) it is a
+    note.
     """
 
     code = "DDP305"

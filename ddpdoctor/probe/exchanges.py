@@ -305,6 +305,13 @@ def carried() -> int:
     return _window.carried
 
 
+def as_many(parameters: Sequence[Any], since: int) -> bool:
+    """Whether that many numbers as these parameters have, or nearly so, were handed over since
+    `carried()` was that: local SGD may have made them equal, whatever it was that it exchanged."""
+    new = _window.carried - since
+    return bool(new) and new >= ENOUGH * sum(p.numel() for p in parameters)
+
+
 def site() -> int:
     """The line of an exchange between a backward and a step, -1 where there was none early on."""
     return _window.site

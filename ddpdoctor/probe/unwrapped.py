@@ -37,7 +37,7 @@ EACH = "each"
 """Stands in a state for digests that are on their way."""
 
 CHANGES_AT_MOST = 64
-"""Looks because the exchange stopped or went on."""
+"""Looks because the exchange stopped or went on, or because there was one between steps."""
 
 
 class Loose:
@@ -49,7 +49,8 @@ class Loose:
             before the first step of all.
         complete, completed, shared, averaged, late: as in `UnwrappedState`, of the steps so far.
         handed: of the step that is about to be taken.
-        changes: how often `complete` changed.
+        carried: `exchanges.carried()` at the last step.
+        changes: how often `complete` changed, or much was exchanged by means that are not known.
         waiting: states with digests on their way from a device.
     """
 
@@ -64,6 +65,7 @@ class Loose:
         self.averaged = 0
         self.late = 0
         self.handed = exchanges.Handed()
+        self.carried = exchanges.carried()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
@@ -118,6 +120,7 @@ def _follow(active: Recorder, step: Step) -> None:
     known.late += exchanges.apply(known.parameters)
     inflight.step_begins([p.grad for p in alive if p.grad is not None])
     due = known.exchanged != before or _due(known, step.number, complete)
+    due |= _may_be_equal_now(known, alive)
     known.complete = complete
     if due and any(p.grad is not None for p in alive):
         _look(active, step.known.number, known, step.number)
@@ -135,6 +138,17 @@ def _due(known: Loose, step: int, complete: bool) -> bool:
     return len(known.parameters) <= SMALL and (
         step < EARLY or step % (1 << step.bit_length() - 5) == 0
     )
+
+
+def _may_be_equal_now(known: Loose, parameters: list[Any]) -> bool:
+    """Whether this is the first step after an exchange that may have been of the parameters, by
+    means that are not known."""
+    since, known.carried = known.carried, exchanges.carried()
+    if known.exchanged or known.changes >= CHANGES_AT_MOST:
+        return False
+    much = exchanges.as_many(parameters, since)
+    known.changes += much
+    return much
 
 
 def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False) -> None:

@@ -331,6 +331,20 @@ def test_a_step_without_the_exchange_is_looked_at_and_the_next():
     assert len(often) <= unwrapped.CHANGES_AT_MOST + 12
 
 
+def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
+    made = trained(8, 3)
+    known = unwrapped.Loose(made)
+
+    def after(numbers, means=""):
+        window.carried += numbers
+        known.exchanged = means
+        return unwrapped._may_be_equal_now(known, made)
+
+    assert [after(n) for n in (0, 11, 0, 5, 6)] == [False, True, False, False, True]
+    assert not after(11, "parameters")
+    assert sum(after(11) for _ in range(1000)) < unwrapped.CHANGES_AT_MOST
+
+
 def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     held = trained(3)
     known = unwrapped.Loose(held)
