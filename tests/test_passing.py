@@ -74,3 +74,21 @@ def test_what_ends_a_program_is_not_told_and_not_all_is(told: list[ExceptionPass
     for _ in range(2 * passing.TOLD_AT_MOST):
         passes(told, ValueError())
     assert len(told) == passing.TOLD_AT_MOST
+
+
+def test_what_a_handler_logs_was_caught(
+    told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    monkeypatch.setattr(passing._passing, "logged", None)
+    passing._logged(active, (), {})
+    assert not told
+    try:
+        int("x")
+    except ValueError as error:
+        for _ in range(2):
+            passing._logged(active, (), {})
+        assert error.__traceback__ is not None
+        line = error.__traceback__.tb_lineno
+    (event,) = told
+    assert (event.where, event.kind, event.tried) == ("handler", "ValueError", line)

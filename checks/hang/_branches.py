@@ -66,11 +66,11 @@ def arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
     if depth == len(x) or depth == len(y):
         return None
     heads = (x[-1 - depth], y[-1 - depth])
-    apart = heads[0].line != heads[1].line and _opener(heads[0]) == _opener(heads[1])
+    apart = heads[0].line != heads[1].line and opener(heads[0]) == opener(heads[1])
     return heads if apart and any(h.text.startswith(_ARMS) for h in heads) else None
 
 
-def _opener(head: Enclosing) -> str:
+def opener(head: Enclosing) -> str:
     """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
     if head.text.startswith(("try:", "except")):
         return "try:"

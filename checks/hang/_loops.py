@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from ddpdoctor.events import (
     CALLERS,
@@ -13,18 +14,25 @@ from ddpdoctor.events import (
     Enclosing,
     EpochBegan,
     EpochEnded,
+    ExceptionPassed,
     IndicesRead,
     LoaderSeen,
     Place,
+    Way,
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, ranks_text
 
+from ._branches import opener
+from ._caught import handler
 from ._log import Made
 from ._mismatch import Parting
 
 Key = tuple[str, int, str]
 """File, line and function of a loop's head."""
+
+Leaver = tuple[Rank, float]
+"""A rank, and until when what it did counts: it may have gone on after a call that failed."""
 
 _SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
 """A loop that has as many rounds on every rank."""
@@ -67,8 +75,7 @@ class Left:
     @property
     def place(self) -> Location:
         """The line to point at."""
-        surely = self.how in (How.SKIPPED, How.RAISED) and len(self.ways) == 1
-        return self.ways[0] if surely else self.loop
+        return self.ways[0] if self.surely and len(self.ways) == 1 else self.loop
 
     @property
     def cause(self) -> str:
@@ -102,6 +109,11 @@ class Left:
         return f"{who} left this loop"
 
     @property
+    def surely(self) -> bool:
+        """Whether those who left it are at fault."""
+        return self.how in (How.SKIPPED, How.RAISED)
+
+    @property
     def fix(self) -> str:
         """What to change."""
         if self.how is How.DRY:
@@ -109,11 +121,14 @@ class Left:
                 "give every rank the same number of batches (`DistributedSampler`, "
                 "`drop_last=True`), or train inside `with Join([model]):`"
             )
-        if self.how is How.SKIPPED:
+        alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
+        if self.how is How.SKIPPED and any(w.source.startswith("except") for w in self.ways):
             return (
-                f"let no rank skip a {'batch' if self.steps else 'round'} alone: share the "
-                "condition with `all_reduce`, or take the step with `loss * 0`"
+                f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
+                "collective, and skip on all of them or on none"
             )
+        if self.how is How.SKIPPED:
+            return f"{alone}share the condition with `all_reduce`, or take the step with `loss * 0`"
         if self.how is How.RAISED:
             return (
                 "let an exception end the rank with a bad status (raise it again), so that the "
@@ -140,17 +155,28 @@ def left_loop(parting: Parting) -> Left | None:
         staying = [parting.made[r] for r in stay]
         if rest and all(_has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
-    found = (_told([parting.made[r].rank for r in rest], all_) for rest, all_ in loops.items())
+    found = (_told([_until(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items())
     left = next((left for left in found if left is not None), None)
     usual = parting.left_out and left and left.how is How.UNKNOWN
     return None if usual else left  # the others are in a later round of the loop
+
+
+def blamed(parting: Parting) -> Parting:
+    """The same, with those who surely left the loop as the ranks at fault, unless most did, and the
+    call that they left out."""
+    left = left_loop(parting)
+    if left is None or not left.surely or 2 * len(left.ranks) > len(parting.made):
+        return parting
+    stay = next(made for rank, made in parting.made.items() if rank not in left.ranks)
+    place = stay if parting.place.rank.rank in left.ranks else parting.place
+    return replace(parting, odd=tuple(left.ranks), place=place)
 
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:
     """The loop that a rank left for good while another still is in a call inside of it."""
     theirs = {key for key, _, _ in _around(waiting.rank, waiting.site)}
     loops = [(head, [waiting]) for key, head, _ in _around(leaver, last) if key in theirs]
-    left = _told([leaver], loops, one_function=True)
+    left = _told([(leaver, inf)], loops, one_function=True)
     if left is None or left.how is not How.UNKNOWN or not _SAME_ON_ALL.match(left.loop.source):
         return left
     if left.ways or _ways_out(waiting, left.loop)[1] or _depth_in(waiting, left.loop) != 0:
@@ -163,11 +189,11 @@ def ways_around(made: Made) -> tuple[Location, ...]:
     """The statements that can leave a call out of a round of the loops around it."""
     found = []
     for _, head, depth, around in _rounds(made.rank, made.site):
-        spot = made.location_at(depth)
+        spot, place = made.location_at(depth), _places(made)[depth]
         found += [
             Location(head.file, way.line, head.function, way.text)
             for way in around.ways
-            if spot is not None and way.first <= spot.line <= way.last
+            if spot is not None and _leaves_out(way, spot.line, place)
         ]
     return tuple(found)
 
@@ -175,7 +201,7 @@ def ways_around(made: Made) -> tuple[Location, ...]:
 def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
     """The step from which two ranks are in different rounds around a loop over a loader, since one
     of them took fewer batches in an iteration before; None where they are not."""
-    mine, theirs = _iterations(leaver, loop), _iterations(waiting, loop)
+    mine, theirs = _iterations((leaver, inf), loop), _iterations((waiting, inf), loop)
     for a, b, after in zip(mine, theirs, mine[1:], strict=False):
         same = (a.loader, a.began.epoch) == (b.loader, b.began.epoch)
         if same and a.ended and b.ended and a.ended.batches != b.ended.batches:
@@ -184,23 +210,25 @@ def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
 
 
 def _told(
-    left: list[Rank], loops: list[tuple[Location, list[Made]]], one_function: bool = False
+    left: list[Leaver], loops: list[tuple[Location, list[Made]]], one_function: bool = False
 ) -> Left | None:
     """Of nested loops, innermost first, the one to tell of.
 
     The first whose loader tells how it was left; otherwise the outermost (of one function) of which
     that is not known to have been in good order: whoever leaves that is out of the others, too.
     """
-    numbers = [r.rank for r in left]
+    numbers = [rank.rank for rank, _ in left]
     candidate: Left | None = None
     ways: tuple[Location, ...] = ()
     short: Location | None = None
     same = True
     for n, (head, stay) in enumerate(loops):
         hidden = n == 0 and _no_loader(stay[0])
-        how = _agreed(_how(r, s.rank, head, hidden) for r in left for s in stay)
+        how = _agreed(_how(r, _until(s), head, hidden) for r in left for s in stay)
         here, broken = _ways_out(stay[0], head)
-        if here and not ways and _depth_in(stay[0], head) is not None:
+        if seen := _handled(left, here):
+            ways, short = seen, head
+        elif here and not ways and _depth_in(stay[0], head) is not None:
             ways, short = here, head
         if how is How.OVER:
             candidate = None
@@ -215,6 +243,17 @@ def _told(
     return candidate
 
 
+def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:
+    """The handlers that were seen to catch an exception on a rank that left."""
+    seen = [
+        handler(rank, event, ways)
+        for rank, until in left
+        for event in rank.of(ExceptionPassed)
+        if event.at <= until
+    ]
+    return tuple(dict.fromkeys(way for way in seen if way is not None))
+
+
 def _ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
     """The statements that leave out a call in a loop, and whether one ends the loop."""
     key = (loop.file, loop.line, loop.function)
@@ -224,15 +263,25 @@ def _ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
         for at, _, depth, around in _rounds(made.rank, site)
         if at == key
     ]
-    spots = [made.rank.location(site.places[depth].site) for depth, site, _ in inside]
-    lines = [spot.line for spot in spots if spot is not None]
+    places = [site.places[depth] for depth, site, _ in inside]
+    calls = [(s.line, p) for p in places if (s := made.rank.location(p.site)) is not None]
     found = {
         way.line: Location(loop.file, way.line, loop.function, way.text)
         for _, _, around in inside
         for way in around.ways
-        if any(way.first <= line <= way.last for line in lines)
+        if any(_leaves_out(way, line, place) for line, place in calls)
     }
     return tuple(found.values()), any(around.broken for _, _, around in inside)
+
+
+def _leaves_out(way: Way, line: int, place: Place) -> bool:
+    """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
+    other_arm = any(
+        arm.opener <= way.line < arm.line
+        for arm in place.inside
+        if arm.opener and opener(arm).startswith("if ")
+    )
+    return way.first <= line <= way.last and not other_arm
 
 
 def _depth_in(made: Made, loop: Location) -> int | None:
@@ -261,7 +310,9 @@ def _catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
 
 def _no_loader(made: Made) -> bool:
     """Whether none of the loops around a call iterates a loader by itself."""
-    return not any(_iterations(made.rank, head) for _, head, _ in _around(made.rank, made.site))
+    return not any(
+        _iterations((made.rank, inf), head) for _, head, _ in _around(made.rank, made.site)
+    )
 
 
 def _apart(a: Location, b: Location) -> bool:
@@ -328,7 +379,11 @@ class _Iteration:
         return self.ended is not None and self.ended.exhausted
 
 
-def _how(left: Rank, stay: Rank, loop: Location, hidden: bool) -> How:
+def _until(made: Made) -> Leaver:
+    return made.rank, made.call.began if made.call else inf
+
+
+def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
     """How one rank left a loop that the other is in.
 
     `hidden`: the loader may be iterated by a generator that the loop runs over.
@@ -356,33 +411,37 @@ def _how(left: Rank, stay: Rank, loop: Location, hidden: bool) -> How:
     return how
 
 
-def _iterations(rank: Rank, loop: Location | None) -> list[_Iteration]:
+def _iterations(leaver: Leaver, loop: Location | None) -> list[_Iteration]:
     """The iterations over the loaders of a loop, or over all."""
+    rank, until = leaver
     made = {e.loader: (str(rank.location(e.site)), e.made) for e in rank.of(LoaderSeen)}
-    ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
+    ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded) if e.at <= until}
     found = []
     for event in rank.of(EpochBegan):
         spot = rank.location(event.site)
-        if loop is None or (spot and (spot.file, spot.line) == (loop.file, loop.line)):
+        here = loop is None or (spot and (spot.file, spot.line) == (loop.file, loop.line))
+        if here and event.at <= until:
             key = made.get(event.loader, ("", event.loader))
             found.append(_Iteration(key, event, ends.get((event.loader, event.epoch))))
     return found
 
 
-def _skipped(rank: Rank, iterations: list[_Iteration]) -> int:
+def _skipped(leaver: Leaver, iterations: list[_Iteration]) -> int:
     """Batches that no backward followed, of iterations in which one did, as far as is on record."""
+    rank, until = leaver
     skipped = 0
     for iteration in iterations:
         number = iteration.began.loader, iteration.began.epoch
-        told = iteration.ended or next(
-            (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number), None
-        )
+        read = (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number)
+        told = iteration.ended or next((e for e in read if e.at <= until), None)
         if told is not None and told.backwards:
             skipped += told.batches - told.backwards
     return skipped
 
 
-def _steps(rank: Rank) -> str:
+def _steps(leaver: Leaver) -> str:
     """`3 of its 6`, of the last iteration in which it skipped one."""
+    rank, until = leaver
     ended = [e for e in rank.of(EpochEnded) if e.exhausted and 0 < e.backwards < e.batches]
+    ended = [e for e in ended if e.at <= until]
     return f"{ended[-1].backwards} of its {ended[-1].batches}" if ended else "some"

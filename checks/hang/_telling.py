@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.findings import Evidence, Related
+from ddpdoctor.findings import Evidence, Location, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._branches import branch, condition
@@ -23,15 +23,16 @@ def sides_text(parting: Parting) -> str:
     return ", ".join(parts)
 
 
-def related(parting: Parting, place: Made) -> tuple[Related, ...]:
-    """The lines of the other ranks, and the branch that parted them."""
+def related(parting: Parting, place: Made, location: Location | None) -> tuple[Related, ...]:
+    """The lines of the other ranks, and the branch that parted them; `location` is shown."""
     found = []
-    shown = {parting.location}
-    heads = (h for h in (condition(place), branch(place)) if h is not None)
+    shown = {location}
+    left = left_loop(parting)
+    heads = (h for h in (condition(place), None if left else branch(place)) if h is not None)
     branched = next((h for h in heads if not around_all(parting, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
-        here, line = parting.location, branched[1].line
+        here, line = location, branched[1].line
         pointed_at = here is not None and here.line == line
         if spot is not None and not pointed_at:
             head = type(spot)(
@@ -43,8 +44,7 @@ def related(parting: Parting, place: Made) -> tuple[Related, ...]:
                 else branched[1].text,
             )
             found.append(Related("the branch that leads there", head))
-    left = left_loop(parting)
-    if left is not None:
+    if left is not None and left.place != location:
         found.append(Related(left.label, left.place))
     for side, made in describe_sides(parting):
         where = made.location_at(parting.depth)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
 from ._caught import caught, way_out
-from ._loops import left_loop, ways_around
+from ._loops import Left, blamed, left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
 from ._scene import Scene, Stand, scene
@@ -55,7 +55,7 @@ class CollectiveMismatch(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         for parting in partings(run):
             if parting.key.name != "new_group" and _other_call(parting):
-                yield self._tell(run, parting)
+                yield self._tell(run, blamed(parting))
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
@@ -69,14 +69,15 @@ class CollectiveMismatch(Check):
     def _tell(self, run: Run, parting: Parting) -> Finding:
         place = parting.place
         proof = evidence(run, parting)
+        left = _fault_of(parting)
         steps = Steps.of([place.step]) if place.step >= 0 else None
         return self.finding(
             ranks=parting.odd,
             steps=steps,
             subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
-            location=parting.location,
-            label=_label(parting),
-            related=related(parting, place),
+            location=left.place if left else parting.location,
+            label=left.label if left else _label(parting),
+            related=related(parting, place, left.place if left else parting.location),
             summary=_summary(parting),
             cause=_cause(parting, bool(proof["stuck"])),
             fix=_fix(parting),
@@ -139,6 +140,12 @@ def _concerns(mine: Finding, other: Finding) -> bool:
     return other.at == 0.0 or other.at >= mine.at - 1.0
 
 
+def _fault_of(parting: Parting) -> Left | None:
+    """The loop that the ranks at fault surely left, or skipped a round of."""
+    left = left_loop(parting)
+    return left if left and left.surely and tuple(left.ranks) == parting.odd else None
+
+
 def _label(parting: Parting) -> str:
     if parting.left_out:
         return f"left out by {ranks_text(parting.odd)}"
@@ -149,14 +156,14 @@ def _label(parting: Parting) -> str:
 
 def _summary(parting: Parting) -> str:
     number = f"call {parting.index} of {parting.key}"
+    if _fault_of(parting) or (parting.left_out and not parting.extra and not parting.shifted):
+        op = parting.place.signature.op
+        return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
     if parting.extra:
         op = parting.place.signature.op
         return f"only some ranks call {op} here: at {number}, {sides_text(parting)}"
     if parting.shifted:
         return f"ranks make the same calls in another order: at {number}, {sides_text(parting)}"
-    if parting.left_out:
-        op = parting.place.signature.op
-        return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
     return f"ranks are in different collectives: at {number}, {sides_text(parting)}"
 
 
@@ -169,7 +176,7 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
-        return f"{_caught(parting, left.ranks)}{left.cause}; {effect}"
+        return f"{_caught(parting, left.ranks, left.ways)}{left.cause}; {effect}"
     if parting.left_out:
         made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
         left_it = f"rounds, and left it out in this one{_around(parting)}"
@@ -185,10 +192,10 @@ def _cause(parting: Parting, stuck: bool) -> str:
     return f"{out}collectives pair by their order in the group, and the orders differ; {effect}"
 
 
-def _caught(parting: Parting, ranks: Collection[int]) -> str:
+def _caught(parting: Parting, ranks: Collection[int], ways: tuple[Location, ...] = ()) -> str:
     gone = [made.rank for n, made in parting.made.items() if n in ranks]
     stay = [made.rank for n, made in parting.made.items() if n not in ranks]
-    what = _way_out(parting) or caught(gone, stay)
+    what = _way_out(parting) or caught(gone, stay, ways)
     return f"{what}; " if what else ""
 
 

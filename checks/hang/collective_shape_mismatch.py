@@ -84,7 +84,7 @@ class CollectiveShapeMismatch(Check):
             subjects=(op,),
             location=parting.location,
             label=f"{ranks_text(parting.odd)} differ in {words}",
-            related=related(parting, place),
+            related=related(parting, place, parting.location),
             summary=f"{op} is called with different {words}: {told}",
             cause=f"the ranks pass different {words} to the same {op} ({parting.key}, call "
             f"{parting.index}); gloo checks none of it",

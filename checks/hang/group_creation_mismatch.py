@@ -72,7 +72,7 @@ class GroupCreationMismatch(Check):
             subjects=tuple(_members(members) for members in sides),
             location=parting.location,
             label="other ranks make another group here",
-            related=related(parting, parting.place),
+            related=related(parting, parting.place, parting.location),
             summary=f"ranks make different process groups as their number {parting.index}: {told}",
             cause="new_group is a collective of all ranks of the world, members or not, and its "
             "calls pair by their order",

@@ -131,10 +131,11 @@ class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
     """An exception came out of something that is watched; the program may have caught it.
 
     Attributes:
-        where: `forward`, `backward` or `data`.
+        where: `forward`, `backward` or `data`; `handler`: the program caught and logged it.
         message: the begin of its text; of a loader's worker, what was raised there.
         step: optimizer steps of this process before it.
         site: the last line of the user's on its way; -1 where there was none.
+        tried: of a handler, the line of its `try` that the exception came out of.
     """
 
     where: str
@@ -142,6 +143,7 @@ class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
     message: str
     step: int
     site: int = -1
+    tried: int = -1
 
     @property
     def text(self) -> str:

@@ -1,14 +1,20 @@
-"""Exceptions that come out of a forward, a backward or a loader: where a program catches one and
-goes on, nothing else is seen of it."""
+"""Exceptions that come out of a forward, a backward or a loader, or that a handler of the user's
+logs: where a program catches one and goes on, nothing else is seen of it."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from types import TracebackType
+from typing import Any
+
+import msgspec
 
 from ..events import ExceptionPassed
 from . import moments
 from .moments import Backward, Forward
+from .patching import around
 from .recorder import Recorder
 from .relayed import relayed
 
@@ -20,13 +26,15 @@ MESSAGE_LIMIT = 300
 
 class _Passing:
     told = 0
+    logged: ExceptionPassed | None = None
 
 
 _passing = _Passing()
 
 
 def install() -> None:
-    _passing.told = 0
+    _passing.told, _passing.logged = 0, None
+    around(logging.Logger, "handle", before=_logged, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.backward_failed.subscribe(_backward_failed, lost=LOST)
 
@@ -41,12 +49,21 @@ def _backward_failed(active: Recorder, backward: Backward) -> None:
     passed(active, "backward", backward.error, backward.site)
 
 
-def passed(active: Recorder, where: str, error: BaseException, site: int) -> None:
+def _logged(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Something is logged: in a handler of the user's, as a rule, that an exception was caught."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if error is not None else None
+    if error is None or trace is None or active.sites.kind(trace.tb_frame.f_code) != "user":
+        return
+    caught = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
+    passed(active, "handler", error, caught, caught)
+
+
+def passed(active: Recorder, where: str, error: BaseException, site: int, tried: int = -1) -> None:
     """Record an exception; `site` is told where no line of the user's raised it or called what
     did."""
     if _passing.told >= TOLD_AT_MOST or not isinstance(error, Exception):
         return
-    _passing.told += 1
     text = str(error)
     other = relayed(text, active.sites, MESSAGE_LIMIT)
     if other is not None:
@@ -55,16 +72,21 @@ def passed(active: Recorder, where: str, error: BaseException, site: int) -> Non
             site = active.sites.place(frame.file, frame.line, frame.function)
     else:
         site = raised_at(active, error.__traceback__, site)
-    active.emit(
-        ExceptionPassed(
-            at=time.monotonic(),
-            where=where,
-            kind=other.kind if other else type(error).__qualname__,
-            message=(other.message if other else text)[:MESSAGE_LIMIT],
-            step=active.step,
-            site=site,
-        )
+    event = ExceptionPassed(
+        at=time.monotonic(),
+        where=where,
+        kind=other.kind if other else type(error).__qualname__,
+        message=(other.message if other else text)[:MESSAGE_LIMIT],
+        step=active.step,
+        site=site,
+        tried=tried,
     )
+    if tried >= 0:
+        last, _passing.logged = _passing.logged, event
+        if last is not None and msgspec.structs.replace(event, at=last.at) == last:
+            return  # a handler may log in several lines
+    _passing.told += 1
+    active.emit(event)
 
 
 def raised_at(active: Recorder, trace: TracebackType | None, site: int) -> int:

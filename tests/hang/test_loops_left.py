@@ -17,6 +17,7 @@ from ddpdoctor.events import (
     EpochBegan,
     EpochEnded,
     Event,
+    ExceptionPassed,
     LoaderSeen,
     Place,
     Site,
@@ -53,7 +54,7 @@ def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "rank 1 skipped rounds of the loop at train.py:4: `if short:`" in finding.cause
-    assert finding.related[0].location.line == 5
+    assert (finding.location.line, finding.ranks) == (5, (1,))
 
 
 NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
@@ -124,6 +125,46 @@ def test_how_a_loop_over_a_loader_was_left(
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
     assert told in finding.cause
+
+
+HANDLER = Way(line=16, text="except ValueError:", first=7, last=10)
+
+
+def swallowed(tmp_path: Path, inside: tuple[Enclosing, ...], *more: Event) -> Finding:
+    """Rank 1 skipped a batch; rank 0 lost it in a call of the loop and went on to its end."""
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=inside)
+    made[0].call(line=9, inside=inside, state=State.FAILED, at=START + 5)
+    made[1].call("barrier", 18, state=State.BEGUN, at=START + 4.9)
+    left = [msgspec.structs.replace(e, at=START + 4) for e in left_early(
+        epochs=1, exhausted=True, batches=6, read=6, steps=5)]  # fmt: skip
+    stay = left_early(epochs=1, exhausted=True, batches=6, read=6, steps=6)
+    stay[-1] = msgspec.structs.replace(stay[-1], at=START + 6)
+    (finding,) = found(run_of(tmp_path, made, more={0: stay, 1: [*left, *more]}))
+    return finding
+
+
+def test_a_rank_that_goes_on_after_its_call_failed_was_in_the_loop_in_it(tmp_path: Path) -> None:
+    finding = swallowed(tmp_path, (Enclosing(line=8, text="for x, y in loader:", ways=(HANDLER,)),))
+    assert (finding.ranks, finding.location.line) == ((1,), 16)
+    assert "rank 1 left out all_reduce" in finding.summary
+    assert "took a step for only 5 of its 6 batches" in finding.cause
+    assert "behind the `try`" in finding.fix
+
+
+def test_a_continue_in_another_arm_leaves_out_nothing_here(tmp_path: Path) -> None:
+    loop = Enclosing(line=8, text="for x, y in loader:", ways=(HANDLER,))
+    other = Way(line=3, text="if bad:", first=4, last=20)
+    arm = Enclosing(line=5, text='elif mode == "b":  # if mode == "a":', opener=2)
+    seen = ExceptionPassed(
+        at=START + 3, where="handler", kind="ValueError", message="bad", step=4, site=50, tried=50
+    )
+    finding = swallowed(tmp_path, (arm, msgspec.structs.replace(loop, ways=(other, HANDLER))), seen)
+    assert "`if bad:`" not in finding.cause
+    assert "rank 1 caught ValueError: bad (train.py:8) in step 4" in finding.cause
+    assert (finding.ranks, finding.location.line) == ((1,), 16)
+    assert "the branch that leads there" not in [r.label for r in finding.related]
 
 
 def in_a_helper(tape: Tape, caller: int) -> None:
