@@ -49,7 +49,8 @@ class Straggler(Check):
     ## When it stays quiet
     Warm-up; a rank that is late now and then (evaluation, checkpoints, garbage collection); slow
     steps on a different rank each time; less than a fifth of a step, or 10 ms; time for which a
-    rank had no core because of other programs; ranks that do not wait for each other; short runs.
+    rank had no core because of other programs (of a loader's workers that time is not known: no
+    loading is judged then); ranks that do not wait for each other; short runs.
     Waiting on the GPU (NCCL) or inside of re-entrant checkpointing is not seen, and not judged.
     """
 
@@ -73,7 +74,8 @@ class Straggler(Check):
             first = _since([rank in lag for lag in lags])
             if first is not None:
                 found = _Slow(rank, windows[first:], lags[first:])
-                slow[found.segment].append(found)
+                if not _starved(run.ranks[rank], found):
+                    slow[found.segment].append(found)
         for segment, ranks in slow.items():
             yield self._tell(run, segment, ranks)
 
@@ -155,6 +157,16 @@ class _Slow:
     @property
     def segment(self) -> int:
         return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
+
+
+def _starved(rank: Rank, slow: _Slow) -> bool:
+    """Whether it waits for processes of its loader, which have no core for an unknown time where
+    the ranks themselves lack cores."""
+    if slow.segment != 0:
+        return False
+    loops = {window[rank.rank].sites[0] for window in slow.windows}
+    helped = any(e.workers and e.loop_site in loops for e in rank.of(LoaderSeen))
+    return helped and max(map(slow.delayed, slow.windows[0])) >= SHARE * slow.lag_s
 
 
 def _windows(run: Run) -> list[Window]:

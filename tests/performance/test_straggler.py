@@ -74,6 +74,21 @@ def test_a_slow_rank_in_each_phase(phase: str, line: int, words: str) -> None:
     assert "50 ms a step longer" in finding.label
 
 
+@pytest.mark.parametrize(
+    ("workers", "delayed_s", "told"), [(2, 0.02, False), (2, 0.001, True), (0, 0.02, True)]
+)
+def test_workers_of_the_loader_on_a_machine_that_has_too_much_to_do(
+    workers: int, delayed_s: float, told: bool
+) -> None:
+    run = run_of([NONE] * 6, [{"data": 0.05}] * 6, delayed_s=delayed_s)
+    loader = LoaderSeen(
+        at=0, loader=0, dataset="D", length=9, sampler="", loop_site=1, site=5, workers=workers
+    )
+    for rank in run.ranks.values():
+        rank.add(loader)
+    assert bool(list(Straggler().examine(run))) is told
+
+
 def test_code_between_two_lines_is_named_by_both() -> None:
     (finding,) = examine([{"after step": 0.05}] * 6, [NONE] * 6)
     assert finding.location is not None and finding.location.line == 13
