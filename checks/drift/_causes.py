@@ -19,7 +19,8 @@ from ddpdoctor.run import (
     ranks_text,
 )
 
-from ._replicas import Divergence, Member, Replicas, by_module, distances
+from ._distances import distances
+from ._replicas import Divergence, Member, Replicas, by_module
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import prod
 
 import msgspec
 
-from ddpdoctor.events import Digests, Loaded, Replica, Sketch, StepDone, Wrapped
+from ddpdoctor.events import Digests, Loaded, Replica, StepDone, Wrapped
 from ddpdoctor.events.drift import AGAIN, chosen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
@@ -405,37 +405,6 @@ def _split(
     """The ranks in groups that agree, the largest first."""
     tables = {number: _by_position(row, key, count) for number, row in rows.items()}
     return equal_ranks({n: tuple(table[p] for p in differing) for n, table in tables.items()})
-
-
-def distances(group: Replicas, found: Divergence) -> dict[int, float]:
-    """By step in which they differ: the largest distance of two copies over the norm, where it was
-    measured."""
-    kind = found.kind
-    steps = set(found.keys) if found.point == "step" else None
-    sketches: dict[int, dict[int, Sketch]] = {}
-    for number, member in group.members.items():
-        for event in member.rank.of(Sketch):
-            same = (event.model, event.optimizer) == (member.model, member.optimizer)
-            apart = event.step >= found.first if steps is None else event.step in steps
-            if same and event.kind == kind and apart:
-                sketches.setdefault(event.step, {})[number] = event
-    # Ranks that agree have no distance: it takes one of each side.
-    sides = [set(side) for side in found.split]
-    return {
-        step: _distance(list(seen.values()))
-        for step, seen in sorted(sketches.items())
-        if sum(not side.isdisjoint(seen) for side in sides) > 1
-    }
-
-
-def _distance(sketches: list[Sketch]) -> float:
-    first = sketches[0]
-    widest = max(
-        sum((a - b) ** 2 for a, b in zip(first.bins, other.bins, strict=False)) ** 0.5
-        for other in sketches[1:]
-    )
-    norm = max(s.norm for s in sketches)
-    return widest / norm if norm else 0.0
 
 
 def by_module(names: Iterable[str]) -> dict[str, int]:
