@@ -83,13 +83,15 @@ class ImbalancedBatches(Check):
         yield self.finding(
             severity=Severity.NOTE if meant else self.severity,
             ranks=(largest,) if steady else tuple(given),
-            subjects=(f"inputs of model {model}",),
+            subjects=(f"inputs of {next(w.kind for w in rank.of(Wrapped) if w.model == model)}",),
             location=rank.location(first.site),
             label="not equally large on all ranks",
             summary=f"the largest batch of a step is on average {typical:.0%} larger than the "
             "mean over ranks" + (f", mostly on rank {largest}" if steady else ""),
             cause=_cause(largest if steady else None, alike),
-            fix="the same batch size on all ranks" if steady and not alike else BUCKETS,
+            fix=f"the same batch size on all ranks; where samples differ in size: {BUCKETS}"
+            if steady and not alike
+            else BUCKETS,
             evidence={
                 "numbers per input, mean": {r: round(m) for r, m in means.items()},
                 "rows per input, mean": {r: round(m, 1) for r, m in rows.items()},
@@ -111,7 +113,7 @@ def _cause(larger: int | None, alike: bool) -> str:
         )
     if alike:
         return f"rank {larger} gets the longer samples in nearly all steps, and as many of them"
-    return f"rank {larger} works on larger batches all the time"
+    return f"rank {larger} gets more samples, or larger ones, in nearly all steps"
 
 
 def _weighted(run: Run, model: int) -> bool:
