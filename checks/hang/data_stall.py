@@ -77,12 +77,16 @@ class DataStall(Check):
         first = found[0]
         loader = _loader(first.rank)
         message = first.exception.message if first.exception else ""
+        # A signal tells of it, wherever the rank is just then.
+        loop = first.rank.location(loader.loop_site) if loader else None
+        noticed = first.location if loop is not None and first.location != loop else None
         ranks = tuple(sorted(f.rank.rank for f in found))
         yield self.finding(
             ranks=ranks,
             subjects=(loader.dataset,) if loader else (),
-            location=first.location,
-            label="its worker died here",
+            location=loop or first.location,
+            label="waits for that worker's batches",
+            related=(Related("noticed here", noticed),) if noticed else (),
             summary=f"a DataLoader worker of {ranks_text(ranks)} died: {message.splitlines()[0]}",
             cause=_worker_end(message),
             fix="try `num_workers=0` to see an error of the data set itself; for lack of memory "

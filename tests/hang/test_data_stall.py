@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.data_stall import DataStall
 from tapes import START, Tape, run_of, stall, stood
 
@@ -62,17 +63,22 @@ def test_a_slow_batch(tmp_path: Path) -> None:
     assert found(starving(tmp_path, seen=False)) == []
 
 
-def test_a_worker_that_died(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [6, 8])
+def test_a_worker_that_died(tmp_path: Path, line: int) -> None:
     made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
     raised = ExceptionRaised(
         at=START + 5,
         kind="RuntimeError",
         message="DataLoader worker (pid 77) is killed by signal: Killed. ",
-        frames=(Frame(file="/home/user/project/train.py", line=6, function="main", user=True),),
-    )
-    run = run_of(tmp_path, made, more={1: [raised]}, ended={0: -15, 1: 1})
+        frames=(Frame(file="/home/user/project/train.py", line=line, function="main", user=True),),
+    )  # fmt: skip
+    made[1].now(Phase.DATA, 6, "for batch in loader:")
+    loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
+                        sampler="RandomSampler", workers=2)  # fmt: skip
+    run = run_of(tmp_path, made, more={1: [loader, raised]}, ended={0: -15, 1: 1})
     (finding,) = found(run)
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 6
+    assert [r.location.line for r in finding.related] == [8] * (line == 8)
     assert "lack of memory" in finding.cause
