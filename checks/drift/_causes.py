@@ -282,6 +282,20 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     return Cause(text=text + suspects, fix=fix, label="applied here", known=False)
 
 
+def written(group: Replicas, found: Divergence) -> Cause:
+    """No optimizer holds them, and yet they change."""
+    return Cause(
+        text="no optimizer holds these parameters, the program writes them itself after each "
+        "backward (from copies that an optimizer holds, say), and not the same values on every "
+        "rank: DDP averages gradients, and made parameters equal only when it was made",
+        fix="make such copies (`p.detach().clone()`) after `DistributedDataParallel(...)`, which "
+        "gives all ranks the parameters of rank 0, or send them once: `dist.broadcast(copy, 0)`",
+        label="equal only from here to the first update",
+        location=wrap_line(group),
+        ranks=found.minority,
+    )
+
+
 def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
     """The line of the optimizer's step."""
     for number in (*ranks, *group.members):
@@ -307,6 +321,8 @@ def wrap_line(group: Replicas) -> Location | None:
 def told(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
     """What every finding about copies that differ has in common."""
     wrapped = wrap_line(group)
+    if wrapped == cause.location:
+        wrapped = None
     return {
         "ranks": cause.ranks or found.minority,
         "steps": _steps(group, found),

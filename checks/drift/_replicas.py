@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 
 from ddpdoctor.events import Digests, Loaded, Replica, StepDone, Wrapped
-from ddpdoctor.events.drift import AGAIN, chosen
+from ddpdoctor.events.drift import AGAIN, UNHELD, chosen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
@@ -120,8 +120,9 @@ Told = tuple[Replicas, Finding]
 """A finding, and whose copies it is about."""
 
 
-def replicas(run: Run) -> list[Replicas]:
-    """Every model and optimizer that two ranks or more hold in equal copies."""
+def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
+    """Every model and optimizer that two ranks or more hold in equal copies; `unheld`: and the
+    models that are trained although no optimizer holds them."""
     found: dict[tuple[tuple[int, ...], int, int], dict[int, Member]] = {}
     for rank in run.ranks.values():
         wrapped = {w.model: w for w in rank.of(Wrapped)}
@@ -130,21 +131,26 @@ def replicas(run: Run) -> list[Replicas]:
         models: dict[int, int] = {}
         optimizers: Counter[int] = Counter()
         for (model, _), seen in sorted(latest.items()):
+            if seen.optimizer == UNHELD and not unheld:
+                continue
             if model not in models:
                 models[model] = order[seen.ranks]
                 order[seen.ranks] += 1
             if rank.rank in seen.ranks and model in wrapped:
-                key = (seen.ranks, models[model], optimizers[model])
+                own = UNHELD if seen.optimizer == UNHELD else optimizers[model]
+                key = (seen.ranks, models[model], own)
                 found.setdefault(key, {})[rank.rank] = Member(rank, seen, wrapped[model])
-            optimizers[model] += 1
+            optimizers[model] += seen.optimizer != UNHELD
     return [r for members in found.values() if (r := _alike(members)) is not None]
 
 
-def each_model(run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]]) -> Iterator[Finding]:
+def each_model(
+    run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]], *, unheld: bool = False
+) -> Iterator[Finding]:
     """What `judge` says of every model, whichever of its optimizers it says it of. Models that one
     line wraps, and of which it points at one line, are told together."""
     by_model: dict[object, list[Told]] = {}
-    for group in replicas(run):
+    for group in replicas(run, unheld=unheld):
         mine = by_model.setdefault((group.any.model, tuple(group.members)), [])
         mine += [(group, finding) for finding in judge(run, group)]
     together: dict[object, list[Told]] = {}
@@ -317,7 +323,8 @@ def kinds(group: Replicas, prefix: str) -> list[str]:
 def _events(member: Member, kind: str, point: str) -> Iterator[Digests]:
     for event in member.rank.of(Digests):
         same = event.model == member.model and event.kind == kind and event.point == point
-        if same and event.optimizer in (member.optimizer, -1):
+        evaluated = point in ("eval", "again")
+        if same and (evaluated or event.optimizer == member.optimizer):
             yield event
 
 
@@ -329,7 +336,10 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
         told = event.backwards or (0,) * len(event.keys)
         moments = zip(event.keys, event.strides, event.counts, told, strict=False)
         for key, stride, count, made in moments:
-            rows[key] = stride, tuple(values[begin : begin + count]), made
+            mine = values[begin : begin + count]
+            if kind == "parameters" and point in ("eval", "again"):  # those of the whole model
+                mine = [mine[p] for p in unpack(member.seen.parameters) if p < count]
+            rows[key] = stride, tuple(mine), made
             begin += count
     return rows
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ddpdoctor.events import OptimizerSeen, StepDone
+from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
@@ -31,7 +32,8 @@ class ParameterDrift(Check):
     Parameters that differ between ranks which should hold equal copies, to the last bit: weights
     loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
     not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
-    compared afterwards; nothing is communicated for it. Also of models without a wrapper whose
+    compared afterwards; nothing is communicated for it. Also of wrapped models that no optimizer
+    holds (which holds copies of them, or there is none), and of models without a wrapper whose
     gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
     that differ from the start; gradients that the exchange leaves out in every step, or that are
     applied while an asynchronous exchange of them still runs; updates that an optimizer of the
@@ -64,7 +66,7 @@ class ParameterDrift(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        groups = replicas(run)
+        groups = replicas(run, unheld=True)
         if not groups and any(way.compared(run) for way in (_by_hand, _unshared, _updates)):
             return None
         if not groups:
@@ -74,7 +76,7 @@ class ParameterDrift(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        yield from each_model(run, self._judge)
+        yield from each_model(run, self._judge, unheld=True)
         for parting in _by_hand.partings(run):
             yield self.finding(**_by_hand.told(run, parting))
         for told in (*_unshared.told(run), *_beside.told(run), *_updates.told(run)):
@@ -117,6 +119,8 @@ class ParameterDrift(Check):
         if later is not None and not _loads.each_its_own(group, later.at):
             yield self._finding(run, group, later, _cause(group, later))
             return
+        if group.any.optimizer == UNHELD:
+            return
         if (last := divergence(group, "parameters", "end")) is not None:
             yield self._finding(run, group, last, _cause(group, last), severity=Severity.NOTE)
 
@@ -154,9 +158,10 @@ class ParameterDrift(Check):
         cause: Cause,
         severity: Severity = Severity.ERROR,
     ) -> Finding:
-        begun = f"step {found.first}"
+        unheld = group.any.optimizer == UNHELD
+        begun = f"{'averaging backward' if unheld else 'step'} {found.first}"
         if unseen := found.unseen:
-            begun = f"some step between {unseen[0]} and {found.first}"
+            begun = f"some {'backward' if unheld else 'step'} between {unseen[0]} and {found.first}"
         when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
         when["again"] = when["eval"]
         told = _causes.told(group, found, cause)
@@ -187,6 +192,8 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     if found.point == "step" and (cause := _causes.edited_once(group, found)):
         return cause
+    if group.any.optimizer == UNHELD:
+        return _causes.written(group, found)
     if divergence(group, "gradients") is not None:
         agree = "differ too"
     else:

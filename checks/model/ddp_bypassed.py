@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ddpdoctor.events import Bypassed, RankExiting, StepDone, SyncPattern
+from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -19,7 +20,9 @@ class DdpBypassed(Check):
     ## What it finds
     Optimizer steps on gradients of a wrapped model that no forward of the wrapper led to:
     `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model kept
-    under another name, a wrapper that was made and not used. It names the line of that call.
+    under another name, a wrapper that was made and not used. It names the line of that call. Also
+    where no optimizer holds the model and the program itself applies such gradients, again and
+    again.
 
     ## Why it hurts
     DDP averages gradients in the backward of its own forward. A forward that goes around it trains
@@ -74,8 +77,8 @@ class DdpBypassed(Check):
             location=spot,
             label="goes around the wrapper" if call >= 0 else "backward of a forward around DDP",
             related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
-            summary=f"the optimizer stepped {last.count} times on gradients of {wrapped.kind} that "
-            f"went around DistributedDataParallel, {models.on_ranks(run, (r.rank for r in seen))}",
+            summary=f"{_applied(wrapped.kind, last)} that went around DistributedDataParallel, "
+            f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(wrapped.kind, last),
             fix="call the wrapper: `model(x)`, not `model.module(x)` or the model it wraps; "
             "move other methods behind `forward`",
@@ -114,6 +117,12 @@ def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
     if not 0 < more < last.count:  # else there were another record
         return last
     return msgspec.structs.replace(last, step=end, count=last.count + more)
+
+
+def _applied(kind: str, last: Bypassed) -> str:
+    if last.optimizer == UNHELD:
+        return f"the program itself applied, {last.count} times at least, gradients of {kind}"
+    return f"the optimizer stepped {last.count} times on gradients of {kind}"
 
 
 def _cause(kind: str, last: Bypassed) -> str:

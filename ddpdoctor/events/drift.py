@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .base import Event
 
+UNHELD = -1
+"""Stands for the optimizer of a model that is trained although none holds it."""
+
 AGAIN = 8
 """One more than the evaluations without training in between that are looked at, after the first."""
 
@@ -15,7 +18,7 @@ class Replica(Event, frozen=True, tag="replica"):
     """An optimizer steps parameters that the ranks of a group hold in equal copies.
 
     Attributes:
-        model, optimizer: numbers as in `Wrapped` and `OptimizerSeen`.
+        model, optimizer: numbers as in `Wrapped` and `OptimizerSeen`, or `UNHELD`.
         ranks: global ranks of the model's process group.
         parameters: positions in `Wrapped.parameters`, packed; what `Digests` count through.
         broadcast: DDP copies rank 0's buffers before each forward.
@@ -42,7 +45,8 @@ class Digests(Event, frozen=True, tag="digests"):
             were not), `buffers`, or `state:<key>` of the optimizer.
         point: `step` (before an optimizer step), `eval` (after the first forward without
             gradients), `again` (of an evaluation after that without training in between) or `end`.
-        keys: per row, the number of the moment: the optimizer's step, or for `eval` the forwards
+        keys: per row, the number of the moment: the optimizer's step (`UNHELD`: the backward that
+            averaged), or for `eval` the forwards
             with gradients before it; for `again` that times `AGAIN`, and which one it is.
         strides: per row, which tensors (see `chosen`).
         counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".

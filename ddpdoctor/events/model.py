@@ -160,6 +160,8 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
     although no forward of its wrapper led to it, and that nothing synchronised.
 
     Attributes:
+        optimizer: `UNHELD` where no optimizer holds the model, and the program itself applied such
+            gradients.
         count: such steps so far; recorded at powers of two.
         forwards: forwards of the wrapper so far.
         site: the line of the backward; `call_site` of the call that went around the wrapper, -1

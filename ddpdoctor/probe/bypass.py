@@ -11,8 +11,9 @@ from types import CodeType, FrameType, MethodType
 from typing import Any
 
 from ..events import Bypassed
-from . import exchanges, forwards, moments
-from .digests import readable
+from ..events.drift import UNHELD
+from . import exchanges, forwards, moments, optimizers
+from .digests import digests, readable
 from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import on_restore
@@ -21,6 +22,9 @@ from .resolving import Bound, call_in_frames, first_argument
 from .torch_private import compiling
 
 LOST = "forwards that go around DistributedDataParallel"
+
+MOVED_AT_LEAST = 3
+"""Such backwards after which the program itself changed what it trains."""
 
 LOOKS = 3
 """Searches through the running functions' source per model."""
@@ -46,7 +50,12 @@ class Suspect:
 
 
 class Bypass:
-    """What is known of one model."""
+    """What is known of one model.
+
+    Attributes:
+        by_hand: digests of a few parameters at the last such backward, where no optimizer holds the
+            model; `moved` such backwards found that they had changed since the one before.
+    """
 
     def __init__(self) -> None:
         self.suspect: Suspect | None = None
@@ -55,6 +64,8 @@ class Bypass:
         self.count = 0
         self.told: Bypassed | None = None
         self.last: Bypassed | None = None
+        self.by_hand: list[int] = []
+        self.moved = 0
 
 
 _known: defaultdict[Model, Bypass] = defaultdict(Bypass)
@@ -91,6 +102,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if model.number in backward.synced and model in _known:
             _known[model].suspect = None
+            _known[model].by_hand = []
 
 
 def _backward_astray(active: Recorder, backward: Backward) -> None:
@@ -99,11 +111,33 @@ def _backward_astray(active: Recorder, backward: Backward) -> None:
             continue
         known = _known[model]
         forwards = model.forwards_in_step if model.forward_step == active.step else 0
+        again = known.suspect is not None  # no optimizer has applied it since
         known.suspect = Suspect(backward.number, backward.site, _stamps(model), forwards)
         _following.wake()
         if known.call_site < 0 and known.looks < LOOKS:
             known.looks += 1
             known.call_site = _look(active, model)
+        if again:
+            _follow_by_hand(active, model, known, known.suspect)
+
+
+def _follow_by_hand(active: Recorder, model: Model, known: Bypass, suspect: Suspect) -> None:
+    """Where no optimizer holds the model, and nothing was ever exchanged that may be its gradients
+    or its parameters, they are the ones of such backwards that the program applies by itself."""
+    parameters = [p for ref in model.parameters if (p := ref()) is not None]
+    held = optimizers.held()
+    if model.ddp() is None or any(id(p) in held for p in parameters):
+        known.by_hand, known.moved = [], 0
+        return
+    before, known.by_hand = known.by_hand, digests(ref() for ref in model.sampled)
+    certain = suspect.forwards == 0 or known.call_site >= 0
+    if not before or before == known.by_hand or not certain:
+        return
+    if exchanges.special() or exchanges.values_exchanged(parameters):
+        return
+    known.moved += 1
+    if known.moved >= MOVED_AT_LEAST:
+        _tell(active, model, known, suspect, UNHELD, known.moved)
 
 
 def _meant_to_synchronise(model: Model) -> bool:
@@ -178,7 +212,7 @@ def _judge(active: Recorder, step: Step) -> None:
             continue
         if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
             continue
-        _tell(active, model, known, suspect, step)
+        _tell(active, model, known, suspect, step.known.number, step.number)
 
 
 def _still_there(model: Model, suspect: Suspect) -> bool:
@@ -193,15 +227,17 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
     return False
 
 
-def _tell(active: Recorder, model: Model, known: Bypass, suspect: Suspect, step: Step) -> None:
+def _tell(
+    active: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
+) -> None:
     known.count += 1
     if known.call_site < 0:
         _arm(active, model)
     known.last = Bypassed(
         at=time.monotonic(),
         model=model.number,
-        optimizer=step.known.number,
-        step=step.number,
+        optimizer=optimizer,
+        step=step,
         count=known.count,
         forwards=model.forwards,
         site=suspect.site,

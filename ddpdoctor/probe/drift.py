@@ -8,13 +8,13 @@ from collections import defaultdict
 from typing import Any
 
 from ..events import Digests, Replica, Sketch
-from ..events.drift import AGAIN, EARLY, chosen, full
+from ..events.drift import AGAIN, EARLY, UNHELD, chosen, full
 from ..events.pack import pack
 from . import exchanges, moments, optimizers, sync
 from .digests import ABSENT, Sketcher, capturing, scattered, sums
 from .holdings import Holding
 from .models import Model
-from .moments import Forward, Step
+from .moments import Backward, Forward, Step
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
@@ -74,6 +74,7 @@ def install() -> None:
     moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
+    moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
     moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
 
@@ -177,6 +178,28 @@ def _closure_ends(active: Recorder, step: Step) -> None:
         kind = _kind_of_gradients(holding.model)
         _record(active, watch, kind, step.number, 1 if step.number in EARLY else stride)
         _flush(active, watch, soon=step.number < 10)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    """A model that no optimizer holds is trained all the same: through copies, or by hand."""
+    for model in backward.models:
+        number = model.synced_backwards - 1
+        if model.number not in backward.synced or not full(number) or _held(model):
+            continue
+        watch = _drift.watches.get((UNHELD, model.number))
+        if watch is None:
+            positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
+            watch = _watch(active, Holding(model, UNHELD, positions))
+        _look_for_join(active, watch)
+        if number and exchanges.before_backward():
+            _look_for_local_steps(active, watch)
+        _record(active, watch, "parameters", number, 1)
+        _flush(active, watch, soon=True)
+
+
+def _held(model: Model) -> bool:
+    held = optimizers.held()
+    return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
 
 
 def _kind_of_gradients(model: Model) -> str:

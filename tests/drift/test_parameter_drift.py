@@ -9,7 +9,7 @@ from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
-from ddpdoctor.events.drift import AGAIN, chosen
+from ddpdoctor.events.drift import AGAIN, UNHELD, chosen
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import edits, hyperparameters, loads
 
@@ -444,4 +444,19 @@ def test_each_rank_evaluates_a_checkpoint_of_its_own():
         n: [*evaluations(SAME[0]), load(), *evaluations(SAME[0], (SAME, APART)[n][1])[1:]]
         for n in range(2)
     }
+    assert list(ParameterDrift().examine(run_of(ranks))) == []
+
+
+def test_a_model_that_no_optimizer_holds():
+    rows = {0: SAME, 1: {0: SAME[0], 1: APART[1], 4: APART[2]}}
+    ranks = {n: [digests("parameters", rows[n], optimizer=UNHELD)] for n in range(2)}
+    (finding,) = ParameterDrift().examine(run_of(ranks, optimizer=UNHELD))
+    assert "no optimizer holds these parameters" in finding.cause
+    assert (finding.subjects, finding.location.line) == (("head.weight",), 10)
+    assert OptimizerStateDrift().unobserved(run_of(ranks, optimizer=UNHELD))
+
+
+def test_what_is_told_of_no_optimizer_is_not_taken_for_the_steps_of_one():
+    ranks = {n: [equal("parameters")] for n in range(2)}
+    ranks[0].append(digests("parameters", APART, optimizer=UNHELD))
     assert list(ParameterDrift().examine(run_of(ranks))) == []

@@ -8,6 +8,7 @@ from recordings import make_run, site, steps
 from wraps import codes, rank
 
 from ddpdoctor.events import Bypassed, RankExiting, SyncPattern
+from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.probe import bypass
 
 CHECK = DdpBypassed()
@@ -85,3 +86,25 @@ def test_the_steps_of_a_rank_that_was_stopped(events, last, count):
     assert (found.steps.first, found.steps.last, found.steps.count) == (2, last, count)
     assert f"stepped {count} times" in found.summary
     assert found.evidence["steps without synchronisation"] == count
+
+
+def test_gradients_that_the_program_itself_applies():
+    told = (
+        bypassed(3, 1, optimizer=UNHELD),
+        bypassed(9, 7, optimizer=UNHELD),
+        RankExiting(at=0, how="return"),
+    )
+    (found,) = CHECK.examine(make_run({r: rank(*told) for r in (0, 1)}))
+    assert "the program itself applied, 7 times at least, gradients" in found.summary
+
+
+def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
+    told, looks = [], iter([[1], [2], [2], [3], [4]])
+    model = SimpleNamespace(parameters=[], sampled=[], ddp=lambda: model)
+    known, suspect = bypass.Bypass(), bypass.Suspect(0, 51, {}, 0)
+    monkeypatch.setattr(bypass, "_tell", lambda *args: told.append(args[4:]))
+    monkeypatch.setattr(bypass, "digests", lambda tensors: next(looks))
+    monkeypatch.setattr(bypass.exchanges, "values_exchanged", lambda parameters: False)
+    for _ in range(5):
+        bypass._follow_by_hand(None, model, known, suspect)
+    assert told == [(UNHELD, 3)]
