@@ -80,7 +80,7 @@ class NonfiniteOrigin(Check):
                 "operation": event.operation,
                 "module": event.module,
                 "rows of the batch": list(event.rows),
-                "skipped in a row": event.skipped,
+                "skipped in a row": event.skipped or "",
             },
             at=rank.wall(event.at),
         )
@@ -128,9 +128,15 @@ def _made(event: NonFinite) -> bool:
     return bool(event.operation) and event.operation not in _PASSING_ON
 
 
+def _of(event: NonFinite) -> str:
+    return f" of {event.operation}" if event.operation else ""
+
+
 def _label(event: NonFinite) -> str:
     if event.kind == "input":
         return f"is given {event.value}"
+    if event.derivative_site >= 0:
+        return f"{event.value} in the derivative{_of(event)}"
     if event.kind == "loss":
         what = f"{event.operation} gives " if _made(event) else ""
         if event.entered:
@@ -140,10 +146,11 @@ def _label(event: NonFinite) -> str:
 
 
 def _related(rank: Rank, event: NonFinite, spot: Location | None) -> tuple[Related, ...]:
-    backward = rank.location(event.site)
-    if backward is None or backward == spot:
-        return ()
-    return (Related("the backward that spread it", backward),)
+    places = (
+        ("the derivative is taken here", rank.location(event.derivative_site)),
+        ("the backward that spread it", rank.location(event.site)),
+    )
+    return tuple(Related(what, at) for what, at in places if at is not None and at != spot)
 
 
 def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
@@ -173,6 +180,8 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
         made = f": it came out of {event.operation}"
     if event.entered:
         made = f": it came into {event.module or event.entered}"
+    if event.derivative_site >= 0:
+        made = f": it arose in the derivative{_of(event)}"
     after = f" after {event.module}" if event.operation and event.module else ""
     return f"the first {value} is in the loss of {ranks} at step {event.step}{made}{after}"
 
@@ -186,6 +195,12 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         return (
             f"inputs and parameters were finite; what `{event.entered}`{into} was given was not: "
             "it arose on the way there, in numbers that need no gradient"
+        )
+    if event.derivative_site >= 0:
+        what = f"`{event.operation}` has no finite one" if event.operation else "one was not finite"
+        return (
+            "inputs, parameters and the forward were finite; of the derivatives that "
+            f"`torch.autograd.grad` takes on the way to the loss {what} where it was used"
         )
     if event.kind == "loss" and not event.operation:
         return (
@@ -233,9 +248,22 @@ def _fix_of_gradients(rank: Rank) -> str:
     return f"look at each rank's gradients before they are reduced; {skip}"
 
 
+_SMOOTH = {
+    "sqrt": "`x.clamp_min(1e-12).sqrt()`: its derivative at 0 is infinite",
+    "pow": "`x.clamp_min(1e-12) ** p`: its derivative at 0 is infinite",
+    "acos": "`x.clamp(-1 + 1e-6, 1 - 1e-6).acos()`: its derivative at 1 and -1 is infinite",
+    "asin": "`x.clamp(-1 + 1e-6, 1 - 1e-6).asin()`: its derivative at 1 and -1 is infinite",
+}
+
+
 def _fix(event: NonFinite) -> str:
     if event.kind == "input":
         return "clean the sample, or `x = torch.nan_to_num(x)` where that is what it means"
+    if event.derivative_site >= 0:
+        return _SMOOTH.get(event.operation, "") or (
+            "look at what the derivative is taken of (`torch.autograd.detect_anomaly()` names the "
+            "operation), and keep it away from where it has none that is finite"
+        )
     if event.kind == "loss" and event.operation in ("log", "div", "sqrt", "pow"):
         return {
             "log": "`torch.log(x.clamp_min(1e-8))`",

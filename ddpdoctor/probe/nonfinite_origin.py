@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+from . import derivatives
 from .digests import given_back, readable
 from .frames import variables
 from .torch_private import saved, shard
@@ -34,12 +35,21 @@ _COMMON = ("div", "mul", "add", "sub", "mean", "sum")
 
 class Origin:
     """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it.
-    Or `entered`, the operation that was given it as a constant, which the graph does not know."""
+    Or `entered`, the operation that was given it as a constant, which the graph does not know.
+    Where it arose in a derivative that the line `derivative_site` takes, `operation` is what has
+    none that is finite there, empty where that is not known."""
 
-    def __init__(self, operation: str = "", parameter: str = "", entered: str = "") -> None:
+    def __init__(
+        self,
+        operation: str = "",
+        parameter: str = "",
+        entered: str = "",
+        derivative_site: int = -1,
+    ) -> None:
         self.operation = operation
         self.parameter = parameter
         self.entered = entered
+        self.derivative_site = derivative_site
 
     @property
     def module(self) -> str:
@@ -91,7 +101,21 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
     origin = _behind_harmless(origin)
     if hidden and not hidden.isdisjoint(_nodes(origin)):
         return Origin()  # it may have come from there
+    site = derivatives.site_of(origin)
+    if site >= 0:
+        return _of_derivative(origin, order, names, site)
     return Origin(_operation(origin), _nearest(origin, names))
+
+
+def _of_derivative(made: Any, order: list[Any], names: dict[int, str], site: int) -> Origin:
+    """The derivative's formula is of the result of the operation, or of what that was given."""
+    below = _nodes(made)
+    given = set(below)
+    beside = (n for n in order if any(child in given for child, _ in n.next_functions))
+    for node in (*below, *beside):
+        if derivatives.site_of(node) < 0 and (operation := derivatives.singular(node)):
+            return Origin(operation, _nearest(node, names), derivative_site=site)
+    return Origin(derivative_site=site)
 
 
 def _nodes(start: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from .accumulators import Captures, GradientHooks
 from .models import Model
 from .modules import named_roots
 from .moments import Backward, Forward, Step, Subscriptions
-from .nonfinite_origin import finite
+from .nonfinite_origin import Origin, finite
 from .recorder import Recorder, shielded
 from .references import Reference
 from .telling import finite_gradient, telling
@@ -284,7 +284,8 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         module=origin.module,
         names=(origin.parameter,) if origin.parameter else (),
         entered=origin.entered,
-        origin_site=_origin_site(active, origin.operation, live, frame, root)
+        derivative_site=origin.derivative_site,
+        origin_site=_origin_site(active, origin, live, frame, root)
         if not origin.entered
         else _maker_site(active, live, origin.module, base.forward_site),
     )
@@ -325,7 +326,10 @@ def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
             yield from part.named_buffers(prefix=name, recurse=False)
 
 
-def _origin_site(active: Recorder, operation: str, live: list[Model], frame: Any, root: Any) -> int:
+def _origin_site(active: Recorder, origin: Origin, live: list[Model], frame: Any, root: Any) -> int:
+    operation = origin.operation
+    if origin.derivative_site >= 0 and not operation:
+        return origin.derivative_site
     for model in live:
         inner = model.inner()
         place = (
@@ -335,8 +339,8 @@ def _origin_site(active: Recorder, operation: str, live: list[Model], frame: Any
         )
         if place is not None:
             return active.sites.place(*place)
-    if frame is None:
-        return -1
+    if frame is None or origin.derivative_site >= 0:
+        return origin.derivative_site
     return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
 
 

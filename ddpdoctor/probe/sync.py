@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ..events import SyncPattern
-from . import exchanges, models, moments, unused
+from . import derivatives, exchanges, models, moments, unused
 from .accumulators import Captures
 from .holdings import Holding
 from .looks import Look
@@ -85,6 +85,7 @@ def install() -> None:
 
     _syncs.clear()
     _off_sites.clear()
+    derivatives.forget()
     around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
     lost = "gradients taken by autograd.grad"
     around(torch.autograd, "grad", before=_functional, after=_functional_ends, lost=lost)
@@ -112,7 +113,9 @@ def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _off_sites[args[0]] = active.site()
 
 
-def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sync]:
+def _functional(
+    active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Sync], int]:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
     asked = []
@@ -122,16 +125,19 @@ def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
             _syncs[model].functional = active.site()
             asked.append(_syncs[model])
     Captures.depth += 1
-    return asked
+    return asked, derivatives.begins(args, kwargs)
 
 
 def _functional_ends(
-    active: Recorder, asked: list[Sync] | None, result: Any, error: BaseException | None
+    active: Recorder, token: tuple[list[Sync], int] | None, result: Any, error: BaseException | None
 ) -> None:
-    if asked is not None:
-        Captures.depth = max(0, Captures.depth - 1)
-    for sync in asked or ():
+    if token is None:
+        return
+    Captures.depth = max(0, Captures.depth - 1)
+    asked, first = token
+    for sync in asked:
         sync.carried = exchanges.carried()
+    derivatives.ends(active, first)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:

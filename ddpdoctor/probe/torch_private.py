@@ -22,6 +22,7 @@
 | `torch.jit._builtins._find_builtin`, `._get_builtin_table` | 2.13 | scripts that save fail |
 | `torch.utils.weakref` | 2.13 | tensors that the probe knows cannot be swapped |
 | `SavedTensor.unpack_hook` | 2.13 | what made the first NaN; losses divided by the world size |
+| `Node._sequence_nr`, `torch.autograd._get_sequence_nr` | 2.13 | NaN in a derivative: of what |
 | `torch._C._len_torch_dispatch_stack`, `._pop...`, `._push...` | 2.13 | modes see the doctor |
 """
 
@@ -362,6 +363,22 @@ def made_at(node: Any) -> list[str] | None:
     except (AttributeError, RuntimeError):
         return None
     return [str(line) for line in text] if text else None
+
+
+def next_node_number() -> int:
+    """The number of the next node that this thread makes for the graph; -1 where unknown."""
+    try:
+        return int(sys.modules["torch"].autograd._get_sequence_nr())
+    except AttributeError:
+        return -1
+
+
+def node_number(node: Any) -> int:
+    """Of a node of the graph; -1 where unknown."""
+    try:
+        return int(node._sequence_nr())
+    except AttributeError:
+        return -1
 
 
 def saved(node: Any, name: str) -> Any:

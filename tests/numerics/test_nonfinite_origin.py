@@ -389,3 +389,63 @@ def test_a_part_of_its_memory_is_enough() -> None:
     assert readable(torch.zeros(3).expand(1000, 3))
     assert readable(torch.zeros(10)[2:4])
     assert readable(torch.zeros(0))
+
+
+@pytest.mark.parametrize("operation", ["sqrt", "pow", "acos", "of its own"])
+def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import derivatives
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient / ctx.saved_tensors[0]
+
+    made = {
+        "sqrt": lambda x: x.pow(2).sum(-1).sqrt(),
+        "pow": lambda x: x.abs() ** 0.5,
+        "acos": lambda x: (1 + x * 0).acos(),
+        "of its own": Own.apply,
+    }[operation]
+    model = torch.nn.Linear(2, 1)
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    energy = model(made(x).view(-1)[:2]).sum()
+    derivatives.forget()
+    first = derivatives.begins((), {"create_graph": True})
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    derivatives.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
+    origin = trace(force.pow(2).sum() + energy, {id(p): n for n, p in model.named_parameters()})
+    derivatives.forget()
+    assert origin.derivative_site == 7
+    assert origin.operation == ("" if operation == "of its own" else operation)
+    assert not origin.parameter
+
+
+def test_calls_that_make_no_graph_leave_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import derivatives
+
+    derivatives.forget()
+    for args, kwargs in (((), {}), ((1, 2, None, True, False), {}), ((), {"create_graph": False})):
+        first = derivatives.begins(args, kwargs)
+        derivatives.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
+    assert not derivatives._taken
+    assert derivatives.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1
+
+
+def test_the_template_is_about_what_the_derivative_is_of() -> None:
+    lines = site(3, "model.py", 12, "torch.autograd.grad(e, pos, create_graph=True)")
+    event = bad("loss", 5, operation="sqrt", origin_site=2, derivative_site=3)
+    (finding,) = found([lines, event], [lines])
+    assert "it arose in the derivative of sqrt" in finding.summary
+    assert finding.fix is not None and ".sqrt()" in finding.fix
+    assert finding.related[0].label == "the derivative is taken here"
+    (finding,) = found([lines, bad("loss", 5, origin_site=3, derivative_site=3)], [lines])
+    assert finding.fix is not None and "detect_anomaly" in finding.fix
+    assert "div" not in finding.summary + finding.fix
