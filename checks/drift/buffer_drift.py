@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Digests, StateTaken
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.events import Digests, LateBuffers, StateTaken
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
-from . import _causes
+from . import _causes, _late
 from ._replicas import (
     NO_COPIES,
     Divergence,
@@ -19,6 +19,8 @@ from ._replicas import (
     replicas,
 )
 
+LATE = "differ_and_came_after_the_wrap"
+
 
 class BufferDrift(Check):
     """Buffers differ between ranks where it matters
@@ -26,7 +28,7 @@ class BufferDrift(Check):
     ## What it finds
     Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
     when the model is evaluated, through the wrapper or around it, or its state is taken for a
-    checkpoint.
+    checkpoint. Also buffers that came after the wrap (masks of a pruning), at the steps compared.
 
     ## Why it hurts
     Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
@@ -51,12 +53,52 @@ class BufferDrift(Check):
         groups = replicas(run)
         if not groups:
             return NO_COPIES
-        if not any(g.any.wrapped.buffers for g in groups):
+        if not any(g.any.wrapped.buffers for g in groups) and not run.any(LateBuffers):
             return "the models have no buffers"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        return each_model(run, self._judge)
+        yield from each_model(run, self._judge)
+        yield from each_model(run, self._judge_late)
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        """Masks that differ leave parameters that differ, once they are made permanent."""
+        if other.check != "parameter-drift" or LATE not in mine.evidence:
+            return False
+        return all(any(m.startswith(f"{s}_") for m in mine.subjects) for s in other.subjects)
+
+    def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        late = None if group.left_out else _late.differing(group)
+        if late is None:
+            return
+        rank, taken = _taken(group)
+        spot = _evaluation(group)
+        saved = None if rank is None or taken is None else rank.location(taken.site)
+        used = spot is not None or taken is not None
+        wrapped = _causes.wrap_line(group)
+        yield self.finding(
+            severity=Severity.WARNING if used else Severity.NOTE,
+            ranks=tuple(group.members),
+            steps=Steps(late.steps[0], late.steps[-1], len(late.steps), late.looked),
+            subjects=tuple(late.names),
+            location=wrapped,
+            label="copies only the buffers of that time",
+            related=tuple(Related("they matter here", s) for s in (spot or saved,) if s),
+            summary=f"buffer{'s' if len(late.names) > 1 else ''} {_causes.some(late.names)} of "
+            f"{group.any.wrapped.kind}, which came after the wrap, "
+            f"{'differ' if len(late.names) > 1 else 'differs'} between ranks, seen at step "
+            f"{late.steps[0]}",
+            cause="each rank made its own (from other random numbers or its own data), and DDP "
+            "copies only buffers that were there at the wrap",
+            fix="make them before the wrap, from the same numbers on every rank (a generator with "
+            "one seed for all), or send them: `dist.broadcast(buffer, src=0)`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                LATE: len(late.names),
+                "looks that differ": f"{len(late.steps)} of {late.looked}",
+            },
+            at=late.at,
+        )
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         evaluated = _matters(group, divergence(group, "buffers", "eval"))

@@ -42,7 +42,17 @@ from .devices import (
     Gathered,
     GatheredTensor,
 )
-from .drift import Averaged, Clipped, Digests, Edited, Loaded, Replica, Sketch, StateTaken
+from .drift import (
+    Averaged,
+    Clipped,
+    Digests,
+    Edited,
+    LateBuffers,
+    Loaded,
+    Replica,
+    Sketch,
+    StateTaken,
+)
 from .files import FileLocked, FileRead, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
@@ -137,6 +147,7 @@ __all__ = [
     "IndicesRead",
     "InitEntered",
     "Loaded",
+    "LateBuffers",
     "Layer",
     "LoaderSeen",
     "LossScaled",

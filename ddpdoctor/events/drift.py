@@ -69,6 +69,22 @@ class Digests(Event, frozen=True, tag="digests"):
     site: int = -1
 
 
+class LateBuffers(Event, frozen=True, tag="late-buffers"):
+    """Buffers of a wrapped model that it did not have at the wrap, before an optimizer step: those
+    with fractions that a checkpoint holds.
+
+    Attributes:
+        names, shapes: of each; values: a digest of each, packed.
+    """
+
+    model: int
+    optimizer: int
+    step: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    values: str
+
+
 class Sketch(Event, frozen=True, tag="sketch"):
     """A projection of all tensors of a kind at once: the distance of two estimates that of the
     tensors themselves, within some ten percent.

@@ -1,12 +1,18 @@
 """DDP403 on literal events."""
 
+from types import SimpleNamespace
+
 import msgspec
+import torch
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run
 from replicas import LINE, OTHER, digests, replica, run_of
 
-from ddpdoctor.events import StateTaken, Wrapped
+from ddpdoctor.events import LateBuffers, StateTaken, Wrapped
+from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
+from ddpdoctor.probe import latebuffers
 
 
 def at_evaluation(*values):
@@ -116,3 +122,48 @@ def test_buffers_that_nothing_changed_differed_from_the_start():
     ranks = {n: [*own_buffers(0, 1 + n, 2), at_the_end(9 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(make_run(ranks))
     assert "from its own data" in finding.cause
+
+
+def late(step, *values, shapes=((2,), (2,))):
+    names = ("head.weight_mask", "cache")[: len(values)]
+    return LateBuffers(
+        at=0,
+        model=0,
+        optimizer=0,
+        step=step,
+        names=names,
+        shapes=shapes[: len(values)],
+        values=pack(values),
+    )
+
+
+def test_masks_that_came_after_the_wrap():
+    ranks = {n: [late(4, 1, 2), late(9, 3 + n, 2)] for n in range(2)}
+    (found,) = BufferDrift().examine(run_of(ranks))
+    assert (found.severity, found.subjects) == (Severity.NOTE, ("head.weight_mask",))
+    assert (found.steps.first, found.location.line) == (9, 10)
+    ranks[0].append(TAKEN)
+    (found,) = BufferDrift().examine(run_of(ranks))
+    assert (found.severity, found.related[0].location.line) == (Severity.WARNING, 33)
+    apart = digests("parameters", {6: [1, 2, 3, 4]}, point="end")
+    other = digests("parameters", {6: [1, 2, 9, 4]}, point="end")
+    ranks = {0: [*ranks[0], apart], 1: [*ranks[1], other]}
+    (drift,) = ParameterDrift().examine(run_of(ranks))
+    assert BufferDrift().explains(found, drift)
+
+
+def test_masks_that_are_equal_again_and_buffers_as_long_as_the_data():
+    ranks = {n: [late(4, 1 + n), late(9, 7)] for n in range(2)}
+    assert list(BufferDrift().examine(run_of(ranks))) == []
+    ranks = {n: [late(4, 1, 2 + n, shapes=((2,), (5 + n,)))] for n in range(2)}
+    assert list(BufferDrift().examine(run_of(ranks))) == []
+
+
+def test_which_buffers_came_after_the_wrap():
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    known = frozenset(n for n, _ in inner.named_buffers())
+    model = SimpleNamespace(inner=lambda: inner, buffers=known)
+    inner[0].register_buffer("mask", torch.ones(2, 2))
+    inner[0].register_buffer("cache", torch.ones(2), persistent=False)
+    inner[0].register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    assert [name for name, _ in latebuffers._late(model)] == ["0.mask"]

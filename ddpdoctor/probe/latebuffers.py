@@ -1,0 +1,78 @@
+"""Buffers that a model got after it was wrapped: masks, statistics. DDP never copies them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ..events import LateBuffers
+from ..events.drift import full
+from ..events.pack import pack
+from . import moments
+from .digests import capturing, sums
+from .models import Model
+from .moments import Step
+from .recorder import Recorder
+from .rows import Waiting
+
+LOST = "buffers that came after the wrap"
+
+TOLD_AT_MOST = 500
+
+
+class _Late:
+    waiting: list[tuple[LateBuffers, Waiting]] = []
+
+
+def install() -> None:
+    _Late.waiting = []
+    moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
+    moments.routine_due.subscribe(_step_begins, lost=LOST)
+    moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    _write(active)
+    if not full(step.number) or capturing():
+        return
+    for holding in step.holdings:
+        found = list(_late(holding.model))[:TOLD_AT_MOST]
+        if not found:
+            continue
+        state = LateBuffers(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            step=step.number,
+            names=tuple(name for name, _ in found),
+            shapes=tuple(tuple(int(n) for n in buffer.shape) for _, buffer in found),
+            values="",
+        )
+        _Late.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
+    _write(active)
+
+
+def _late(model: Model) -> Iterator[tuple[str, Any]]:
+    """Of those that a checkpoint holds, and that are no counters or the like."""
+    inner = model.inner()
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    for path, module in () if inner is None else inner.named_modules():
+        for name, buffer in module._buffers.items():
+            whole = f"{path}.{name}" if path else name
+            if buffer is None or whole in model.buffers or whole in ignored:
+                continue
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                yield whole, buffer
+
+
+def _write(active: Recorder) -> None:
+    while _Late.waiting and _Late.waiting[0][1].ready(wait=False):
+        state, values = _Late.waiting.pop(0)
+        active.emit(msgspec.structs.replace(state, values=pack(values.values)))
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _write(active)
