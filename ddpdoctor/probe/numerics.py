@@ -63,6 +63,12 @@ class Flag:
 
 
 class _Numerics:
+    """
+    Attributes:
+        marked: models with inputs that are not finite, whose loss is still to come; masked: those
+            of which it was finite all the same.
+    """
+
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local: NonFinite | None = None
@@ -74,6 +80,8 @@ class _Numerics:
         self.plain: Any = None
         self.backwards = 0
         self.inputs: dict[Model, list[tuple[int | str, Any]]] = {}
+        self.marked: set[Model] = set()
+        self.masked: set[Model] = set()
         self.telling: dict[Model, list[int]] = {}
 
 
@@ -107,6 +115,9 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
         if forward.kwargs:
             found += _tensors(forward.kwargs.items())
         _state.inputs[forward.model] = found
+        made = forward.model.forwards
+        if made & (made - 1) == 0 and not all(finite(ref()) for _, ref in found):
+            _state.marked.add(forward.model)
 
 
 def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
@@ -132,6 +143,7 @@ def _spelled(name: int | str) -> str:
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     _state.suspect = _state.local = None
     _state.flags.clear()
+    marked, _state.marked = _state.marked, set()
     if _state.told >= MOST_TOLD:
         return
     for root in backward.roots:
@@ -150,6 +162,8 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             _lasts(active, _state.suspect, root)
         return
     _state.lasting = (None, 0)
+    if marked and not root.is_cuda:
+        _state.masked |= marked
     asked = active.every and active.step % active.every == 0
     if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
         seen, _state.backwards = _state.backwards, _state.backwards + 1
@@ -307,7 +321,8 @@ def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, 
         inner = model.inner()
         if inner is not None:
             yield "parameter", inner.named_parameters()
-        inputs = [(_spelled(name), ref()) for name, ref in _state.inputs.get(model, [])]
+        given = [] if model in _state.masked else _state.inputs.get(model, [])
+        inputs = [(_spelled(name), ref()) for name, ref in given]
         yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
         if inner is not None:
             yield "buffer", _buffers_read(inner)

@@ -449,3 +449,29 @@ def test_the_template_is_about_what_the_derivative_is_of() -> None:
     (finding,) = found([lines, bad("loss", 5, origin_site=3, derivative_site=3)], [lines])
     assert finding.fix is not None and "detect_anomaly" in finding.fix
     assert "div" not in finding.summary + finding.fix
+
+
+def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.models import Model
+
+    numerics._state.__init__()  # type: ignore[misc]
+    numerics._state.plain = torch.Tensor
+    monkeypatch.setattr(numerics, "_watch_gradients", lambda *_: None)
+    told: list[Any] = []
+    monkeypatch.setattr(numerics, "_diagnose", lambda *_: told.append("bad"))
+    monkeypatch.setattr(numerics, "_lasts", lambda *_: None)
+    model = Model(0, torch.nn.Linear(2, 1), [], [])
+    active: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)
+    given = torch.tensor([1.0, torch.nan])
+    for loss in (torch.nan, 1.0):
+        model.forwards += 1
+        forward: Any = SimpleNamespace(model=model, grad_enabled=True, args=(given,), kwargs={})
+        numerics._forward_begins(active, forward)
+        backward: Any = SimpleNamespace(roots=(torch.tensor(loss),), site=1, number=8)
+        assert [name for name, _ in dict(numerics._started_from([model]))["input"]]
+        numerics._backward_begins(active, backward)
+        assert (model in numerics._state.masked) is (loss == 1.0)
+    assert dict(numerics._started_from([model]))["input"] == []
+    numerics._state.__init__()  # type: ignore[misc]
