@@ -166,16 +166,11 @@ def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
 def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] | None:
     """Parameters that were equal and drift, as their gradients alone are not exchanged; and those
     whose gradients are."""
-    first, *later = looks
+    first = looks[0]
     count = len(_parameters(copies))
     if not all(first.equal(i) for i in range(count)):
         return None
-    agree = [
-        i
-        for i in range(count)
-        if all(look.everywhere(i) and look.agree(i) for look in looks)
-        and any(look.gradients[0][i] != ALL_ZERO for look in looks)
-    ]
+    agree = _agreeing(looks)
     handed = frozenset.intersection(*(look.handed for look in looks))
     shared = sorted(handed | set(agree))
     if not agree and not all(look.told for look in looks):
@@ -186,11 +181,35 @@ def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] 
         for i in range(count)
         if i not in ever
         and all(look.everywhere(i) and not look.agree(i) for look in looks)
-        and not any(look.equal(i) for look in later)
+        and _parts(looks, i)
     ]
     sizes = _sizes(copies)
     enough = sum(sizes[i] for i in shared) >= ENOUGH * sum(sizes)
     return (local, shared) if local and enough and moved(looks, local) else None
+
+
+def _parts(looks: list[Look], position: int) -> bool:
+    """Whether it was equal, and is not from some look on, which is not the last. The first update
+    of Adam may still be the same: it has the sign of the gradient only."""
+    equal = [look.equal(position) for look in looks]
+    begin = equal.index(False) if False in equal else len(equal)
+    return 0 < begin < len(equal) - 1 and not any(equal[begin:])
+
+
+def _agreeing(looks: list[Look]) -> list[int]:
+    """Positions whose gradients are the same on all ranks. Where none is they were exchanged, too:
+    they are clipped by a norm of all gradients, those that are not exchanged among them."""
+    every = range(len(looks[0].gradients[0]))
+    some = [look for look in looks if any(look.agree(i) for i in every)]
+    if len(some) < LOOKS_AT_LEAST or some[0] is not looks[0]:
+        return []
+    return [
+        i
+        for i in every
+        if all(look.everywhere(i) for look in looks)
+        and all(look.agree(i) for look in some)
+        and any(look.gradients[0][i] != ALL_ZERO for look in looks)
+    ]
 
 
 def moved(looks: list[Look], positions: list[int]) -> bool:
@@ -209,12 +228,13 @@ def _told_left_out(
     layers = {layer_of(names[i]) for i in shared} - {""}
     torn = [i for i in local if layer_of(names[i]) in layers]
     kind = event.kind or "a set of parameters"
-    begin = next(look.step for look in looks if not look.equal(local[0]))
+    begin = next(look.step for look in looks if not all(map(look.equal, local)))
     site = copies.looks[0][rank.rank].exchange_site
     drift = [i for i in range(len(names)) if not looks[-1].equal(i)]
+    along = not set(drift).isdisjoint(shared)
     example = _example(names, torn, shared)
     return fields(copies, begin) | {
-        "severity": Severity.ERROR if torn else Severity.NOTE,
+        "severity": Severity.ERROR if torn or along else Severity.NOTE,
         "subjects": tuple(names[i] for i in local),
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "leaves their gradients out",
@@ -224,10 +244,20 @@ def _told_left_out(
         "cause": f"the gradients of {len(shared)} of {len(names)} parameters are exchanged in "
         f"every step, those of {len(local)} never: each rank applies its own to them"
         + (f"; {example}" if example else "")
-        + ("" if torn else "; they are whole layers, so this may be meant (heads of their own)"),
+        + (
+            "; the others part with them: what is made of all gradients (a norm to clip by) or "
+            "parameters differs between ranks"
+            if along
+            else ""
+        )
+        + (
+            ""
+            if torn or along
+            else "; they are whole layers, so this may be meant (heads of their own)"
+        ),
         "fix": "exchange the gradient of every parameter: `for p in model.parameters(): "
         "dist.all_reduce(p.grad)`"
-        if torn
+        if torn or along
         else "if the ranks are to train one model, exchange the gradients of these layers too",
         "evidence": {
             "gradients exchanged": len(shared),

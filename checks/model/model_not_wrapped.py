@@ -54,7 +54,14 @@ class ModelNotWrapped(Check):
             return "one rank only"
         if not run.any(GroupReady):
             return "no process group was formed"
-        return None if run.training_ranks() or run.any(Unwrapped) else "no optimizer step seen"
+        if run.any(Unwrapped):
+            return None
+        if not run.training_ranks():
+            return "no optimizer step seen"
+        seen = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
+        if seen and not any(e.models for e in seen):
+            return "the optimizers step inside the backward, or on sharded parameters"
+        return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}

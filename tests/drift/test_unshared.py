@@ -7,7 +7,7 @@ from recordings import make_run, site, steps
 from wraps import group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
-from ddpdoctor.events.pack import pack
+from ddpdoctor.events.pack import pack, unpack
 
 LAYERS = ("body", "head")
 """`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
@@ -80,6 +80,38 @@ def test_a_whole_layer_that_stays_local_may_be_meant():
     (found,) = found_in(local=(2, 3))
     assert found.severity.value == "note"
     assert found.subjects == ("head.weight", "head.bias")
+
+
+def changed(rows, step, positions, *, gradients):
+    """At one step these differ on rank 1, among the gradients or else among the parameters."""
+    told = next(s for s in rows[1] if s.step == step)
+    each = unpack(told.each)
+    for i in positions:
+        each[i if gradients else 4 + i] += 7000
+    rows[1][rows[1].index(told)] = msgspec.structs.replace(
+        told, each=pack(each), parameters=told.parameters + 7000
+    )
+
+
+def test_parameters_that_are_exchanged_and_part_with_those_that_are_not():
+    rows = {rank: list(states(rank, local=(2, 3), other=16)) for rank in (0, 1)}
+    for step in (2, 4):
+        changed(rows, step, (0, 1), gradients=False)
+    changed(rows, 2, (0, 1), gradients=True)  # clipped by a norm of all
+    (found,) = found_with(rows)
+    assert found.severity.value == "error"
+    assert found.subjects == ("head.weight", "head.bias")
+    assert "the others part with them" in found.cause
+
+
+def test_a_first_update_that_is_still_the_same():
+    rows = {rank: list(states(rank, local=(1, 3), other=16)) for rank in (0, 1)}
+    told = rows[0][1]
+    values = unpack(told.each)[4:]
+    each = unpack(rows[1][1].each)[:4] + values
+    rows[1][1] = msgspec.structs.replace(rows[1][1], each=pack(each), parameters=told.parameters)
+    (found,) = found_with(rows)
+    assert (found.subjects, found.steps.first) == (("body.bias", "head.bias"), 2)
 
 
 def test_copies_that_were_never_equal():

@@ -6,7 +6,7 @@ from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
 from recordings import make_run, site, steps
 from wraps import codes, group, parameters
 
-from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events import OptimizerSeen, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Severity
 
 CHECK = ModelNotWrapped()
@@ -182,3 +182,12 @@ def test_models_that_one_line_makes_are_one_finding():
     (found,) = CHECK.examine(make_run({r: both(r) for r in (0, 1)}))
     assert "and so with 1 more that this line makes" in found.summary
     assert found.steps.count == 9
+
+
+def test_optimizers_that_step_inside_the_backward_are_not_examined():
+    seen = OptimizerSeen(at=0, optimizer=0, kind="SGD", site=1, parameters=1, foreign=1)
+    run = make_run({r: [group((0, 1)), seen, *steps(3)] for r in (0, 1)})
+    assert "inside the backward" in CHECK.unobserved(run)
+    held = msgspec.structs.replace(seen, models=(0,), foreign=0)
+    run = make_run({r: [group((0, 1)), held, *steps(3)] for r in (0, 1)})
+    assert CHECK.unobserved(run) is None
