@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.events import ExceptionPassed
-from ddpdoctor.probe import passing
+from ddpdoctor.probe import activation, passing, process
 
 WORKER = """Caught OSError in DataLoader worker process 0.
 Original Traceback (most recent call last):
@@ -92,3 +92,19 @@ def test_what_a_handler_logs_was_caught(
         line = error.__traceback__.tb_lineno
     (event,) = told
     assert (event.where, event.kind, event.tried) == ("handler", "ValueError", line)
+
+
+def test_a_block_that_is_left_by_an_exit_ends_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    active: Any = SimpleNamespace(sites=Sites())
+    monkeypatch.setattr(process, "_ending", type(process._ending)())
+    monkeypatch.setattr(process, "guarded", lambda part, hook, lost="": hook(active))
+    monkeypatch.setattr(process, "leave", lambda: None)
+    monkeypatch.setattr(activation, "uninstall", lambda: None)
+    try:
+        raise SystemExit(0)
+    except SystemExit as error:
+        activation.leave(error, error.__traceback__)
+        assert error.__traceback__ is not None
+        line = error.__traceback__.tb_lineno
+    ending = process._ending
+    assert (ending.how, ending.status, ending.site) == ("sys.exit", 0, line)

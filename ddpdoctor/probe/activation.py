@@ -94,7 +94,9 @@ def become_rank(rank: int, world_size: int) -> None:
 
 def leave(error: BaseException | None, trace: TracebackType | None) -> None:
     """Say that this rank is done, or what ended it, and record no more."""
-    if error is not None:
+    if isinstance(error, SystemExit):
+        process.note_exit(error, trace)
+    elif error is not None:
         process.note_exception(error, trace)
     process.leave()
     uninstall()

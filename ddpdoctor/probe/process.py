@@ -181,6 +181,13 @@ def _note_exit(active: Recorder, status: Any) -> None:
         note_exception(handled, handled.__traceback__, caught=True)
 
 
+def note_exit(error: SystemExit, trace: TracebackType | None) -> None:
+    """The program exits, as a `with` block sees it: with that status, by no fault of its own."""
+    guarded(
+        "sys.exit", lambda active: _note_status(error.code, raised_at(active, trace, _ending.site))
+    )
+
+
 def _note_status(status: Any, site: int) -> None:
     _ending.how, _ending.site = "sys.exit", site
     _ending.status = int(status or 0) if isinstance(status, int | None) else 1
