@@ -93,9 +93,14 @@ class Stand:
         return self.stood is not None and self.stood.state in ("T", "t")
 
     @property
+    def cpu(self) -> float | None:
+        """Share of a core that it used, where that was measured."""
+        return self.stood.cpu if self.stood is not None and self.stood.measured else None
+
+    @property
     def busy(self) -> bool:
         """Whether it was seen to compute."""
-        return self.stood is not None and self.stood.cpu > BUSY
+        return self.cpu is not None and self.cpu > BUSY
 
     @property
     def location(self) -> Location | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite
+from ddpdoctor.events import CallSite, InitEntered
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Run, fold_ranks, ranks_text
 
@@ -86,13 +86,13 @@ class RankMissing(Check):
             f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
             f"{it} {be} {absent[0].doing}",
             cause=_cause(absent[0], why) + _threads.remark(thread),
-            fix=_threads.FIX if thread is not None else _fix(absent[0], first),
+            fix=_threads.FIX if thread is not None else _fix(absent[0], first, why),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
                 "missing": fold_ranks(ranks),
                 **victims(waiting),
-                "cpu_share_of_missing": absent[0].stood.cpu if absent[0].stood else None,
+                "cpu_share_of_missing": absent[0].cpu,
                 "time_to_verdict_s": round(waited, 2),
                 "hang_after_s": round(now.hang_after, 1),
                 "stacks": merged_stacks(now),
@@ -111,7 +111,7 @@ def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
     return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
 
 
-def _fix(stand: Stand, waiting: Stand) -> str:
+def _fix(stand: Stand, waiting: Stand, why: str) -> str:
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
@@ -119,9 +119,13 @@ def _fix(stand: Stand, waiting: Stand) -> str:
         return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and find out who stopped it"
     op = waiting.made.signature.op if waiting.made else ""
     own = op == "monitored_barrier"  # it does not ask the group for how long
+    entered = waiting.rank.first(InitEntered)
+    default = waiting.key is not None and waiting.key.name == "0"
+    asked = entered.timeout_s if entered is not None and default and not own else -1.0
+    than = f" than the {asked:g} s of this group" if why == "timeout" and asked > 0 else ""
     return (
         "see what the line does on that rank; if it is right and only slow, give the others more "
-        f"time: `{op if own else 'init_process_group'}(..., timeout=timedelta(hours=2))`"
+        f"time{than}: `{op if own else 'init_process_group'}(..., timeout=timedelta(hours=2))`"
     )
 
 
@@ -133,6 +137,8 @@ def _cause(stand: Stand, why: str) -> str:
     what = "it computes all the time" if stand.busy else "it waits there and uses no CPU time"
     if stand.stood is None:
         what = "what it does was not seen"
+    elif stand.cpu is None:
+        what = "whether it computes there or waits was not measured"
     if why == "timeout":
         return f"{what}; the backend's timeout ended the ranks that waited"
     return f"{what}; whether it ever comes back cannot be told from outside"

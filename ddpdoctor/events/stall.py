@@ -68,6 +68,11 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     crashed: bool = False
 
     @property
+    def measured(self) -> bool:
+        """Whether its process was looked at; otherwise there is only the stack that it left."""
+        return bool(self.state)
+
+    @property
     def user_frame(self) -> StackFrame | None:
         """The innermost line of the user's."""
         return next((f for f in self.frames if f.user), None)

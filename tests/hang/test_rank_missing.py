@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     FlightEntry,
     FlightLog,
     Frame,
+    InitEntered,
     StallOver,
     ThreadFailed,
 )
@@ -106,10 +107,19 @@ def test_the_backends_timeout_proves_it(tmp_path: Path) -> None:
     raised = ExceptionRaised(
         at=START + 11.01, kind="RuntimeError", message="Timed out waiting 6000ms for recv operation"
     )
-    run = run_of(tmp_path, made, more={0: [raised]}, ended={0: 1, 1: -15})
+    entered = InitEntered(
+        at=START, backend="gloo", init_method="", rank=-1, world_size=-1, env_rank=0,
+        env_world_size=2, env_local_rank=0, timeout_s=6.0, site=-1,
+    )  # fmt: skip
+    kept = stood(1, 33, "save(model)", state="")  # the stack that it left, and no more
+    more = {0: [entered, raised]}
+    run = run_of(tmp_path, made, more=more, ended={0: 1, 1: -15}, nodes={0: [kept]})
     (finding,) = found(run)
     assert finding.ranks == (1,)
     assert finding.confidence is Confidence.PROVEN
+    assert "was not measured" in finding.cause
+    assert finding.evidence["cpu_share_of_missing"] is None
+    assert "more time than the 6 s of this group" in finding.fix
 
 
 def test_shorter_than_the_stall_time(tmp_path: Path) -> None:
