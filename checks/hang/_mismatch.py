@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -106,6 +107,7 @@ def _judge(
     shift = _shift(a, b)
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
         return None
+    swapped = bool(differs) and shift is None and _swapped(a, b)
     place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
     apart = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
     earlier = 0
@@ -115,8 +117,8 @@ def _judge(
         key=key,
         index=index,
         made=made,
-        differs=differs,
-        shifted=shift is not None,
+        differs=() if swapped else differs,
+        shifted=shift is not None or swapped,
         extra=shift is not None and shift.only_one_side,
         elsewhere=apart,
         left_out=earlier,
@@ -198,6 +200,25 @@ def _shift(a: list[Made], b: list[Made]) -> Shift | None:
         only = kind in ("insert", "delete") and not _moved(xs, ys, longer_a, i1, i2, j1, j2)
         return Shift("a" if longer_a else "b", *((i1, i2) if longer_a else (j1, j2)), only)
     return None
+
+
+def _swapped(a: list[Made], b: list[Made]) -> bool:
+    """Whether both sides issue the same calls, in another order, before any of these ends."""
+    ours: Counter[object] = Counter()
+    theirs: Counter[object] = Counter()
+    for count, (m, n) in enumerate(zip(a, b, strict=False), 1):
+        ours[m.what] += 1
+        theirs[n.what] += 1
+        if ours == theirs:
+            return _at_once(a[:count]) and _at_once(b[:count])
+    return False
+
+
+def _at_once(made: list[Made]) -> bool:
+    """Whether every one of these calls had begun before the first one ended."""
+    calls = [m.call for m in made if m.call is not None]
+    last = max((c.began for c in calls), default=0.0)
+    return len(calls) == len(made) and all(not c.ended or c.ended >= last for c in calls)
 
 
 def _depth(place: Made, others: list[Made]) -> int:

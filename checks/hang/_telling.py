@@ -15,11 +15,14 @@ from ._scene import Scene, Stand, scene
 def sides_text(parting: Parting) -> str:
     """`rank 1 is in all_reduce (train.py:88), ranks 0,2-3 are in barrier (train.py:92)`."""
     parts = []
-    for side, made in describe_sides(parting):
+    sides = list(describe_sides(parting))
+    alike = len({(m.signature.op, m.location_at(parting.depth)) for _, m in sides}) == 1
+    for side, made in sides:
         be = "are" if len(side) > 1 else "is"
         where = made.location_at(parting.depth)
         at = f" ({where})" if where else ""
-        parts.append(f"{ranks_text(side)} {be} in {made.signature.op}{at}")
+        what = made.signature.text if alike else made.signature.op
+        parts.append(f"{ranks_text(side)} {be} in {what}{at}")
     return ", ".join(parts)
 
 

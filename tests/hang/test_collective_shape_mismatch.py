@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
 from recordings import site
 from tapes import START, Tape, run_of
@@ -38,6 +39,23 @@ def test_one_rank_passes_something_else(
     assert finding.ranks == (2,)
     assert word in finding.summary
     assert finding.evidence["differs"] == [name]
+
+
+@pytest.mark.parametrize(("lasts", "other"), [(5.0, True), (0.01, False)])
+def test_the_same_shapes_in_another_order(tmp_path: Path, lasts: float, other: bool) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        for n, numel in enumerate((3, 7, 7, 5) if rank == 0 else (5, 7, 7, 3)):
+            at = START + 1 + n / 10
+            tape.call(line=9, numel=numel, at=at, lasts=lasts)
+    run = run_of(tmp_path, made)
+    assert bool(found(run)) is not other
+    orders = list(CollectiveMismatch().examine(run))
+    assert bool(orders) is other
+    if other:
+        assert "in another order" in orders[0].summary
+        assert "in one order on every rank" in orders[0].fix
+        assert orders[0].ranks == (0, 1)
 
 
 def test_of_two_ranks_the_one_that_changed_is_at_fault(tmp_path: Path) -> None:
