@@ -14,7 +14,7 @@ from ddpdoctor.run import Run
 
 from ._branches import arms, branch, condition, is_inside, same_lines, within
 from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
-from ._usual import left_out
+from ._usual import HISTORY, left_out
 
 WINDOW = 64
 
@@ -310,6 +310,11 @@ def _fault(
         _oddness(x, logs[other[0]], known, index),
         _oddness(y, logs[one[0]], known, index),
     )
+    if odd_x == odd_y and len(one) == len(other):
+        often_x, often_y = (_often(m, logs, one + other, known, index) for m in (x, y))
+        if max(often_x, often_y) < 2 * min(often_x, often_y) or often_x == often_y:
+            return x, tuple(sorted(made))
+        odd_y += often_y < often_x
     if odd_y > odd_x:
         return y, _minority(other, one, y, known)
     return x, _minority(one, other, x, known)
@@ -334,6 +339,17 @@ def _oddness(made: Made, others: Log, known: Book, index: int) -> int:
     )
     composite = made.signature.op.startswith("DDP")
     return 4 * branches + 2 * (not seen) + (branch(made) is not None) - composite
+
+
+def _often(made: Made, logs: dict[int, Log], ranks: list[int], known: Book, index: int) -> int:
+    """How many times this call was made on these lines so far: what comes in every round is less
+    odd than what comes now and then."""
+    start = max(0, index - HISTORY)
+    return sum(
+        (m.what, m.text) == (made.what, made.text)
+        for rank in ranks[:8]
+        for m in known.window(logs[rank], start, index - start)
+    )
 
 
 def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
     found = []
     shown = {location}
     left = left_loop(parting)
-    heads = (h for h in (condition(place), None if left else branch(place)) if h is not None)
+    told = left is not None or len(parting.odd) == len(parting.made)
+    heads = (h for h in (condition(place), None if told else branch(place)) if h is not None)
     branched = next((h for h in heads if not around_all(parting, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)

@@ -361,3 +361,25 @@ def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
     made[1].call(line=10, state=State.BEGUN)  # its callers are cut off
     (finding,) = found(run_of(tmp_path, made))
     assert 30 not in [r.location.line for r in finding.related]
+
+
+@pytest.mark.parametrize("rounds", [5, 1])
+def test_of_two_ranks_the_one_in_the_rarer_call(tmp_path: Path, rounds: int) -> None:
+    made = tapes()
+    full, arm = ((19, "if len(rows) >= every:"),), ((29, "else:  # if fault:"),)
+    for rank, tape in made.items():
+        for step in range(rounds):
+            tape.call("barrier", 12, step=2 * step).call(line=30, inside=arm, step=2 * step)
+        tape.call("barrier", 12).call("gather_object", 20, root=0, inside=full)
+        if rank == 0:
+            tape.call("gather_object", 20, root=0, inside=full, state=State.BEGUN, at=START + 50)
+        else:
+            tape.call(line=30, inside=arm, state=State.BEGUN, at=START + 50)
+    (finding,) = found(run_of(tmp_path, made, now=START + 52))
+    assert finding.location is not None
+    if rounds == 5:
+        assert (finding.ranks, finding.location.line) == ((0,), 20)
+        assert 19 in [r.location.line for r in finding.related]
+    else:  # it cannot be told
+        assert finding.ranks == (0, 1)
+        assert not {19, 29} & {r.location.line for r in finding.related}
