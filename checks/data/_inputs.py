@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ddpdoctor.events import ForwardInput, GroupReady, Wrapped
+from ddpdoctor.events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ddpdoctor.run import Run
 
 from ._calls import handed_out
@@ -116,7 +116,7 @@ def _agreeing(
             yield ranks, begin
 
 
-def _drawn(events: list[ForwardInput]) -> bool:
+def _drawn(events: Sequence[ForwardInput | Averaged]) -> bool:
     """About as many random numbers were drawn as the inputs hold: toy data, made on the spot.
 
     A step may draw once for several forwards (the halves of a GAN), and part of an input may
@@ -125,3 +125,52 @@ def _drawn(events: list[ForwardInput]) -> bool:
     known = [e for e in events if e.drawn >= 0 and e.numbers]
     ample = [e for e in known if e.drawn >= 0.5 * min(e.numbers, TOY_DRAWS)]
     return len(ample) >= max(1, len(known) // DRAWN_SHARE)
+
+
+# --- models without a wrapper ---------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SameWork:
+    """Ranks that computed the same gradients, bit for bit, in each step compared.
+
+    Attributes:
+        steps: of the optimizer; event: of the first of them.
+        seen: what the model was given is known, the same on these ranks, and changes.
+        drawn: as in `Alike`.
+    """
+
+    ranks: tuple[int, ...]
+    steps: list[int]
+    event: Averaged
+    kind: str
+    seen: bool
+    drawn: bool
+
+
+def same_work(run: Run) -> Iterator[SameWork]:
+    """Of models whose gradients the program itself exchanges, all of them, on every rank: groups of
+    ranks whose own gradients agree before that. Inputs that never change are toy data."""
+    numbers = {e.optimizer for r in run.ranks.values() for e in r.of(Averaged)}
+    for optimizer in sorted(numbers) if run.world_size > 1 else ():
+        tables = {
+            number: {e.step: e for e in rank.of(Averaged) if e.optimizer == optimizer and e.alone}
+            for number, rank in run.ranks.items()
+        }
+        common = sorted(set.intersection(*(set(t) for t in tables.values())))
+        if len(tables) < run.world_size or len(common) < FEWEST:
+            continue
+        rows = {n: tuple(t[step] for step in common) for n, t in tables.items()}
+        local = {n: tuple(e.local for e in events) for n, events in rows.items()}
+        for values, count in Counter(local.values()).items():
+            if count < 2 or len({v for v in values if any(v)}) < FEWEST:
+                continue
+            ranks = tuple(sorted(n for n, mine in local.items() if mine == values))
+            first, given = rows[ranks[0]], {tuple(e.inputs for e in rows[n]) for n in ranks}
+            inputs = given.pop()
+            known = all(inputs)
+            if given or (known and len(set(inputs)) < FEWEST):
+                continue
+            kinds = (u.kind for u in run.ranks[ranks[0]].of(Unwrapped) if u.optimizer == optimizer)
+            kind = next(kinds, "") or "a set of parameters"
+            yield SameWork(ranks, common, first[0], kind, known, _drawn(first))

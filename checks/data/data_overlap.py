@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import ForwardInput, LoaderSeen, StepDone
+from ddpdoctor.events import Averaged, ForwardInput, LoaderSeen, StepDone
 from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Rank, Run
 
-from ._inputs import Alike, Inputs, alike, inputs
+from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
-from ._verdict import MOVING, Fault, of_check
+from ._verdict import MOVING, Fault, faults, of_check
 from ._words import dataset, figures, related, some, use, whom
 
 
@@ -24,7 +24,8 @@ class DataOverlap(Check):
     takes the same slices or draws the same random positions on every rank, a sampler of one's own
     whose shares overlap. Found from indices, and where there are none from digests of the content
     of batches, of the rows of short epochs of streams (each rank may shuffle for itself), and of
-    the inputs of wrapped models, which may become the same later in the run.
+    the inputs of wrapped models, which may become the same later in the run; without a wrapper from
+    gradients that the program exchanges itself, and that are the same on the ranks before.
 
     ## Why it hurts
     The work of several ranks (or workers) is that of one; an epoch sees every sample several
@@ -48,18 +49,22 @@ class DataOverlap(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if run.any(LoaderSeen) or any(
-            e.digest for r in run.ranks.values() for e in r.of(ForwardInput)
+            any(e.digest for e in r.of(ForwardInput)) or any(e.alone for e in r.of(Averaged))
+            for r in run.ranks.values()
         ):
             return None
-        return "no DataLoader was iterated, and no input of a wrapped model was in host memory"
+        return "no DataLoader was iterated, and no input of a trained model was in host memory"
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        found = any(faults(run))
         for fault in of_check(run, self.name):
             yield self._of_loader(run, fault)
         for given in inputs(run):
             for same in alike(run, given):
                 if not same.handed_out:
                     yield self._of_inputs(run, given, same)
+        for work in () if found else same_work(run):
+            yield self._of_gradients(run, work)
 
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)
@@ -92,6 +97,33 @@ class DataOverlap(Check):
             fix=_fix(reader.seen, workers=workers, moving=MOVING in fault.evidence),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
             at=reader.rank.wall(audit.at if audit else reader.epochs[0].began.at),
+        )
+
+    def _of_gradients(self, run: Run, work: SameWork) -> Finding:
+        rank = run.ranks[work.ranks[0]]
+        sure = work.seen and not work.drawn
+        count = len(work.steps)
+        return self.finding(
+            severity=Severity.ERROR if sure else Severity.NOTE,
+            confidence=Confidence.PROVEN if sure else Confidence.SUSPECTED,
+            ranks=work.ranks,
+            steps=Steps(work.steps[0], work.steps[-1], count, count),
+            subjects=(work.kind,),
+            location=rank.location(work.event.site),
+            label="the same inputs on these ranks",
+            summary=f"{whom(run, work.ranks)} compute the same gradients of {work.kind}, bit for "
+            f"bit, in each of {count} steps compared, before they exchange them"
+            + (" (from random numbers, drawn alike on all of them)" if work.drawn else ""),
+            cause="every rank does the work of one: it takes the same samples from the same data",
+            fix="take every n-th sample: `data[rank::world_size]`; where samples are drawn, seed "
+            "with the rank added",
+            evidence={
+                "steps compared": work.steps,
+                "for example": [float(f"{v:.6g}") for v in work.event.local[:8]],
+                "inputs are known to be the same": work.seen,
+                "drawn on the spot": work.drawn,
+            },
+            at=rank.wall(work.event.at),
         )
 
     def _of_inputs(self, run: Run, given: Inputs, same: Alike) -> Finding:

@@ -180,6 +180,9 @@ class Averaged(Event, frozen=True, tag="averaged"):
         sites: the lines that changed them between, where they were followed; divisors: the world
             size as written, by site, empty where a line does not divide by it.
         loss_site, loss_divisor: the same of a line that divided the loss before that backward.
+        alone: nothing was communicated since the step before that could be in `local`.
+        inputs: digest of what the first forward of that step was given, 0 where it was not seen;
+            `numbers` how many it holds; `drawn` as in `ForwardInput`; `site` its line.
     """
 
     optimizer: int
@@ -191,6 +194,11 @@ class Averaged(Event, frozen=True, tag="averaged"):
     divisors: tuple[str, ...] = ()
     loss_site: int = -1
     loss_divisor: str = ""
+    alone: bool = False
+    inputs: int = 0
+    numbers: int = 0
+    drawn: int = -1
+    site: int = -1
 
 
 class Clipped(Event, frozen=True, tag="clipped"):

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ..events import Averaged
-from . import moments, optimizers
+from . import given, moments, optimizers
 from .digests import digests
 from .divisors import divided_by_world_size, loss_divided
 from .edits import some_values
@@ -26,6 +26,9 @@ LOOKS = 4
 """Steps of an optimizer that are looked at; from the second one on the lines are followed."""
 
 TENSORS = 6
+HANDS_OUT = ("broadcast", "scatter")
+"""Calls that add nothing up and gather nothing."""
+
 NODES = 6
 """How far from the root of the loss to look for a division."""
 
@@ -34,12 +37,13 @@ class _Taken:
     """Of one optimizer: some gradients since the last backward.
 
     Attributes:
-        values: of the gradients of `parameters` when it ended.
+        values: of the gradients of `parameters` when it ended; `alone` as in `Averaged`.
         operations: of the collectives since.
     """
 
-    def __init__(self, parameters: list[Any], tracer: Tracer | None) -> None:
+    def __init__(self, parameters: list[Any], tracer: Tracer | None, alone: bool) -> None:
         self.values = some_values([p.grad for p in parameters])
+        self.alone = alone
         self.operations: dict[str, None] = {}
         self.tracer = tracer
 
@@ -49,6 +53,7 @@ class _Averaging:
         self.looks: dict[int, int] = {}
         self.taken: dict[int, _Taken] = {}
         self.loss: tuple[int, str] = (-1, "")
+        self.alone: set[int] = set()
 
 
 _averaging = _Averaging()
@@ -110,7 +115,8 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         if parameters and backward.error is None:
             follow = bool(_averaging.looks.get(known.number)) and not _compiled()
             tracer = _trace(active, parameters[0]) if follow else None
-            _averaging.taken[known.number] = _Taken(parameters, tracer)
+            alone = known.number in _averaging.alone
+            _averaging.taken[known.number] = _Taken(parameters, tracer, alone)
 
 
 def _some(loose: Loose) -> list[Any]:
@@ -134,6 +140,10 @@ def _trace(active: Recorder, parameter: Any) -> Tracer | None:
 
 
 def _called(active: Recorder, call: Call) -> None:
+    if not call.op.startswith(HANDS_OUT) and (
+        "object" in call.op or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
+    ):
+        _averaging.alone.clear()
     for taken in _averaging.taken.values():
         taken.operations[str(call.reduction).rpartition(".")[2]] = None
 
@@ -141,6 +151,10 @@ def _called(active: Recorder, call: Call) -> None:
 def _step_begins(active: Recorder, step: Step) -> None:
     number = step.known.number
     taken, loose = _averaging.taken.get(number), _wanted(step.known)
+    seen = given.take(number)
+    if loose is not None:
+        _averaging.alone.add(number)
+        given.ask(number, _some(loose))
     if taken is None or loose is None:
         return
     lines = taken.tracer.stop() if taken.tracer is not None else []
@@ -163,10 +177,13 @@ def _step_begins(active: Recorder, step: Step) -> None:
                 divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
                 loss_site=_averaging.loss[0],
                 loss_divisor=_averaging.loss[1],
+                alone=taken.alone,
+                **seen._asdict(),
             )
         )
     if not any(_wanted(known) for known in optimizers.known()):
         _looking.rest()
+        given.let_go()
 
 
 def _forget(number: int) -> None:

@@ -75,7 +75,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     batches = data.delivered()
     known.fed, known.delivered = batches > known.delivered, batches
     inputs = (*forward.args, *forward.kwargs.values())
-    content, numbers = _content(inputs)
+    digested, numbers = content(inputs)
     before, known.positions = known.positions, None
     active.emit(
         ForwardInput(
@@ -83,7 +83,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             model=forward.model.number,
             forward=number,
             site=forward.site,
-            digest=content,
+            digest=digested,
             numbers=numbers,
             rows=first_dimension(inputs) or 0,
             fed=known.fed,
@@ -93,17 +93,17 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     )
 
 
-def _content(inputs: tuple[Any, ...]) -> tuple[int, int]:
+def content(inputs: tuple[Any, ...]) -> tuple[int, int]:
     """A digest of all inputs, 0 where one is out of reach; and how many numbers they hold."""
-    content = numbers = 0
+    total = numbers = 0
     for leaf in leaves(inputs, None):
         count = getattr(leaf, "numel", None)
         numbers += int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
         head, body = digest(leaf, None)
         if not body:
             return 0, numbers
-        content = content * 31 + head + 7 * body & 0xFFFFFFFF
-    return content, numbers
+        total = total * 31 + head + 7 * body & 0xFFFFFFFF
+    return total, numbers
 
 
 def _backward_ended(active: Recorder, backward: Backward) -> None:

@@ -12,6 +12,7 @@ from readers import found, loader, prologue, run_of
 from recordings import make_run
 
 from ddpdoctor.events import (
+    Averaged,
     CallBlock,
     CallRun,
     ContentRead,
@@ -20,6 +21,7 @@ from ddpdoctor.events import (
     Payload,
     RowsRead,
     Signature,
+    Unwrapped,
 )
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity
@@ -253,6 +255,56 @@ def test_a_tensor_parallel_pair_shares_its_inputs() -> None:
     given = {0: [1, 2, 3, 4], 1: [1, 2, 3, 4], 2: [5, 6, 7, 8], 3: [5, 6, 7, 8]}
     events = {r: [*prologue(4, group=(r % 2, r % 2 + 2)), *inputs(d)] for r, d in given.items()}
     assert not found(DataOverlap(), make_run(events))
+
+
+def by_hand(seeds: Sequence[int], given: Sequence[int], **more: object) -> list[Event]:
+    """Steps of a model without a wrapper: its gradients before the program exchanges them."""
+    fields: dict[str, object] = {"alone": True, "numbers": 128, "drawn": 0, "site": 4, **more}
+    return [
+        Unwrapped(at=0, optimizer=0, kind="Net", parameters=(), site=-1, step_site=3),
+        *(
+            Averaged(at=0, optimizer=0, step=1 + n, local=(seed / 8, -seed), applied=(1.0, 1.0),
+                     inputs=digest, **fields)  # type: ignore[arg-type]
+            for n, (seed, digest) in enumerate(zip(seeds, given, strict=True))
+        ),
+    ]  # fmt: skip
+
+
+def unwrapped(*ranks: Sequence[Event]) -> list[Finding]:
+    events = {r: [*prologue(len(ranks), wrapped=False), *e] for r, e in enumerate(ranks)}
+    return found(DataOverlap(), make_run(events))
+
+
+def test_gradients_that_are_the_same_before_they_are_exchanged() -> None:
+    (finding,) = unwrapped(*[by_hand([3, 5, 7], [1, 2, 3])] * 2)
+    assert (finding.severity, finding.ranks) == (Severity.ERROR, (0, 1))
+    assert finding.location is not None and finding.location.line == 21
+    assert finding.steps is not None and (finding.steps.first, finding.steps.last) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [([0, 0, 0], {}), ([1, 2, 3], {"drawn": 130})],
+)
+def test_the_same_gradients_of_inputs_that_may_be_toy_data(
+    given: list[int], more: dict[str, object]
+) -> None:
+    (finding,) = unwrapped(*[by_hand([3, 5, 7], given, **more)] * 2)
+    assert finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [
+        (by_hand([3, 5, 7], [1, 2, 3]), by_hand([3, 5, 8], [1, 2, 3])),
+        (by_hand([3, 5, 7], [1, 2, 3]), by_hand([3, 5, 7], [1, 2, 4])),
+        *[(e, e) for e in [by_hand([3, 5, 7], [1, 1, 1]), by_hand([0, 0, 0], [1, 2, 3]),
+                           by_hand([3, 5], [1, 2]),
+                           by_hand([3, 5, 7], [1, 2, 3], alone=False)]],
+    ],
+)  # fmt: skip
+def test_gradients_that_prove_nothing(mine: list[Event], yours: list[Event]) -> None:
+    assert not unwrapped(mine, yours)
 
 
 def test_a_sampler_of_ones_own_whose_shares_overlap() -> None:
