@@ -141,7 +141,7 @@ def _spelled(name: int | str) -> str:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
-    _state.suspect = _state.local = None
+    earlier, _state.suspect, _state.local = _state.suspect, None, None
     _state.flags.clear()
     marked, _state.marked = _state.marked, set()
     if _state.told >= MOST_TOLD:
@@ -157,17 +157,24 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         _flag_later(active, backward, root, "loss")
     elif not _finite_loss(root):
         if not compiling():
-            _state.suspect = _diagnose(active, backward, root)
+            _state.suspect = _remaining(earlier) or _diagnose(active, backward, root)
             _judging.wake()
             _lasts(active, _state.suspect, root)
         return
-    _state.lasting = (None, 0)
+    _state.suspect, _state.lasting = _remaining(earlier), (None, 0)
     if marked and not root.is_cuda:
         _state.masked |= marked
     asked = active.every and active.step % active.every == 0
     if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
         seen, _state.backwards = _state.backwards, _state.backwards + 1
         _watch_gradients(active, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
+
+
+def _remaining(earlier: NonFinite | None) -> NonFinite | None:
+    """What an earlier backward began with, if it is in the gradients still: they accumulate."""
+    if earlier is None or all(finite(p.grad) for p in optimizers.held().values()):
+        return None
+    return earlier
 
 
 def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:

@@ -180,6 +180,30 @@ def test_gradients_that_the_scaler_looked_at_too_early() -> None:
     assert finding.fix is not None and "before `scaler.unscale_(optimizer)`" in finding.fix
 
 
+def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), torch.nan)
+    monkeypatch.setattr(numerics.models, "live", list)
+    monkeypatch.setattr(numerics.optimizers, "held", lambda: {id(weight): weight})
+    monkeypatch.setattr(numerics, "compiling", lambda: False)
+    numerics._state.__init__()  # type: ignore[misc]
+    numerics._state.plain = torch.Tensor
+    numerics._state.suspect = first = bad("gradient", 5)  # type: ignore[assignment]
+    active: Any = SimpleNamespace(step=5, every=0)
+    backward: Any = SimpleNamespace(roots=(torch.ones(()),), site=1, number=8)
+    numerics._backward_begins(active, backward)
+    assert numerics._state.suspect is first
+    weight.grad = None
+    numerics._backward_begins(active, backward)
+    assert numerics._state.suspect is None
+    numerics._state.__init__()  # type: ignore[misc]
+
+
 class Norm:
     """As `torch.norm`, with a derivative of its own that is NaN at zero."""
 
