@@ -144,7 +144,7 @@ class UnsyncedStep(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
-                "collectives_between_backward_and_step": _carried(pattern),
+                "collectives_from_backward_to_step": _carried(pattern),
                 **_difference(group, differ),
             },
             at=rank.wall(pattern.at),

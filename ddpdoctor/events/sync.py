@@ -20,7 +20,7 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
             of any line; `line` is that line.
         late: where synchronisation was switched off after the forward of one that synchronised.
         talked: the program handed the gradients to collectives of its own before the step;
-            carried: numbers of any kind that it handed over since they came about.
+            carried: numbers of any kind that it handed over since that backward began.
         exposed_s: DDP's own estimate of the time a backward waits for communication, 0 unknown;
             backward_s what an averaging backward takes in all.
     """

@@ -203,8 +203,11 @@ def _seen(backward: Backward) -> Seen | None:
 
 
 def _credit(looks: list[Look]) -> None:
-    """Models that share a group share its count: where DDP was to average one that this backward
-    reached, another that it was not to average did not communicate."""
+    """Models that share a group share its count, with each other and with the program: one whose
+    forwards told DDP not to average it did not communicate. Where DDP was to average one that this
+    backward reached, nor did another that it was not to average."""
+    for look in looks:
+        look.communicated &= look.model.armed or not look.expected
     moved = [look for look in looks if look.communicated]
     if len(moved) < 2:
         return

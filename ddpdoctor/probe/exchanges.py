@@ -37,12 +37,18 @@ GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gathe
 
 
 class Exchange(NamedTuple):
-    """One tensor that was handed to a collective: its size and where its memory begins."""
+    """One tensor that was handed to a collective: its size and where its memory begins.
+
+    Attributes:
+        amid: in a backward or between a forward and its backward, or with gradients to come; be it
+            a model's input or output.
+    """
 
     group: int
     elements: int
     memory: int
     gathered: bool = False
+    amid: bool = False
 
 
 class Handed(NamedTuple):
@@ -138,10 +144,12 @@ def _called(active: Recorder, call: Call) -> None:
         kept = _window.within
     if after_backward and active.step < SITES_KNOWN:
         _window.site = active.site()
+    amid = _amid(active.step)
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = tensor.untyped_storage().data_ptr()
-            exchange = Exchange(call.group, tensor.numel(), memory, call.op in GATHER)
+            gathered, inner = call.op in GATHER, amid or tensor.requires_grad
+            exchange = Exchange(call.group, tensor.numel(), memory, gathered, inner)
             _window.latest += (exchange,)
             if not after_backward and (late := _applied(memory)):
                 _window.late.add(late)
@@ -152,6 +160,13 @@ def _called(active: Recorder, call: Call) -> None:
                 _window.special = "all-to-all"
             elif autograd.running():
                 _window.special = "in backward"
+
+
+def _amid(step: int) -> bool:
+    """Whether a backward runs that no hook of DDP's communicates in, or one is still to come."""
+    if autograd.running():
+        return not _window.hooks
+    return any(m.pending and m.forward_step == step for m in models.live())
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
@@ -215,7 +230,9 @@ def parameters_exchanged(parameters: Sequence[Any]) -> bool:
     if not _window.earlier:
         return False
     gradients = {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
-    return _covers([e for e in _window.earlier if e.memory not in gradients], parameters)
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept = [e for e in _window.earlier if e.memory in own or not e.amid]
+    return _covers([e for e in kept if e.memory not in gradients], parameters)
 
 
 def gradients_exchanged(parameters: Sequence[Any]) -> bool:

@@ -51,7 +51,7 @@ class Sync:
         forwards: with gradients, since the last backward; the last one at `forward_site` with
             synchronisation on or off (`flag`), switched off at `off_site`.
         functional: the line of an `autograd.grad` on its parameters since the last step.
-        carried: `exchanges.carried()` when the last of these, or the last backward, was over.
+        carried: `exchanges.carried()` when the last of these, or the last backward, began.
     """
 
     def __init__(self, model: Model) -> None:
@@ -70,6 +70,10 @@ class Sync:
 
 
 class _Syncs(dict[Model, Sync]):
+    """`carried` is `exchanges.carried()` when the last backward began."""
+
+    carried = 0
+
     def __missing__(self, model: Model) -> Sync:
         sync = self[model] = Sync(model)
         return sync
@@ -113,30 +117,24 @@ def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _off_sites[args[0]] = active.site()
 
 
-def _functional(
-    active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Sync], int]:
+def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
-    asked = []
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(active)
             _syncs[model].functional = active.site()
-            asked.append(_syncs[model])
+            _syncs[model].carried = exchanges.carried()
     Captures.depth += 1
-    return asked, derivatives.begins(args, kwargs)
+    return derivatives.begins(args, kwargs)
 
 
 def _functional_ends(
-    active: Recorder, token: tuple[list[Sync], int] | None, result: Any, error: BaseException | None
+    active: Recorder, first: int | None, result: Any, error: BaseException | None
 ) -> None:
-    if token is None:
+    if first is None:
         return
     Captures.depth = max(0, Captures.depth - 1)
-    asked, first = token
-    for sync in asked:
-        sync.carried = exchanges.carried()
     derivatives.ends(active, first)
 
 
@@ -178,6 +176,7 @@ def _off_site(active: Recorder, wrapper: Any) -> int:
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
+    _syncs.carried = exchanges.carried()
     for look in backward.looks:
         sync = _syncs.get(look.model)
         if sync is not None and sync.contributions and _cleared(sync, look):
@@ -227,7 +226,7 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         if new.reason == NOT_REDUCED:
             unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
-    sync.carried = exchanges.carried()
+    sync.carried = _syncs.carried
     sync.forwards = 0
 
 

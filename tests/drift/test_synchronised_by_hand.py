@@ -192,8 +192,12 @@ def handed(tensor, group=0):
     return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
 
 
-@pytest.mark.parametrize(("hooks", "kept"), [(set(), 1), ({True}, 0), ({True, False}, 1)])
-def test_what_an_averaging_hook_exchanges_are_no_parameters(window, monkeypatch, hooks, kept):
+@pytest.mark.parametrize(
+    ("hooks", "kept", "parameters"), [(set(), 1, 0), ({True}, 0, 0), ({True, False}, 1, 1)]
+)
+def test_what_is_exchanged_in_a_backward_are_no_parameters(
+    window, monkeypatch, hooks, kept, parameters
+):
     monkeypatch.setattr(exchanges.autograd, "running", lambda: True)
     monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
@@ -202,9 +206,27 @@ def test_what_an_averaging_hook_exchanges_are_no_parameters(window, monkeypatch,
         exchanges.hook_seen(average)
     recorder = SimpleNamespace(step=3)
     exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
-    assert exchanges.parameters_exchanged(made) is bool(kept)
+    assert exchanges.parameters_exchanged(made) is bool(parameters)
     assert exchanges.before_backward() is bool(kept)
     assert exchanges.values_exchanged(made)
+
+
+def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    made = trained(8, 3)
+    model = SimpleNamespace(pending=0, forward_step=3)
+    monkeypatch.setattr(exchanges.models, "live", lambda: [model])
+
+    def exchanged(*tensors, pending=0):
+        window.earlier, model.pending = [], pending
+        exchanges._called(SimpleNamespace(step=3), Call("all_gather", 0, False, tensors))
+        return exchanges.parameters_exchanged(made)
+
+    assert exchanged(torch.zeros(11)), "copies of them"
+    assert not exchanged(torch.zeros(11), pending=1), "between a forward and its backward"
+    assert not exchanged(torch.zeros(11).requires_grad_()), "the input of an autograd function"
+    assert exchanged(*made, pending=1), "the parameters themselves"
 
 
 def test_all_that_is_handed_over_counts(window, monkeypatch):

@@ -1,11 +1,14 @@
 """DDP407 on literal events."""
 
+from types import SimpleNamespace
+
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import SyncPattern
+from ddpdoctor.probe import autograd
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -52,13 +55,13 @@ def test_gradients_that_agree_after_as_much_as_they_are_was_exchanged():
         findings = list(UnsyncedStep().examine(run))
         assert bool(findings) is found
     evidence = findings[0].evidence
-    assert evidence["collectives_between_backward_and_step"] == "none"
+    assert evidence["collectives_from_backward_to_step"] == "none"
 
 
 def test_gradients_that_differ_although_something_was_exchanged():
     run = run_of({n: [pattern(carried=24), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
-    assert finding.evidence["collectives_between_backward_and_step"] == "of 24 numbers"
+    assert finding.evidence["collectives_from_backward_to_step"] == "of 24 numbers"
 
 
 def test_an_optimizer_that_exchanges_what_it_applies():
@@ -134,3 +137,17 @@ def test_a_backward_that_is_no_micro_batch_is_to_synchronise(patterns, fix):
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
     assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("armed", "expected", "credited"),
+    [(True, True, True), (False, True, False), (False, False, True)],
+)
+def test_what_the_program_exchanges_in_a_backward_averages_nothing(armed, expected, credited):
+    """Under `no_sync` in all forwards, with a loss over gathered outputs."""
+    model = SimpleNamespace(armed=armed)
+    look = SimpleNamespace(
+        model=model, communicated=True, expected=expected, group=object(), touched=True
+    )
+    autograd._credit([look])
+    assert look.communicated is credited
