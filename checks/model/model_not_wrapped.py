@@ -40,8 +40,8 @@ class ModelNotWrapped(Check):
     the optimizer's own step, averaged now and then, or what they changed by); FSDP and tensor
     parallelism; pipelines; training on one rank only; ranks that hold different models; what an
     exchange by hand leaves out of a model that it carries otherwise, of which `parameter-drift`
-    tells. Where ranks agree bit for bit without exchanging anything (same data, same seed) it is a
-    note.
+    tells; copies of what DDP averages (flat, or in another precision). Where ranks agree bit for
+    bit without exchanging anything (same data, same seed) it is a note.
     """
 
     code = "DDP305"
@@ -220,11 +220,13 @@ def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
 
 
 def _talk(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether so much is exchanged in the steps that gradients may be among it."""
+    """Whether so much is exchanged in the steps that gradients may be among it, or DDP averages
+    those of a wrapped model, of which these may be copies."""
     for rank, event in alike.items():
         size = sum(prod(p.shape) for p in event.parameters)
         last = max(_states(rank, event.optimizer), key=lambda s: s.step)
-        if last.elements >= ENOUGH * size * max(1, last.step):
+        steps = max(1, last.step)
+        if last.elements >= ENOUGH * size * steps or last.wrapped >= ENOUGH * steps:
             return True
     return False
 

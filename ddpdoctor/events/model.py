@@ -250,6 +250,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             elements, were handed to collectives before it.
         late: steps so far whose gradients were handed to collectives only after they were applied.
         elements: floating-point numbers handed to collectives so far, first step not included.
+        wrapped: backwards so far in which DDP averaged the gradients of some wrapped model.
         each: digests one by one, of the gradients and then of the parameters, in the order of
             `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
             gradients were handed over for this step, as told by memory and size (packed), `other`
@@ -270,6 +271,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     shared: int = 0
     late: int = 0
     elements: int = 0
+    wrapped: int = 0
     each: str = ""
     handed: str = ""
     other: int = 0

@@ -12,7 +12,7 @@ import msgspec
 
 from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
-from . import exchanges, inflight, models, moments, optimizers
+from . import autograd, exchanges, inflight, models, moments, optimizers
 from .digests import capturing, sums
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
@@ -170,6 +170,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         shared=known.shared,
         late=known.late,
         elements=exchanges.elements(),
+        wrapped=autograd.synced(),
         each=EACH if closely else "",
         handed=pack(known.handed.positions) if closely else "",
         other=known.handed.other if closely else 0,

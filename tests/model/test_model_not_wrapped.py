@@ -95,6 +95,14 @@ def test_ranks_that_agree_and_exchange_as_much_as_gradients_do():
     assert codes(run(80), CHECK) == []
 
 
+def test_copies_of_what_a_wrapper_averages_are_not_told_of():
+    """One flat parameter, or copies in another precision: DDP averages what they are made of."""
+    for averaged, found in ((3, []), (0, ["DDP305 note"])):
+        last = msgspec.structs.replace(state(2, 5, 6), wrapped=averaged)
+        run = make_run({r: loose(state(1, 3, 4), last) for r in (0, 1)})
+        assert codes(run, CHECK) == found
+
+
 def test_gradients_that_agree_are_synchronised_somehow():
     run = make_run({r: loose(state(0, 1, 20 + r), state(1, 3, 30 + r)) for r in (0, 1)})
     assert codes(run, CHECK) == []
