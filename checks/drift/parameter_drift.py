@@ -180,9 +180,7 @@ class ParameterDrift(Check):
 def _sends_parameters(group: Replicas) -> bool:
     """Whether the optimizer itself makes parameters equal in its step: each from the rank that
     holds its part of the state. What parts between two steps was edited all the same."""
-    member = group.any
-    seen = (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
-    return any(e.kind == "ZeroRedundancyOptimizer" for e in seen)
+    return any(e.kind == "ZeroRedundancyOptimizer" for e in _optimizers(group))
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
@@ -230,6 +228,11 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
 def _decides_by_loss(group: Replicas) -> bool:
     """Whether the optimizer calls a closure again and again within a step (LBFGS)."""
     member = group.any
-    seen = (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
     done = (e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer)
-    return any(e.closure for e in seen) and any(e.backwards > e.count for e in done)
+    return any(e.closure for e in _optimizers(group)) and any(e.backwards > e.count for e in done)
+
+
+def _optimizers(group: Replicas) -> Iterator[OptimizerSeen]:
+    """The optimizer of the copies, as one of the ranks saw it."""
+    member = group.any
+    return (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
