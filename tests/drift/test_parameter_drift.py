@@ -9,7 +9,7 @@ from replicas import LINE, OTHER, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
-from ddpdoctor.events.drift import AGAIN, UNHELD, chosen
+from ddpdoctor.events.drift import UNHELD, chosen
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import edits, hyperparameters, loads
 
@@ -170,24 +170,6 @@ def test_ranks_of_different_groups_are_not_compared():
         ranks[n] = [*replica(ranks=group), digests("parameters", rows)]
     run = make_run(ranks)
     assert list(ParameterDrift().examine(run)) == []
-
-
-def test_a_difference_at_the_end_only_is_a_note():
-    ranks = {
-        0: [equal("parameters"), digests("parameters", {4: [1, 2, 3, 4]}, point="end")],
-        1: [equal("parameters"), digests("parameters", {4: [1, 2, 3, 5]}, point="end")],
-    }
-    (finding,) = ParameterDrift().examine(run_of(ranks))
-    assert finding.severity is Severity.NOTE
-
-
-def test_a_difference_at_evaluation_is_an_error():
-    ranks = {
-        0: [digests("parameters", {0: [1, 2, 3, 4]}, point="eval", optimizer=-1)],
-        1: [digests("parameters", {0: [1, 2, 3, 5]}, point="eval", optimizer=-1)],
-    }
-    (finding,) = ParameterDrift().examine(run_of(ranks))
-    assert "at evaluation" in finding.summary
 
 
 def test_without_copies_nothing_can_be_said():
@@ -412,39 +394,6 @@ def test_what_all_ranks_edited_while_they_were_equal_is_no_cause():
     (finding,) = ParameterDrift().examine(run_of(tables, count=8))
     assert (finding.ranks, finding.location.line) == ((1,), 33)
     assert "before step 4" in finding.cause
-
-
-def evaluations(*rows, forwards=4):
-    """Of the parameters, after so many forwards with gradients: the first one, and those that
-    follow without training in between."""
-    first, *others = rows
-    again = {AGAIN * forwards + n: row for n, row in enumerate(others, 1)}
-    return [
-        digests("parameters", {forwards: first}, point="eval", optimizer=-1),
-        *([digests("parameters", again, point="again", optimizer=-1)] if again else []),
-    ]
-
-
-def test_weights_that_one_rank_goes_back_to_before_it_evaluates_again():
-    ranks = {0: [*evaluations(SAME[0]), load(), *evaluations(SAME[0], APART[1])[1:]]}
-    ranks[1] = evaluations(SAME[0], SAME[1])
-    (finding,) = ParameterDrift().examine(run_of(ranks))
-    assert finding.severity is Severity.ERROR
-    assert (finding.location.line, finding.ranks) == (33, (0,))
-    assert finding.summary.endswith("at evaluation")
-
-
-def test_a_rank_that_evaluates_more_often_may_hold_other_weights_for_it():
-    ranks = {0: evaluations(SAME[0], APART[1], SAME[0]), 1: evaluations(SAME[0], SAME[0])}
-    assert list(ParameterDrift().examine(run_of(ranks))) == []
-
-
-def test_each_rank_evaluates_a_checkpoint_of_its_own():
-    ranks = {
-        n: [*evaluations(SAME[0]), load(), *evaluations(SAME[0], (SAME, APART)[n][1])[1:]]
-        for n in range(2)
-    }
-    assert list(ParameterDrift().examine(run_of(ranks))) == []
 
 
 def test_a_model_that_no_optimizer_holds():
