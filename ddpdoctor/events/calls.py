@@ -48,7 +48,7 @@ class Way(Part, frozen=True):
     """A statement that leaves out lines: `continue`, or the handler of an exception.
 
     Attributes:
-        line: its own, or that of the handler; text: the statement that it is under.
+        line, text: those of the handler, or of the statement that the `continue` is under.
         first, last: the lines that it leaves out, or may leave out.
     """
 

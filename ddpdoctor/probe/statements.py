@@ -93,14 +93,14 @@ def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], bool]:
 
 
 def _continue(lines: list[str], number: int, end: int) -> Way:
-    """A `continue`, with the statement that it is under: of a handler, it leaves out the `try`."""
+    """A `continue`, by the statement that it is under: of a handler, it leaves out the `try`."""
     code = _code(lines[number - 1])
     head = number
     if code.startswith("continue") or not code.startswith(("if ", "elif ", "else:", "except")):
         head = next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
     under = _code(lines[head - 1])
     tried = _tried(lines, head) if under.startswith("except") else number
-    return Way(line=number, text=under[:200], first=tried + 1, last=end)
+    return Way(line=head, text=under[:200], first=tried + 1, last=end)
 
 
 def _handlers(lines: list[str], tried: int) -> Iterator[Way]:

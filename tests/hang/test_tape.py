@@ -114,8 +114,8 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     tried, loop = statements.enclosing(str(path), 14)
     assert [(w.line, w.text) for w in tried.ways] == [(15, "except RuntimeError:")]
     assert [(w.line, w.text, w.first, w.last) for w in loop.ways] == [
-        (8, "except ValueError as e:", 4, 16),
-        (10, "if not len(x):", 11, 16),
+        (6, "except ValueError as e:", 4, 16),
+        (9, "if not len(x):", 11, 16),
         (15, "except RuntimeError:", 14, 14),
     ]
     assert not loop.broken
