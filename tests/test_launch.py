@@ -311,6 +311,14 @@ def test_exec_examines_spawned_ranks(place: Path, bad: bool) -> None:
     assert ends()[0, 0].status in (0, None)
 
 
+def test_exec_knows_how_a_command_ended_that_is_a_rank_itself(place: Path) -> None:
+    program = "import sys\ntry: sys.exit(7)\nexcept SystemExit: pass"
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    result = call(*DOCTOR, "exec", "--out", "out", "--", sys.executable, script(program), **alone)
+    assert (result.returncode, info().outcome) == (0, "completed")
+    assert (ends()[0, 0].status, recorded().ranks[0].state) == (0, "finished")
+
+
 def test_exec_keeps_the_status_of_a_command(place: Path) -> None:
     def status(*command: str) -> int:
         return call(*DOCTOR, "exec", "--", *command).returncode

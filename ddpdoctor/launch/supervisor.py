@@ -104,6 +104,8 @@ class Supervisor:
                 signals.others.clear()
                 self._tick()
                 self._reap(child.pid)
+            # The command may be a rank itself.
+            self._ask(lambda: self._monitor.reaped(child.pid, child.returncode), None)
             self._sweep(child.returncode)
             self._reap(0)
             self._tick()

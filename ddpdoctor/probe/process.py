@@ -125,7 +125,7 @@ def _wrap_exits() -> None:
     def exit(status: Any = None, /) -> NoReturn:
         if _by_starter(sys._getframe().f_back):
             _ending.status = status
-        else:
+        elif threading.current_thread() is threading.main_thread():  # another ends itself only
             guarded("sys.exit", lambda active: _note_exit(active, status))
         leave(status)
 

@@ -89,6 +89,24 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def test_an_exit_from_a_thread_ends_that_thread_only(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(current, "recorder", active)
+    process._wrap_exits()
+    try:
+        thread = threading.Thread(target=lambda: sys.exit(77))
+        thread.start()
+        thread.join()
+    finally:
+        restore()
+    process._leaving()
+    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    assert (leaving.how, leaving.status) == ("return", None)
+
+
 @pytest.mark.parametrize(("status", "said"), [("no more data", "no more data"), (3, "")])
 def test_what_an_exit_prints_is_kept(
     active: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
