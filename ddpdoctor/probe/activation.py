@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,18 @@ class _State:
     opener: Opener | None = None
     environment: dict[str, str] = {}
     missing: list[Missing] = []
+    becoming = threading.RLock()
+    """Held while this process becomes a rank: threads that are ranks come at once."""
 
 
 _state = _State()
+
+
+def _forked() -> None:
+    _state.becoming = threading.RLock()  # another thread of the parent's may hold that one
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def environment_at_start() -> dict[str, str]:
@@ -121,11 +131,13 @@ def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
                 rank = int(query[name][0])
             else:
                 world_size = int(query[name][0])
-    _become(
-        rank if rank >= 0 else _number("RANK"),
-        world_size if world_size >= 0 else _number("WORLD_SIZE"),
-    )
-    guarded("torch-loaded", _tell_torch)
+    with _state.becoming:
+        if recorder() is None:
+            _become(
+                rank if rank >= 0 else _number("RANK"),
+                world_size if world_size >= 0 else _number("WORLD_SIZE"),
+            )
+            guarded("torch-loaded", _tell_torch)
 
 
 def _place(rank: int, world_size: int) -> Place | None:

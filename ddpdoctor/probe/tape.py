@@ -280,12 +280,18 @@ def _reduction(op: Any) -> str:
 def tape(active: Recorder) -> Tape | None:
     """The tape of this recorder; None where its file could not be made."""
     if active.tape is None and not active.tape_failed:
-        try:
-            active.tape = Tape(active)
-        except Exception as error:
-            active.tape_failed = True
-            active.trouble("ring", error, "the last calls before a kill, and hangs")
+        with active.lock:  # threads that are ranks come at once
+            if active.tape is None:
+                _make(active)
     return active.tape
+
+
+def _make(active: Recorder) -> None:
+    try:
+        active.tape = Tape(active)
+    except Exception as error:
+        active.tape_failed = True
+        active.trouble("ring", error, "the last calls before a kill, and hangs")
 
 
 __all__ = ["NEW_GROUPS", "State", "Tape", "tape"]
