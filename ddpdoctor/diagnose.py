@@ -276,6 +276,11 @@ def _lost(run: Run) -> list[str]:
             else ""
         )
         lost.append(f"no record of {_ranks(missing)}{hint}")
+    if run.others:
+        lost.append(
+            f"this command made several process groups, one after the other: {len(run.others)} "
+            "more processes were ranks, of groups that this does not tell of"
+        )
     dropped = {r.rank: c.dropped for r in run.ranks.values() if (c := r.latest(ProbeCost))}
     if any(dropped.values()):
         ranks = [r for r, n in dropped.items() if n]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from .events import ProcessEnded, RankExiting, TorchLoaded
+from .events import InitEntered, ProcessEnded, RankExiting, Stopped, TorchLoaded
 from .runfolder import RunInfo
 
 if TYPE_CHECKING:
-    from .run import Rank, Run
+    from .run import Facts, Rank, Run
 
 
 def joined_info(runs: Sequence[Run]) -> RunInfo:
@@ -38,8 +38,60 @@ def _went_wrong(run: Run) -> float:
     return min((e.wall for e in ends if not e.by_launcher and e.status != 0), default=math.inf)
 
 
-def principal(records: list[Rank]) -> Rank:
-    """The process that was the rank; the others become its twins.
+def end_of(
+    rank: Rank, nodes: Iterable[Facts], attempt: int
+) -> tuple[ProcessEnded | None, Stopped | None]:
+    """What its node's monitor wrote of its end, and of who stopped the run."""
+    pid = rank.started.pid if rank.started else 0
+    for node in nodes:
+        for ended in node.of(ProcessEnded):
+            if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
+                return ended, node.latest(Stopped)
+    return None, None
+
+
+def of_one_world(records: Mapping[int, list[Rank]]) -> tuple[dict[int, Rank], tuple[Rank, ...]]:
+    """By number, the process that was the rank; and the processes that were ranks of other groups.
+
+    A command may form several groups one after the other (it spawns two ranks, then four). Told is
+    one of them: the newest while it goes on or where it ended badly, else the one that did the
+    most.
+    """
+    every = [r for several in records.values() for r in several]
+    anchor = _anchor(every) if len(every) > len(records) else None
+    others = tuple(r for r in every if anchor is not None and not _together(anchor, r))
+    ranks: dict[int, Rank] = {}
+    for number, several in records.items():
+        if mates := [r for r in several if r not in others]:
+            ranks[number] = principal(mates)
+            ranks[number].twins = [r for r in several if r is not ranks[number]]
+    return ranks, others
+
+
+def _anchor(every: Sequence[Rank]) -> Rank | None:
+    """A process of the group that is told; None where no process had one."""
+    met = [r for r in every if r.default_group is not None]
+    newest = max(met, key=_began, default=None)
+    if newest is None or any(r.state != "finished" for r in every if _together(newest, r)):
+        return newest
+    return max(met, key=lambda r: (_weight(r), _began(r)))
+
+
+def _began(rank: Rank) -> float:
+    return rank.started.wall if rank.started else 0.0
+
+
+def _together(one: Rank, other: Rank) -> bool:
+    """Whether they may be ranks of one group. Who never asked for a group is of no other."""
+    if one is other or not other.of(InitEntered):
+        return True
+    sizes = {len(group.ranks) for r in (one, other) if (group := r.default_group) is not None}
+    in_turn = one.node == other.node and (_over_before(one, other) or _over_before(other, one))
+    return len(sizes) < 2 and not in_turn
+
+
+def principal(records: Sequence[Rank]) -> Rank:
+    """The process that was the rank.
 
     Of processes one after the other (a wrapper, a script that starts Python anew, a tool that
     it calls at the end) it is the one that did the most.
@@ -49,7 +101,6 @@ def principal(records: list[Rank]) -> Rank:
         in_turn = _over_before(chosen, other) or _over_before(other, chosen)
         if in_turn and _weight(other) >= _weight(chosen):
             chosen = other
-    chosen.twins = [r for r in records if r is not chosen]
     return chosen
 
 
@@ -58,8 +109,8 @@ def _over_before(one: Rank, other: Rank) -> bool:
         return False
     if one.started.pid == other.started.pid:  # exec: the same process, another program
         return one.started.wall < other.started.wall
-    leaving = one.latest(RankExiting)
-    return leaving is not None and one.wall(leaving.at) <= other.started.wall
+    end = one.latest(RankExiting) or one.ended
+    return end is not None and one.wall(end.at) <= other.started.wall
 
 
 def _weight(rank: Rank) -> tuple[bool, int, bool]:

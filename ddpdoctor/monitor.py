@@ -238,12 +238,11 @@ class Monitor:
             # The rank itself may be a child of what was started (`--no-python wrapper.sh`).
             places = {e.rank for e in own.of(ProcessStarted)}
         else:
-            places = set(run.ranks)
-        for rank in run.ranks.values():
-            for one in (rank, *rank.twins):
-                said = one.started
-                if said and said.rank in places and said.node == platform.node():
-                    self._watch(said.rank, said.pid, said.attempt)
+            places = {p.rank for p in run.processes()}
+        for one in run.processes():
+            said = one.started
+            if said and said.rank in places and said.node == platform.node():
+                self._watch(said.rank, said.pid, said.attempt)
 
     def _watch(self, rank: int, pid: int, attempt: int) -> None:
         if pid in self.watched or pid <= 0:
@@ -317,13 +316,12 @@ class Monitor:
     def _last_words(self, pid: int) -> tuple[int | None, bool]:
         """What a rank that said no goodbye left: minus the signal that it crashed by, and whether
         it left nothing at all."""
-        for rank in self.run.ranks.values() if self.run else ():
-            for one in (rank, *rank.twins):
-                if one.started and one.started.pid == pid and not one.latest(RankExiting):
-                    path = stacks.beside(one.path)
-                    crash = stacks.fatal_signal(dump := stacks.read(path))
-                    opened = path is not None and path.exists()
-                    return (-crash if crash else None), opened and not dump
+        for one in self.run.processes() if self.run else ():
+            if one.started and one.started.pid == pid and not one.latest(RankExiting):
+                path = stacks.beside(one.path)
+                crash = stacks.fatal_signal(dump := stacks.read(path))
+                opened = path is not None and path.exists()
+                return (-crash if crash else None), opened and not dump
         return None, False
 
     def _known_end(self, watched: Watched) -> ProcessEnded | None:

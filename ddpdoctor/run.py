@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -33,7 +33,7 @@ from .events import (
     Wrapped,
 )
 from .findings import Location
-from .joining import joined_info, principal
+from .joining import end_of, joined_info, of_one_world
 from .numbering import numbered_alike
 from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
 from .ring import Call, Phase, Ring, State, read_ring
@@ -244,9 +244,11 @@ class Run:
     Attributes:
         ranks: by global rank. `missing` are those of the world that left no record.
         nodes: what each node's monitor recorded, by node rank.
+        others: processes that were ranks of other groups of the same command.
         now: the monotonic time of a look at a run that goes on; None for one that is over.
     """
 
+    others: tuple[Rank, ...] = ()
     now: float | None = None
 
     def __init__(
@@ -262,7 +264,8 @@ class Run:
         said = [r.started.world_size for r in self.ranks.values() if r.started]
         ready = [len(g.ranks) for r in self.ranks.values() if (g := r.default_group)]
         told = [e.world_size for e in self._processes()]
-        return max([self.info.world_size, *said, *ready, *told, len(self.ranks)], default=0)
+        asked = 0 if self.others else self.info.world_size
+        return max(asked, len(self.ranks), *said, *ready, *told)
 
     @property
     def missing(self) -> list[int]:
@@ -298,6 +301,11 @@ class Run:
         return self.attempt > 0 and any(
             e.get("TORCHELASTIC_USE_AGENT_STORE") == "True" for e in shared
         )
+
+    def processes(self) -> list[Rank]:
+        """Every process that recorded, also those that share a rank, and `others`."""
+        every = [p for rank in self.ranks.values() for p in (rank, *rank.twins)]
+        return list({id(p): p for p in (*every, *self.others)}.values())
 
     def _each(self, kind: type[E]) -> Iterator[E]:
         for rank in self.ranks.values():
@@ -380,8 +388,7 @@ class Recording:
         """What the folder says now of one attempt."""
         records: dict[int, list[Rank]] = {}
         for number, path in self.folder.rank_files(attempt):
-            rank = self._follow(path, Rank(number))
-            if rank is None:
+            if (rank := self._follow(path, Rank(number))) is None:
                 continue
             rank.path = path
             rank.look_again()
@@ -392,13 +399,13 @@ class Recording:
             if (facts := self._follow(path, Facts())) is not None
         }
         for one in (r for several in records.values() for r in several):
-            one.ended, one.stopped = _end_of(one, nodes.values(), attempt)
-            one.twins = []
+            one.ended, one.stopped = end_of(one, nodes.values(), attempt)
         info = self.folder.read_info() or _unknown()
         if attempt != self.folder.attempts()[-1]:  # what stands there is how the last one ended
             info = msgspec.structs.replace(info, outcome=None, exit_code=None)
-        ranks = {number: principal(several) for number, several in records.items()}
+        ranks, others = of_one_world(records)
         run = Run(info, ranks, nodes, attempt)
+        run.others = others
         for rank in run.ranks.values():
             rank.stalled = run.stall is not None
         return run
@@ -423,18 +430,9 @@ def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
         for number, node in run.nodes.items():
             # Without --node-rank every node thinks it is the first.
             nodes[number if number not in nodes else max(nodes) + 1] = node
-    return Run(joined_info(runs), ranks, nodes, attempt)
-
-
-def _end_of(
-    rank: Rank, nodes: Iterable[Facts], attempt: int
-) -> tuple[ProcessEnded | None, Stopped | None]:
-    pid = rank.started.pid if rank.started else 0
-    for node in nodes:
-        for ended in node.of(ProcessEnded):
-            if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
-                return ended, node.latest(Stopped)
-    return None, None
+    joined = Run(joined_info(runs), ranks, nodes, attempt)
+    joined.others = tuple(p for run in runs for p in run.others)
+    return joined
 
 
 def _unknown() -> RunInfo:

@@ -186,7 +186,7 @@ def ends(status: Mapping[int, int | None], *, attempt: int = 0) -> list[ProcessE
     """How ranks ended: an exit status, minus a signal's number, or None for no record."""
     return [
         ProcessEnded(
-            at=0,
+            at=START + 60,
             rank=rank,
             pid=PID + rank,
             wall=WALL + 60,

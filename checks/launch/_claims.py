@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting
@@ -48,16 +47,9 @@ def unentered(run: Run) -> str | None:
     return "init_process_group was never called"
 
 
-def processes(run: Run) -> Iterator[Rank]:
-    """Every process that recorded, also those that share a rank."""
-    for rank in run.ranks.values():
-        yield rank
-        yield from rank.twins
-
-
 def claims(run: Run) -> list[Claim]:
     """All claims, oldest first; those that leave the rank to the backend (MPI) are left out."""
-    found = [claim for p in processes(run) for e in p.of(InitEntered) if (claim := _claim(p, e))]
+    found = [claim for p in run.processes() for e in p.of(InitEntered) if (claim := _claim(p, e))]
     return sorted(found, key=lambda c: c.process.wall(c.event.at))
 
 

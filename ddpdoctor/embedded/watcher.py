@@ -148,10 +148,7 @@ class Watcher:
     def _all_done(self, run: Run) -> bool:
         """Whether every rank of this node is gone or has said that it leaves."""
         said = {
-            one.started.pid
-            for rank in run.ranks.values()
-            for one in (rank, *rank.twins)
-            if one.started and one.latest(RankExiting)
+            one.started.pid for one in run.processes() if one.started and one.latest(RankExiting)
         }
         return all(w.gone is not None or w.pid in said for w in self.monitor.watched.values())
 

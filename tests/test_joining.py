@@ -1,0 +1,82 @@
+"""Which processes make the run, where a command formed several groups one after the other."""
+
+from __future__ import annotations
+
+import pytest
+from recordings import make_run, started, steps
+
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting
+from ddpdoctor.registry import all_checks
+from ddpdoctor.run import Run
+
+LASTS_S = 100.0
+
+
+def process(rank: int, world: int, at: float, stepped: int, status: int | None = 0) -> list[Event]:
+    """A rank that came at that second; `status` is None where it is not known to have left."""
+    entered = InitEntered(
+        at=0, backend="gloo", init_method="", rank=rank, world_size=world, env_rank=-1,
+        env_world_size=-1, env_local_rank=-1, timeout_s=1800.0, site=-1, rendezvous=f"here:{world}",
+    )  # fmt: skip
+    ready = GroupReady(
+        at=0, group=0, name="0", backend="gloo", ranks=tuple(range(world)), member=True, site=-1
+    )
+    left = [RankExiting(at=at + LASTS_S, how="return", status=status)] if status is not None else []
+    begun = started(rank, world, at=at, wall=1e9 + at, pid=int(1000 + at + rank))
+    return [begun, entered, ready, *steps(stepped), *left]
+
+
+def one_after_the_other(*, steps_of_two: int, steps_of_four: int, status: int | None) -> Run:
+    """Two ranks, and when these are gone, four."""
+    four = {r: process(r, 4, 200.0, steps_of_four, status) for r in range(4)}
+    return make_run(
+        {r: process(r, 2, 10.0, steps_of_two) for r in range(2)} | {r: four[r] for r in (2, 3)},
+        twins={r: [four[r]] for r in (0, 1)},
+        ended=None,
+        world_size=4,
+    )
+
+
+def worlds(run: Run) -> dict[int, int]:
+    return {number: len(rank.default_group.ranks) for number, rank in run.ranks.items()
+            if rank.default_group}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("two", "four", "status", "told"),
+    [(5, 9, 0, 4), (9, 5, 0, 2), (9, 5, None, 4), (9, 5, 1, 4)],
+)
+def test_all_ranks_are_of_one_group(two: int, four: int, status: int | None, told: int) -> None:
+    """Of that which goes on or failed, or else of that which did the most."""
+    run = one_after_the_other(steps_of_two=two, steps_of_four=four, status=status)
+    assert worlds(run) == dict.fromkeys(range(told), told)
+    assert run.world_size == told
+    assert len(run.others) == 6 - told
+    assert len(run.processes()) == 6
+
+
+def test_groups_one_after_the_other_are_no_fault() -> None:
+    run = one_after_the_other(steps_of_two=9, steps_of_four=5, status=0)
+    report = diagnose(run, list(all_checks()))
+    assert [f.check for f in report.findings if f.severity != "note"] == []
+    assert any("4 more processes were ranks" in line for line in report.coverage.lost)
+
+
+def test_a_process_that_once_was_alone_is_no_rank_of_those_that_it_starts() -> None:
+    """A test runner, a notebook."""
+    alone = process(0, 1, 10.0, 0, None)
+    run = make_run(
+        {0: alone, 1: process(1, 2, 20.0, 5)}, twins={0: [process(0, 2, 20.0, 5)]}, ended=None
+    )
+    assert worlds(run) == {0: 2, 1: 2}
+
+
+def test_who_left_before_the_others_met_is_a_rank_all_the_same() -> None:
+    """It was started with them, and failed before it asked for a group."""
+    early = [started(1, 2, at=10.0, wall=1e9 + 10), RankExiting(at=11.0, how="return", status=1)]
+    wrapper = [started(0, 2, at=10.0, wall=1e9 + 10), RankExiting(at=12.0, how="return", status=0)]
+    real = process(0, 2, 20.0, 0)
+    run = make_run({0: wrapper, 1: early}, twins={0: [real]}, ended=None)
+    assert sorted(run.ranks) == [0, 1]
+    assert run.others == ()
