@@ -13,6 +13,9 @@ from ddpdoctor.run import Call, Rank, Run, State
 NEW_GROUPS = -2
 """The pseudo group in whose order groups are made (see the probe's tape)."""
 
+UNKNOWN = -1
+"""Of a call of which no more than its number is on record (the end of a record was lost)."""
+
 What = tuple[object, ...]
 Text = tuple[str, ...]
 
@@ -127,6 +130,8 @@ class Book:
         if segment is None:
             return None
         times, place = divmod(index - segment.first, len(segment.codes))
+        if segment.whats[place] == UNKNOWN:
+            return None
         known = self._made(log.rank, *segment.codes[place], log.group)
         step = segment.step + times * segment.every if log.rank.steps else -1
         call = segment.call or _in_ring(log, index)
@@ -195,8 +200,18 @@ class Book:
         call: Call | None,
     ) -> None:
         made = [self._made(log.rank, signature, site, log.group) for signature, site in codes]
-        whats = tuple(self._whats.setdefault(m.what, len(self._whats)) for m in made)
-        tokens = tuple(self._tokens.setdefault((m.what, m.text), len(self._tokens)) for m in made)
+        whats = tuple(
+            UNKNOWN
+            if m.signature.id == UNKNOWN
+            else self._whats.setdefault(m.what, len(self._whats))
+            for m in made
+        )
+        tokens = tuple(
+            UNKNOWN
+            if what == UNKNOWN
+            else self._tokens.setdefault((m.what, m.text), len(self._tokens))
+            for m, what in zip(made, whats, strict=True)
+        )
         log.segments.append(Segment(first, whats, tokens, codes, repeat, step, every, call))
 
     def _made(self, rank: Rank, signature: int, site: int, group: int) -> Made:
@@ -205,7 +220,7 @@ class Book:
         if (signature, site) not in known:
             meant = next((s for s in rank.of(Signature) if s.id == signature), None)
             where = next((s for s in rank.of(CallSite) if s.id == site), None)
-            meant = meant or Signature(at=0, id=-1, op="unknown call")
+            meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
             text = lines(rank, where)
             known[signature, site] = Made(
                 rank, -1, meant, where, -1, _what(meant, self.key(rank, group)), text
@@ -233,7 +248,8 @@ def first_difference(a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]])
             continue
         end_x, end_y = first_x + len(x), first_y + len(y)
         for index in range(max(first_x, first_y), min(end_x, end_y)):
-            if x[index - first_x] != y[index - first_y]:
+            here, there = x[index - first_x], y[index - first_y]
+            if here != there and UNKNOWN not in (here, there):
                 return index
         if end_x <= end_y:
             i = _consume(xs, i, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
 from tapes import START, Tape, run_of, stall
 
-from ddpdoctor.events import RankExiting
+from ddpdoctor.events import RankExiting, Signature
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -92,3 +92,12 @@ def test_a_rank_that_is_only_late(tmp_path: Path) -> None:
     made = {rank: Tape(rank, 2) for rank in range(2)}
     made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
     assert found(run_of(tmp_path, made, now=START + 8)) == []
+
+
+def test_a_rank_whose_record_ends_before_its_calls(tmp_path: Path) -> None:
+    """The disk was full: that it made a group stands in its ring, which one stands nowhere."""
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for tape in made.values():
+        tape.call("new_group", 9, group=NEW, ranks=(0, 1))
+    made[1].events = [e for e in made[1].events if not isinstance(e, Signature)]
+    assert found(run_of(tmp_path, made)) == []
