@@ -145,16 +145,18 @@ class RendezvousStall(Check):
             "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
         }
         wrong_size = bool(too_many) and not late
+        # Who launches ranks himself may be about to launch the others.
+        all_there = run.info.launcher == "run"
         return self.finding(
             ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
-            confidence=Confidence.PROVEN if wrong_size else Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN if wrong_size and all_there else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=here if wrong_size else where or here,
             label="waits for ranks that do not exist"
             if wrong_size
             else "not in init_process_group",
             related=(Related(f"{_wait(waiting)} here", here),) if here and where else (),
-            summary=_summary(_wait(waiting), absent, world, launched, wrong_size)
+            summary=_summary(_wait(waiting), absent, world, launched, wrong_size, all_there)
             + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
             cause=f"world_size is {world}, but {launched} processes were launched"
             if wrong_size
@@ -230,9 +232,12 @@ def _wait(ranks: list[Rank]) -> str:
     return f"ranks {folded} wait" if len(ranks) > 1 else f"rank {folded} waits"
 
 
-def _summary(came: str, absent: list[int], world: int, launched: int, wrong_size: bool) -> str:
+def _summary(
+    came: str, absent: list[int], world: int, launched: int, wrong_size: bool, all_there: bool
+) -> str:
     if wrong_size:
-        return f"{came} in init_process_group for {world} ranks, but only {launched} exist"
+        so_far = "" if all_there else " so far"
+        return f"{came} in init_process_group for {world} ranks, but only {launched} exist{so_far}"
     return (
         f"rank{'s' if len(absent) > 1 else ''} {fold_ranks(absent)} "
         f"{'do' if len(absent) > 1 else 'does'} not reach init_process_group, where {came}"

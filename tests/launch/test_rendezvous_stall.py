@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
 from recordings import CWD, PID, START, make_run, site, started
 
@@ -57,6 +58,17 @@ def test_torch_gave_up() -> None:
     run = make_run({0: [*entered(0), raised], 1: []}, ended={0: 1, 1: -15})
     (finding,) = found(run)
     assert finding.ranks == (1,)
+
+
+@pytest.mark.parametrize("launcher", ["run", "exec", "checkup"])
+def test_more_ranks_are_waited_for_than_there_are(launcher: str) -> None:
+    """torchrun has started all that it will; a program may be about to start the next one."""
+    run = make_run({0: entered(0)}, nodes={0: seen()[1:]}, ended={0: -15}, stopped="interrupt",
+                   world_size=1, launcher=launcher)  # fmt: skip
+    (finding,) = found(run)
+    proven = launcher == "run"
+    assert finding.confidence is (Confidence.PROVEN if proven else Confidence.SUSPECTED)
+    assert finding.summary.endswith("so far") is not proven
 
 
 def test_the_group_formed() -> None:
