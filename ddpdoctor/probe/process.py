@@ -125,6 +125,8 @@ def _wrap_exits() -> None:
     def exit(status: Any = None, /) -> NoReturn:
         if _by_starter(sys._getframe().f_back):
             _ending.status = status
+            if _ending.how != "exception":  # else it was seen where it came out
+                _note_handled(status, caught=False)
         elif threading.current_thread() is threading.main_thread():  # another ends itself only
             guarded("sys.exit", lambda active: _note_exit(active, status))
         leave(status)
@@ -136,6 +138,7 @@ def _wrap_exits() -> None:
             else:
                 _ending.how, _ending.status = "os._exit", status
                 guarded("os._exit", _note_site)
+                _note_handled(status)
             _leaving()
         vanish(status)
 
@@ -175,10 +178,15 @@ def _note_child(active: Recorder, caller: FrameType) -> None:
 
 def _note_exit(active: Recorder, status: Any) -> None:
     _note_status(status, active.site())
+    _note_handled(_ending.status)
+
+
+def _note_handled(status: Any, *, caught: bool = True) -> None:
+    """Who exits with a bad status in a handler does so because of what it handles."""
     handled = sys.exc_info()[1]
-    if _ending.status and handled is not None and not isinstance(handled, SystemExit):
+    if status and handled is not None and not isinstance(handled, SystemExit):
         _ending.caught = None
-        note_exception(handled, handled.__traceback__, caught=True)
+        note_exception(handled, handled.__traceback__, caught=caught)
 
 
 def note_exit(error: SystemExit, trace: TracebackType | None) -> None:

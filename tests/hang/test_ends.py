@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -117,6 +118,52 @@ def test_what_an_exit_prints_is_kept(
     process._leaving()
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert leaving.message == said
+
+
+class _Left(Exception):
+    """In place of the end of the process."""
+
+
+def _leave(status: object) -> None:
+    raise _Left
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "how", "caught"),
+    [
+        ("train", "sys.exit", "sys.exit", True),
+        ("train", "os._exit", "os._exit", True),
+        ("torch.multiprocessing.spawn", "sys.exit", "exception", False),
+    ],
+)
+@pytest.mark.parametrize("status", [1, 0])
+def test_what_is_handled_where_a_process_exits(
+    active: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    function: str,
+    how: str,
+    caught: bool,
+    status: int,
+) -> None:
+    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(sys, "exit", _leave)
+    monkeypatch.setattr(os, "_exit", _leave)
+    process._wrap_exits()
+    text = f"import os, sys\ntry: 1 / 0\nexcept ArithmeticError: {function}({status})"
+    try:
+        with pytest.raises(_Left):
+            exec(compile(text, "train.py", "exec"), {"__name__": module})
+    finally:
+        restore()
+    process._leaving()
+    raised = [e for e in events(active) if isinstance(e, ExceptionRaised)]
+    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    expected = [("ZeroDivisionError", 2, caught)] * status
+    assert [(e.kind, e.frames[-1].line, e.caught) for e in raised] == expected
+    if status or caught:
+        assert (leaving.how, leaving.status) == (how, status)
 
 
 CHILD = """
