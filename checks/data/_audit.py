@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from ddpdoctor.run import Run
 
-from ._loaders import SCATTER, Epoch, Loader, loaders, partners
+from ._loaders import SCATTER, Epoch, Loader, divisions, loaders
 
 NAMED = 20
 """Indices named in a finding."""
@@ -122,7 +122,7 @@ def audits(run: Run) -> tuple[tuple[Loader, frozenset[int], tuple[Audit, ...]], 
     """For every loader with indices and every set of ranks that divides the data: its epochs."""
     found = []
     for loader in loaders(run):
-        for ranks in partners(run, loader):
+        for ranks in divisions(run, loader):
             made = tuple(_audits(loader, ranks))
             if made:
                 found.append((loader, ranks, made))

@@ -7,6 +7,7 @@ from ddpdoctor.run import Rank
 
 GATHERS = frozenset({"all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
                      "gather_object"})  # fmt: skip
+SUMS = frozenset({"all_reduce", "reduce_scatter", "reduce_scatter_tensor"})
 HANDS_OUT = frozenset({"broadcast", "scatter", "broadcast_object_list", "scatter_object_list",
                        "recv", "irecv"})  # fmt: skip
 
@@ -17,6 +18,12 @@ def gathers_results(rank: Rank, step: int) -> bool:
         (step - run.step) % max(1, run.every) == 0 and 0 <= step - run.step < run.repeat * span
         for run, span in _runs(rank, GATHERS, several=True)
     )
+
+
+def sums_over_all(rank: Rank) -> bool:
+    """Whether more than single numbers are summed over all ranks, step after step."""
+    calls = _counted(rank, SUMS, several=True)
+    return any(run.group == 0 and run.repeat > 1 for run, _ in calls)
 
 
 def handed_out(rank: Rank) -> int:
@@ -30,7 +37,9 @@ def _runs(rank: Rank, ops: frozenset[str], *, several: bool) -> list[tuple[CallR
     return [(r, max(1, r.every)) for r in rank.of(CallRun) if r.block in blocks]
 
 
-def _counted(rank: Rank, ops: frozenset[str]) -> list[tuple[CallRun, int]]:
-    wanted = {s.id for s in rank.of(Signature) if s.op in ops}
+def _counted(
+    rank: Rank, ops: frozenset[str], *, several: bool = False
+) -> list[tuple[CallRun, int]]:
+    wanted = {s.id for s in rank.of(Signature) if s.op in ops and (not several or s.numel != 1)}
     blocks = {b.id: sum(c in wanted for c in b.codes[::2]) for b in rank.of(CallBlock)}
     return [(r, n) for r in rank.of(CallRun) if (n := blocks.get(r.block, 0))]

@@ -24,6 +24,8 @@ from ddpdoctor.events.pack import unpack, unpack_ascending
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
+from ._calls import sums_over_all
+
 SCATTER = 2654435761
 
 
@@ -350,6 +352,33 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
         )
         for reader in readers
     )
+
+
+def divisions(run: Run, loader: Loader) -> list[frozenset[int]]:
+    """As `partners`, but for a sampler that divides the data over smaller groups on purpose: each
+    set of ranks that it divides the data over. The others share their part with one of these: the
+    stages of a pipeline, a tensor-parallel group."""
+    found: dict[frozenset[int], None] = {}
+    for ranks in partners(run, loader):
+        found.update(dict.fromkeys(_divided(loader.of(ranks)) or [ranks]))
+    return list(found)
+
+
+def _divided(readers: list[Reader]) -> list[frozenset[int]]:
+    place = {r.rank.rank: r.seen.sampler_rank for r in readers}
+    sizes = {r.seen.replicas if r.seen.distributed else -1 for r in readers}
+    size = max(sizes)
+    if len(sizes) > 1 or not 1 < size < len(readers) == size * (len(readers) // size):
+        return []
+    of = {r.rank.rank: _groups_of(r.rank) for r in readers}
+    if all(any(_repeats(g, place, size, len(place)) for g in of[r]) for r in place):
+        by_place = [[r for r in sorted(place) if place[r] == n] for n in range(size)]
+        return [frozenset(ranks) for ranks in zip(*by_place, strict=False)]
+    if any(_wrap_group(r.rank) or sums_over_all(r.rank) for r in readers):
+        return []
+    found = {g for groups in of.values() for g in groups if _divides(g, place, size)}
+    apart = sum(map(len, found)) == len(place) and set().union(*found) == place.keys()
+    return sorted(found, key=sorted) if apart else []
 
 
 def _groups_of(rank: Rank) -> list[frozenset[int]]:

@@ -39,7 +39,8 @@ class DataOverlap(Check):
     ## When it stays quiet
     Content that differs; streams that draw with replacement; inputs that never change; ranks that
     are handed their inputs on purpose (broadcast, scatter) or share them in a tensor-parallel
-    group. Inputs drawn from the global random generators on the spot are a note, as is evaluation.
+    group or as stages of a pipeline. Inputs drawn from the global random generators on the spot are
+    a note, as is evaluation.
     """
 
     code = "DDP507"

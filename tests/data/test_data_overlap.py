@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.run import Run
 
 
 def stream(batches: Sequence[Sequence[int]], *, workers: int = 0, **more: object) -> list[Event]:
@@ -440,3 +441,62 @@ def test_the_table_says_nothing_of_epochs_that_never_ended() -> None:
     (table,) = DataOverlap().tables(run_of(*ranks))
     (row,) = table.rows
     assert row[4] == "-"
+
+
+def divided(group: Callable[[int], tuple[int, int]], *more: Event, place: str = "//") -> Run:
+    """Four ranks, two by two, through samplers that divide the data over two."""
+    everything = list(range(100))
+    events: dict[int, list[Event]] = {}
+    for r in range(4):
+        mine = r // 2 if place == "//" else r % 2
+        read = loader(0, [everything[mine::2]], content=1, distributed=True, replicas=2,
+                      sampler_rank=mine, sampler="DistributedSampler", total_size=100)  # fmt: skip
+        events[r] = [*prologue(4, wrapped=False, group=group(r)), *more, *read]
+    return make_run(events)
+
+
+def sums(group: int) -> list[Event]:
+    return [
+        Signature(at=0, id=0, op="all_reduce", numel=128),
+        CallBlock(at=0, id=0, codes=(0, 0)),
+        CallRun(at=0, group=group, first=0, block=0, repeat=25),
+    ]
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        lambda r: (r % 2, r % 2 + 2),  # stages of a pipeline: gradients are averaged with these
+        lambda r: (r // 2 * 2, r // 2 * 2 + 1),  # a tensor-parallel pair
+    ],
+)
+def test_ranks_that_are_given_the_same_part_on_purpose(
+    group: Callable[[int], tuple[int, int]],
+) -> None:
+    assert not found(DataOverlap(), divided(group, *sums(1)))
+
+
+def test_a_part_for_each_place_in_a_node_where_all_ranks_are_averaged() -> None:
+    run = divided(lambda r: (r // 2 * 2, r // 2 * 2 + 1), *sums(0), place="%")
+    (finding,) = found(DataOverlap(), run)
+    assert finding.ranks == (0, 1, 2, 3)
+
+
+def test_shares_that_overlap_within_a_group_that_divides_the_data() -> None:
+    """Two groups of two, and the ranks of one read a quarter together."""
+    events: dict[int, list[Event]] = {}
+    for r, share in {0: (0, 50), 1: (0, 50), 2: (50, 100), 3: (25, 75)}.items():
+        read = loader(
+            0,
+            [range(*share)],
+            content=1,
+            distributed=True,
+            replicas=2,
+            sampler_rank=r // 2,
+            sampler="DistributedSampler",
+            total_size=99,
+        )
+        group = (r % 2, r % 2 + 2)
+        events[r] = [*prologue(4, wrapped=False, group=group), *sums(1), *read]
+    (finding,) = found(DataOverlap(), make_run(events))
+    assert finding.ranks == (1, 3)
