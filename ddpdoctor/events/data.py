@@ -237,7 +237,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     Attributes:
         forward: number of the forward with gradients, per model.
         digest: of the input's content, 0 where it could not be read (on a device).
-        numbers: how many numbers the inputs hold; rows: the first input's first dimension.
+        numbers: how many numbers the inputs hold; rows: how many samples.
         fed: a DataLoader delivered since the forward before.
         drawn: random numbers drawn from global generators since the step before, at least;
             -1 where unknown.

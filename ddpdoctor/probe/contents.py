@@ -40,6 +40,9 @@ PADDED = 512
 
 DEEPEST = 3
 
+LEAVES = 4096
+"""Parts of a model's inputs that are counted; where there are more, their size is not told."""
+
 
 class Fingerprints:
     """Content digests of some samples of one epoch."""
@@ -137,12 +140,31 @@ def first_dimension(batch: Any) -> int | None:
     return next((int(t.shape[0]) for t in tensors), None)
 
 
+def samples(inputs: tuple[Any, ...]) -> int:
+    """How many a model is given: what a list of samples holds, or the first tensor's rows."""
+    first = inputs[0] if inputs else None
+    if isinstance(first, (list, tuple)) and first and isinstance(first[0], Mapping):
+        return len(first)
+    return first_dimension(inputs) or 0
+
+
+def size_of(inputs: tuple[Any, ...]) -> int:
+    """How many numbers there are in all tensors and arrays, 0 where there are too many of those."""
+    parts = list(itertools.islice(_walk(inputs, None, 0, LEAVES), LEAVES))
+    return sum(map(_size, parts)) if len(parts) < LEAVES else 0
+
+
+def _size(leaf: Any) -> int:
+    count = getattr(leaf, "numel", None)
+    return int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
+
+
 def leaves(batch: Any, size: int | None) -> Iterator[Any]:
     """The first parts of a batch that hold one entry per sample (any part where `size` is None)."""
     yield from itertools.islice(_walk(batch, size, 0), PARTS)
 
 
-def _walk(value: Any, size: int | None, depth: int) -> Iterator[Any]:
+def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * PARTS) -> Iterator[Any]:
     shape = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "dtype"):
         if size is None or (len(shape) and shape[0] == size):
@@ -151,19 +173,19 @@ def _walk(value: Any, size: int | None, depth: int) -> Iterator[Any]:
         return
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _walk(part, size, depth + 1)
+            yield from _walk(part, size, depth + 1, widest)
     elif isinstance(value, (list, tuple)):
         if value and len(value) == size and _is_column(value, size):
             yield value
         else:
-            for part in value[: 4 * PARTS]:
-                yield from _walk(part, size, depth + 1)
+            for part in value[:widest]:
+                yield from _walk(part, size, depth + 1, widest)
     elif isinstance(value, (str, bytes, int, float)):
         if size is None:
             yield [value]
     elif hasattr(value, "__dict__"):
         for part in list(vars(value).values()):
-            yield from _walk(part, size, depth + 1)
+            yield from _walk(part, size, depth + 1, widest)
 
 
 def _is_column(values: Any, size: int | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..events import ForwardInput
 from . import data, moments, randomness
-from .contents import digest, first_dimension, leaves
+from .contents import digest, leaves, samples, size_of
 from .models import Model
 from .moments import Backward, Forward, Step, Subscriptions
 from .randomness import Position
@@ -85,7 +85,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             site=forward.site,
             digest=digested,
             numbers=numbers,
-            rows=first_dimension(inputs) or 0,
+            rows=samples(inputs),
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
             training=bool(getattr(forward.wrapper, "training", True)),
@@ -94,16 +94,15 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
 
 
 def content(inputs: tuple[Any, ...]) -> tuple[int, int]:
-    """A digest of all inputs, 0 where one is out of reach; and how many numbers they hold."""
-    total = numbers = 0
+    """A digest of the first of the inputs, 0 where one is out of reach; and how many numbers all of
+    them hold."""
+    total = 0
     for leaf in leaves(inputs, None):
-        count = getattr(leaf, "numel", None)
-        numbers += int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
         head, body = digest(leaf, None)
         if not body:
-            return 0, numbers
+            return 0, size_of(inputs)
         total = total * 31 + head + 7 * body & 0xFFFFFFFF
-    return total, numbers
+    return total, size_of(inputs)
 
 
 def _backward_ended(active: Recorder, backward: Backward) -> None:

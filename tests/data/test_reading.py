@@ -11,7 +11,7 @@ import pytest
 
 from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead, RowsRead
 from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
-from ddpdoctor.probe import randomness
+from ddpdoctor.probe import contents, randomness
 from ddpdoctor.probe import reading as reading_module
 from ddpdoctor.probe.contents import Fingerprints, digest
 from ddpdoctor.probe.identity import payloads
@@ -253,3 +253,14 @@ def test_rows_of_batches_that_a_stream_made_itself(recorder: Recorder) -> None:
     again.take(1, None, torch.ones(5000, 2))
     again.take(2, None, torch.ones(4, 2))
     assert len(again.rows) == 4, "more than are looked at"
+
+
+def test_the_size_of_inputs_is_that_of_all_their_parts() -> None:
+    image, boxes = torch.zeros(3, 4, 4), torch.zeros(0, 4)
+    samples = [{"id": n, "image": image, "boxes": boxes} for n in range(40)]
+    assert contents.samples((samples,)) == 40
+    assert contents.size_of((samples,)) == 40 * 48
+    tokens = torch.zeros(8, 5)
+    assert contents.samples(([tokens, tokens], 1)) == 8
+    assert contents.size_of(([tokens, tokens], {"labels": tokens}, tokens, 1)) == 160
+    assert contents.size_of(([image] * contents.LEAVES,)) == 0
