@@ -308,6 +308,12 @@ def moved(group: Replicas, found: Divergence) -> bool:
     return any(table.get(p, before[p]) != before[p] for table in tables.values() for p in positions)
 
 
+def changes(member: Member, position: int, count: int) -> bool:
+    """Whether one of the parameters of an optimizer is another one at a later look."""
+    tables = [_by_position(row, k, count) for k, row in _rows(member, "parameters", "step").items()]
+    return len({table[position] for table in tables if position in table}) > 1
+
+
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:
     """Whether two ranks have a moment in common."""
     keys = [set(_rows(m, kind, point)) for m in group.members.values()]

@@ -10,7 +10,7 @@ from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _loads, _unshared, _updates
+from . import _beside, _by_hand, _causes, _loads, _owners, _unshared, _updates
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -33,7 +33,8 @@ class ParameterDrift(Check):
     loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
     not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
     compared afterwards; nothing is communicated for it. Also of wrapped models that no optimizer
-    holds (which holds copies of them, or there is none), and of models without a wrapper whose
+    holds (which holds copies of them, or there is none), of parameters that the optimizer of some
+    ranks holds and changes and that never change on others, and of models without a wrapper whose
     gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
     that differ from the start; gradients that the exchange leaves out in every step, or that are
     applied while an asynchronous exchange of them still runs; updates that an optimizer of the
@@ -79,7 +80,8 @@ class ParameterDrift(Check):
         yield from each_model(run, self._judge, unheld=True)
         for parting in _by_hand.partings(run):
             yield self.finding(**_by_hand.told(run, parting))
-        for told in (*_unshared.told(run), *_beside.told(run), *_updates.told(run)):
+        by_hand = (*_unshared.told(run), *_beside.told(run), *_updates.told(run))
+        for told in (*by_hand, *_owners.told(run)):
             yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:

@@ -9,10 +9,12 @@ from ddpdoctor.events import (
     GroupReady,
     ModulesSkipped,
     ParameterUse,
+    Replica,
     StepDone,
     UnusedParameters,
     Wrapped,
 )
+from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Location, Related
 from ddpdoctor.run import Rank, Run, fold_ranks
 
@@ -68,6 +70,18 @@ def use_of(rank: Rank, model: int) -> ParameterUse | None:
 
 def skipped_of(rank: Rank, model: int) -> list[ModulesSkipped]:
     return [e for e in rank.of(ModulesSkipped) if e.model == model]
+
+
+def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
+    """Names of parameters that optimizers of other ranks of the model's group hold."""
+    return {
+        name
+        for other in run.ranks.values()
+        for seen in other.of(Replica)
+        if other is not rank and seen.model == model and rank.rank in seen.ranks
+        if (wrapped := wrap_of(other, model)) is not None
+        for name in names_of(wrapped, unpack(seen.parameters))
+    }
 
 
 def steps_taken(rank: Rank) -> int:

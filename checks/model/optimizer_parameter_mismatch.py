@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from ddpdoctor.events import Ownership
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
@@ -33,9 +35,9 @@ class OptimizerParameterMismatch(Check):
     to stay as it is: `requires_grad_(False)` before the wrap, which also saves its gradients.
 
     ## When it stays quiet
-    Frozen parameters; several optimizers that together hold all; parameters that are updated by
-    hand; an optimizer or group that is added later. Where most of a model is left out, not all
-    of it (only a head is trained), it is a note.
+    Frozen parameters; several optimizers that together hold all, be it on several ranks;
+    parameters that are updated by hand; an optimizer or group that is added later. Where most of a
+    model is left out, not all of it (only a head is trained), it is a note.
     """
 
     code = "DDP307"
@@ -51,7 +53,7 @@ class OptimizerParameterMismatch(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         sharded = {e.model for r in run.ranks.values() for e in r.of(Ownership) if e.model < 0}
         for model in [*models.numbers(run), *sorted(sharded, reverse=True)]:
-            seen = {r: e for r in run.ranks.values() if (e := _latest(r, model)) is not None}
+            seen = {r: e for r in run.ranks.values() if (e := _latest(run, r, model)) is not None}
             if seen:
                 yield self._tell(run, model, seen)
 
@@ -93,10 +95,15 @@ class OptimizerParameterMismatch(Check):
         )
 
 
-def _latest(rank: Rank, model: int) -> Ownership | None:
-    """What holds at the end."""
+def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
+    """What holds at the end, without what the optimizer of another rank of the group holds: it is
+    sharded, and `parameter-drift` tells what does not come back."""
     told = [e for e in rank.of(Ownership) if e.model == model]
-    return told[-1] if told and told[-1].missing else None
+    if not told:
+        return None
+    elsewhere = models.held_by_others(run, rank, model) if told[-1].missing else set()
+    missing = tuple(name for name in told[-1].missing if name not in elsewhere)
+    return msgspec.structs.replace(told[-1], missing=missing) if missing else None
 
 
 def _label(event: Ownership) -> str:
