@@ -333,7 +333,9 @@ class Monitor:
             for e in (own.of(ProcessEnded) if own else [])
             if (e.rank, e.attempt) == (watched.rank, watched.attempt)
         ]
-        return next((e for e in ends if e.pid == watched.pid), ends[0] if ends else None)
+        # Under torchrun what was started is written down, and the rank may be a child of it.
+        wrapper = ends[0] if ends and self.launcher == "run" else None
+        return next((e for e in ends if e.pid == watched.pid), wrapper)
 
     def _sample(self, now: float) -> None:
         held = self._gpus.by_process()

@@ -340,6 +340,8 @@ class Run:
             over = [e.at for e in node.of(StallOver) if e.attempt == self.attempt]
             if began and seen and not any(at > seen[-1].at for at in over):
                 found.append((seen[-1], seen[-1].at - began.at + began.wall))
+        if self.others:  # of which one may have stood still
+            found = [item for item in found if item[1] >= self.started]
         first = min(found, key=lambda item: item[1], default=None)
         return None if first is None or self._went_on(first[0].at) else first
 

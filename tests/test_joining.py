@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from recordings import make_run, started, steps
+from recordings import make_run, monitor, started, steps
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting
+from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen
 from ddpdoctor.registry import all_checks
 from ddpdoctor.run import Run
 
@@ -61,6 +61,17 @@ def test_groups_one_after_the_other_are_no_fault() -> None:
     report = diagnose(run, list(all_checks()))
     assert [f.check for f in report.findings if f.severity != "note"] == []
     assert any("4 more processes were ranks" in line for line in report.coverage.lost)
+
+
+def test_a_stall_of_one_group_is_not_that_of_the_next() -> None:
+    stalled = StallSeen(at=50.0, since=20.0, hang_after=30.0)
+    nodes = {0: [monitor(at=5.0, wall=1e9 + 5), stalled]}
+    first = {r: process(r, 2, 10.0, 2) for r in range(2)}
+    after = {r: [process(r, 2, 200.0, 5, 1)] for r in range(2)}
+    run = make_run(first, twins=after, nodes=nodes, ended=None)
+    assert run.ranks[0].steps == 5
+    assert run.stall is None
+    assert make_run({r: process(r, 2, 10.0, 2, 1) for r in range(2)}, nodes=nodes, ended=None).stall
 
 
 def test_a_process_that_once_was_alone_is_no_rank_of_those_that_it_starts() -> None:

@@ -191,6 +191,20 @@ def test_an_end_is_written_once_with_what_is_known(
     assert watched.rank_pids() == set()
 
 
+def test_processes_of_a_rank_one_after_the_other_end_each_on_its_own(tmp_path: Path) -> None:
+    watched = _monitor(tmp_path)
+    for status in (3, 0):
+        process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        _rank_file(tmp_path, 1, process.pid)
+        (tmp_path / "rank-1.jsonl").rename(tmp_path / f"rank-1.pid-{process.pid}.jsonl")
+        watched.tick()
+        process.wait(10)
+    watched.finish()
+    ends = [e.status for e in _seen(tmp_path, ProcessEnded) if isinstance(e, ProcessEnded)]
+    assert ends == [3, 0]
+
+
 def test_a_reused_pid_is_another_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
