@@ -94,6 +94,24 @@ def test_what_a_handler_logs_was_caught(
     assert (event.where, event.kind, event.tried) == ("handler", "ValueError", line)
 
 
+def test_what_is_being_handled_as_a_collective_is_called(
+    told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    call: Any = None
+    monkeypatch.setattr(passing._passing, "unwinding", 0)
+    line = test_what_is_being_handled_as_a_collective_is_called.__code__.co_firstlineno + 9
+    with pytest.raises(ValueError):
+        try:
+            int("x")
+        finally:
+            passing._called(active, call)
+            passing._called(active, call)
+    assert [(e.where, e.kind, e.tried) for e in told] == [("unwinding", "ValueError", line)]
+    passing._called(active, call)
+    assert len(told) == 1, "nothing is handled here"
+
+
 def test_a_block_that_is_left_by_an_exit_ends_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     active: Any = SimpleNamespace(sites=Sites())
     monkeypatch.setattr(process, "_ending", type(process._ending)())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ddpdoctor.events import ExceptionPassed
 from ddpdoctor.findings import Location
@@ -39,6 +40,8 @@ def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Locatio
 
 def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Location | None:
     """Which of these ways to cut a round short is the handler that was seen to have it."""
+    if event.where != "handler":
+        return None
     tried = rank.location(event.tried)
     return next(
         (
@@ -51,28 +54,72 @@ def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Loc
     )
 
 
-def way_out(made: Made) -> str:
-    """`rank 0 came to `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`, where
-    that is the last that it met before this call; empty where the call is in no `finally`."""
+@dataclass(frozen=True)
+class WayOut:
+    """An exception led a rank to a call.
+
+    Attributes:
+        head: the `finally` or handler that the call is in.
+    """
+
+    rank: Rank
+    head: Location
+    event: ExceptionPassed
+
+    @property
+    def cause(self) -> str:
+        """`rank 0 came to `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`."""
+        spot = self.rank.location(self.event.site)
+        head = f"`{self.head.source}` ({self.head})"
+        return (
+            f"rank {self.rank.rank} came to {head} after {self.event.text}"
+            f"{f' ({spot})' if spot else ''}"
+        )
+
+    @property
+    def fix(self) -> str:
+        if self.head.source.startswith("finally"):
+            return (
+                "make no collective in `finally`, which runs on the way out of an exception, too: "
+                "move it behind the `try`, so that a rank that fails ends instead"
+            )
+        return (
+            f"make no collective under `{self.head.source}`, where only a rank that fails comes: "
+            "let it end there, or share with `all_reduce` behind the `try` that one has failed"
+        )
+
+
+def way_out(made: Made) -> WayOut | None:
+    """What led to a call, where it is in a `finally` or a handler and an exception is the last that
+    the rank met before."""
     rank, call = made.rank, made.call
-    around = [
-        (spot.file, around.line)
-        for place in (made.site.places if made.site else ())
-        for around in place.inside
-        if around.text.startswith("finally:") and (spot := rank.location(place.site))
-    ]
-    passed = [e for e in rank.of(ExceptionPassed) if call and e.at <= call.began and e.tried < 0]
-    if call is None or rank.ring is None or not around or not passed:
-        return ""
-    before = [c.ended for c in rank.ring.last_calls if c.number < call.number]
-    if max(before, default=0.0) > passed[-1].at or LOST_PEER.search(passed[-1].message):
-        return ""
-    spot = rank.location(passed[-1].site)
-    file, line = around[0]
-    return (
-        f"rank {rank.rank} came to `finally:` ({file}:{line}) after {passed[-1].text}"
-        f"{f' ({spot})' if spot else ''}"
-    )
+    if call is None or rank.ring is None:
+        return None
+    before = max((c.ended for c in rank.ring.last_calls if c.number < call.number), default=0.0)
+    passed = [e for e in rank.of(ExceptionPassed) if e.at <= call.began and e.where != "handler"]
+    if not passed or passed[-1].at < before or LOST_PEER.search(passed[-1].message):
+        return None
+    found = (WayOut(rank, head, passed[-1]) for head in _heads(made))
+    return next((out for out in found if _leads_to(out)), None)
+
+
+def _heads(made: Made) -> Iterator[Location]:
+    """The `finally` and the handlers around a call."""
+    for place in made.site.places if made.site else ():
+        spot = made.rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith(("finally:", "except")):
+                yield Location(spot.file, around.line, spot.function, around.text)
+
+
+def _leads_to(out: WayOut) -> bool:
+    """Whether it is that exception which led there: where it is not known what it came out of, any
+    leads to a `finally`."""
+    tried = out.rank.location(out.event.tried)
+    if tried is None:
+        return out.head.source.startswith("finally")
+    same = (tried.file, tried.function) == (out.head.file, out.head.function)
+    return same and tried.line < out.head.line and out.event.kind != "StopIteration"
 
 
 _PLACE = {

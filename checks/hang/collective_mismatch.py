@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
-from ._caught import caught, way_out
+from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
@@ -55,7 +56,7 @@ class CollectiveMismatch(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         for parting in partings(run):
             if parting.key.name != "new_group" and _other_call(parting):
-                yield self._tell(run, blamed(parting))
+                yield self._tell(run, _judged(parting))
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
@@ -130,6 +131,16 @@ class CollectiveMismatch(Check):
         )
 
 
+def _judged(parting: Parting) -> Parting:
+    """The same, with those at fault whom an exception led there, or who surely left the loop."""
+    outs = _ways_out(parting)
+    if not outs or len(outs) == len(parting.made):
+        return blamed(parting)
+    place = parting.made[outs[0].rank.rank]
+    odd = tuple(sorted(out.rank.rank for out in outs))
+    return replace(parting, odd=odd, place=place, depth=0, left_out=0)
+
+
 def _other_call(parting: Parting) -> bool:
     """Whether it is another call, not the same one with other arguments."""
     return "op" in parting.differs or parting.shifted or parting.elsewhere
@@ -142,11 +153,13 @@ def _concerns(mine: Finding, other: Finding) -> bool:
 
 def _fault_of(parting: Parting) -> Left | None:
     """The loop that the ranks at fault surely left, or skipped a round of."""
-    left = left_loop(parting)
+    left = None if _ways_out(parting) else left_loop(parting)
     return left if left and left.surely and tuple(left.ranks) == parting.odd else None
 
 
 def _label(parting: Parting) -> str:
+    if outs := _ways_out(parting):
+        return f"where {outs[0].event.kind} led {ranks_text(parting.odd)}"
     if parting.left_out:
         return f"left out by {ranks_text(parting.odd)}"
     if parting.extra:
@@ -173,6 +186,8 @@ def _cause(parting: Parting, stuck: bool) -> str:
         if stuck
         else "each call pairs with another one, so that values get mixed up or the run hangs later"
     )
+    if outs := _ways_out(parting):
+        return f"{outs[0].cause}; {effect}"
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
@@ -188,19 +203,18 @@ def _cause(parting: Parting, stuck: bool) -> str:
         )
     if branched is not None:
         return f"only some ranks enter `{branched[1].text}`; {effect}"
-    out = f"{out}; " if (out := _way_out(parting)) else ""
-    return f"{out}collectives pair by their order in the group, and the orders differ; {effect}"
+    return f"collectives pair by their order in the group, and the orders differ; {effect}"
 
 
 def _caught(parting: Parting, ranks: Collection[int], ways: tuple[Location, ...] = ()) -> str:
     gone = [made.rank for n, made in parting.made.items() if n in ranks]
     stay = [made.rank for n, made in parting.made.items() if n not in ranks]
-    what = _way_out(parting) or caught(gone, stay, ways)
+    what = caught(gone, stay, ways)
     return f"{what}; " if what else ""
 
 
-def _way_out(parting: Parting) -> str:
-    return next((told for made in parting.made.values() if (told := way_out(made))), "")
+def _ways_out(parting: Parting) -> list[WayOut]:
+    return [out for made in parting.made.values() if (out := way_out(made)) is not None]
 
 
 def _around(parting: Parting) -> str:
@@ -212,14 +226,11 @@ def _around(parting: Parting) -> str:
 
 
 def _fix(parting: Parting) -> str:
+    if outs := _ways_out(parting):
+        return outs[0].fix
     branched = entered(parting)
     op = parting.place.signature.op
     left = left_loop(parting)
-    if _way_out(parting):
-        return (
-            "make no collective in `finally`, which runs on the way out of an exception, too: "
-            "move it behind the `try`, so that a rank that fails ends instead"
-        )
     if left is not None:
         return left.fix
     if parting.left_out and branched is None:

@@ -131,11 +131,13 @@ class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
     """An exception came out of something that is watched; the program may have caught it.
 
     Attributes:
-        where: `forward`, `backward` or `data`; `handler`: the program caught and logged it.
+        where: `forward`, `backward` or `data`; `handler`: the program caught and logged it;
+            `unwinding`: it was being handled, or on its way through a `finally`, as a collective
+            was called.
         message: the begin of its text; of a loader's worker, what was raised there.
         step: optimizer steps of this process before it.
         site: the last line of the user's on its way; -1 where there was none.
-        tried: of a handler, the line of its `try` that the exception came out of.
+        tried: of the last two, the line of the `try` that the exception came out of.
     """
 
     where: str

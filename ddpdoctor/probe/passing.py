@@ -1,5 +1,6 @@
-"""Exceptions that come out of a forward, a backward or a loader, or that a handler of the user's
-logs: where a program catches one and goes on, nothing else is seen of it."""
+"""Exceptions that come out of a forward, a backward or a loader, that a handler of the user's logs,
+or that are being handled as a collective is called: where a program catches one and goes on,
+nothing else is seen of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import msgspec
 
 from ..events import ExceptionPassed
 from . import moments
-from .moments import Backward, Forward
+from .moments import Backward, Call, Forward
 from .patching import around
 from .recorder import Recorder
 from .relayed import relayed
@@ -27,14 +28,17 @@ MESSAGE_LIMIT = 300
 class _Passing:
     told = 0
     logged: ExceptionPassed | None = None
+    unwinding = 0
+    """The identity of what was being handled as the last collective was called."""
 
 
 _passing = _Passing()
 
 
 def install() -> None:
-    _passing.told, _passing.logged = 0, None
+    _passing.told, _passing.logged, _passing.unwinding = 0, None, 0
     around(logging.Logger, "handle", before=_logged, lost=LOST)
+    moments.called.subscribe(_called, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.backward_failed.subscribe(_backward_failed, lost=LOST)
 
@@ -51,12 +55,24 @@ def _backward_failed(active: Recorder, backward: Backward) -> None:
 
 def _logged(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Something is logged: in a handler of the user's, as a rule, that an exception was caught."""
+    if error := sys.exc_info()[1]:
+        _handled(active, "handler", error)
+
+
+def _called(active: Recorder, call: Call) -> None:
+    """A collective is called; in a handler of the user's, or in a `finally`, it may be that only
+    this rank comes there. The exception itself is not kept: it would keep what its frames hold."""
     error = sys.exc_info()[1]
-    trace = error.__traceback__ if error is not None else None
-    if error is None or trace is None or active.sites.kind(trace.tb_frame.f_code) != "user":
-        return
-    caught = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
-    passed(active, "handler", error, caught, caught)
+    last, _passing.unwinding = _passing.unwinding, id(error)
+    if error is not None and id(error) != last:
+        _handled(active, "unwinding", error)
+
+
+def _handled(active: Recorder, where: str, error: BaseException) -> None:
+    trace = error.__traceback__
+    if trace is not None and active.sites.kind(trace.tb_frame.f_code) == "user":
+        tried = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
+        passed(active, where, error, tried, tried)
 
 
 def passed(active: Recorder, where: str, error: BaseException, site: int, tried: int = -1) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from recordings import site
 from tapes import START, run_of, tapes
 
 from ddpdoctor.events import (
@@ -352,6 +353,38 @@ def test_a_barrier_in_finally_on_the_way_out_of_an_exception(tmp_path: Path, rai
     assert told is (raised > 2)
     assert ("no collective in `finally`" in finding.fix) is told
     assert not (told and "rank 0 caught" in finding.cause)
+
+
+@pytest.mark.parametrize(
+    ("head", "tried", "kind", "told"),
+    [
+        ("finally:", 8, "LookupError", True),
+        ("except Exception:", 8, "LookupError", True),
+        ("except StopIteration:", 8, "StopIteration", False),
+        ("except ImportError:", 20, "LookupError", False),  # of another `try`
+    ],
+)
+def test_an_exception_that_was_being_handled_at_the_call(
+    tmp_path: Path, head: str, tried: int, kind: str, told: bool
+) -> None:
+    made = tapes()
+    handler = Way(line=10, text="except OSError:", first=9, last=9)
+    loop = (Enclosing(line=8, text="for x in loader:", ways=(handler,)),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop, at=START + 2).call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 12, inside=((11, head),), state=State.BEGUN, at=START + 5)
+    passed = ExceptionPassed(
+        at=START + 4.9, where="unwinding", kind=kind, message="x", step=2, site=1, tried=2
+    )
+    lines = [site(1, "train.py", 30, function="label"), site(2, "train.py", tried)]
+    (finding,) = found(run_of(tmp_path, made, more={1: [*lines, passed]}, now=START + 7))
+    came = f"rank 1 came to `{head}` (train.py:11) after {kind}: x (train.py:30)" in finding.cause
+    assert came is told
+    assert "caught" not in finding.cause, "by the handler in the loop"
+    if told:
+        assert (str(finding.location), finding.ranks) == ("train.py:12", (1,))
+        assert f"`{head.rstrip(':')}" in finding.fix
 
 
 def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
