@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,22 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
             if wrapped.model in given and group is not None:
                 found[wrapped.model, group][rank.rank] = given[wrapped.model]
     return tuple(Inputs(m, g, by) for (m, g), by in found.items() if len(by) > 1)
+
+
+def in_parts(run: Run, ranks: frozenset[int]) -> bool:
+    """Whether these ranks give a wrapped model, at every forward compared, each its own rows of one
+    batch: in the order of the ranks, without overlap."""
+    return any(ranks <= given.by_rank.keys() and _in_parts(given, ranks) for given in inputs(run))
+
+
+def _in_parts(given: Inputs, ranks: frozenset[int]) -> bool:
+    common = given.common()
+    members = [given.by_rank[r] for r in sorted(ranks)]
+    return len(common) >= FEWEST and all(
+        0 < a[n].rows <= b[n].begins - a[n].begins
+        for a, b in itertools.pairwise(members)
+        for n in common
+    )
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
 from ._content import Row, overlap, parts_differ, rows, same_pass, verdict
+from ._inputs import in_parts
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -99,6 +100,8 @@ def _indexed(
         return _mismatch(loader, readers, made[0], differing)
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
+    if made[0].same_order and in_parts(run, ranks):
+        return None  # each takes its rows of the same batches
     return _unsharded(loader, readers, made, differing)
 
 

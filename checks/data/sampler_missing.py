@@ -31,9 +31,10 @@ class SamplerMissing(Check):
 
     ## When it stays quiet
     Only one rank iterates the loader; the data is sharded by hand, so that equal indices stand for
-    different samples; samples are drawn with replacement from different random streams; ranks that
-    average no gradients with each other, or that share their inputs in a tensor-parallel group.
-    Ranks that all evaluate the whole validation set, and toy data that is all alike, are notes.
+    different samples, or each rank takes its own rows of every batch for a wrapped model; samples
+    are drawn with replacement from different random streams; ranks that average no gradients with
+    each other, or that share their inputs in a tensor-parallel group. Ranks that all evaluate the
+    whole validation set, and toy data that is all alike, are notes.
     """
 
     code = "DDP501"

@@ -238,6 +238,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         forward: number of the forward with gradients, per model.
         digest: of the input's content, 0 where it could not be read (on a device).
         numbers: how many numbers the inputs hold; rows: how many samples.
+        begins: where it is a slice of another tensor's rows, the first of them.
         fed: a DataLoader delivered since the forward before.
         drawn: random numbers drawn from global generators since the step before, at least;
             -1 where unknown.
@@ -253,6 +254,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     fed: bool
     drawn: int = -1
     training: bool = True
+    begins: int = 0
 
 
 class ShardedOver(Event, frozen=True, tag="sharded-over"):

@@ -136,8 +136,24 @@ def _bytes(part: Any) -> int:
 
 def first_dimension(batch: Any) -> int | None:
     """Of the first tensor in a batch, None where there is none."""
+    first = _first_tensor(batch)
+    return None if first is None else int(first.shape[0])
+
+
+def begins(batch: Any) -> int:
+    """The row at which the first tensor begins in the one that it is a slice of."""
+    import torch
+
+    first = _first_tensor(batch)
+    if type(first) is not torch.Tensor or first.layout is not torch.strided:
+        return 0
+    offset, row = first.storage_offset(), first.stride(0)
+    return offset // row if row and offset % row == 0 else 0
+
+
+def _first_tensor(batch: Any) -> Any:
     tensors = (leaf for leaf in _walk(batch, None, 0) if getattr(leaf, "shape", None))
-    return next((int(t.shape[0]) for t in tensors), None)
+    return next(tensors, None)
 
 
 def samples(inputs: tuple[Any, ...]) -> int:

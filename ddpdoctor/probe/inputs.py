@@ -8,7 +8,7 @@ from typing import Any
 
 from ..events import ForwardInput
 from . import data, moments, randomness
-from .contents import digest, leaves, samples, size_of
+from .contents import begins, digest, leaves, samples, size_of
 from .models import Model
 from .moments import Backward, Forward, Step, Subscriptions
 from .randomness import Position
@@ -86,6 +86,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             digest=digested,
             numbers=numbers,
             rows=samples(inputs),
+            begins=begins(inputs),
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
             training=bool(getattr(forward.wrapper, "training", True)),

@@ -13,7 +13,7 @@ from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead, RowsRe
 from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
 from ddpdoctor.probe import contents, randomness
 from ddpdoctor.probe import reading as reading_module
-from ddpdoctor.probe.contents import Fingerprints, digest
+from ddpdoctor.probe.contents import Fingerprints, begins, digest
 from ddpdoctor.probe.identity import payloads
 from ddpdoctor.probe.reading import Place, Reading, halvings, kept
 from ddpdoctor.probe.recorder import Recorder
@@ -264,3 +264,10 @@ def test_the_size_of_inputs_is_that_of_all_their_parts() -> None:
     assert contents.samples(([tokens, tokens], 1)) == 8
     assert contents.size_of(([tokens, tokens], {"labels": tokens}, tokens, 1)) == 160
     assert contents.size_of(([image] * contents.LEAVES,)) == 0
+
+
+def test_where_an_input_begins_in_the_batch_that_it_is_a_slice_of() -> None:
+    batch = torch.zeros(16, 5)
+    assert begins((batch[8:], batch)) == 8
+    assert begins(batch.chunk(4)[3]) == 12
+    assert not begins(batch) and not begins(batch[:, 2:]) and not begins((None, "text"))

@@ -11,7 +11,7 @@ from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, Payload
+from ddpdoctor.events import Event, ForwardInput, Payload
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity
 
@@ -224,3 +224,21 @@ def test_the_loader_is_joined_by_its_lines_not_by_its_number() -> None:
         [*first, *loader(1, [EVERYTHING], content=1)], loader(0, [EVERYTHING], content=1)
     )
     assert finding.ranks == (0, 1)
+
+
+def rows_of_a_batch(begins: int, rows: int = 8) -> list[Event]:
+    """Forwards that are given a slice of each batch."""
+    return [
+        ForwardInput(at=0, model=0, forward=n, site=4, digest=0, numbers=40, rows=rows, fed=True,
+                     begins=begins)
+        for n in range(4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_each_rank_takes_its_own_rows_of_every_batch(trains: bool) -> None:
+    """The whole batch is for what the model shares out in another way: its embeddings."""
+    reads = loader(0, [EVERYTHING], content=1, trains=trains)
+    assert not examine(*([*rows_of_a_batch(8 * r), *reads] for r in range(2)))
+    assert examine(*([*rows_of_a_batch(8), *reads] for r in range(2)))
+    assert examine(*([*rows_of_a_batch(4 * r), *reads] for r in range(2)))
