@@ -200,6 +200,8 @@ def test_processes_of_a_rank_one_after_the_other_end_each_on_its_own(tmp_path: P
         (tmp_path / "rank-1.jsonl").rename(tmp_path / f"rank-1.pid-{process.pid}.jsonl")
         watched.tick()
         process.wait(10)
+        _until(lambda pid=process.pid: pid in watched._recorded, watched)  # type: ignore[misc]
+        watched.tick()  # which reads that back
     watched.finish()
     ends = [e.status for e in _seen(tmp_path, ProcessEnded) if isinstance(e, ProcessEnded)]
     assert ends == [3, 0]
