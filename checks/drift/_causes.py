@@ -68,11 +68,14 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     else:
         text = f"{ranks_do(ranks, 'edit')} {kind} by hand"
         others = "; the others do not"
+        if all(n in ranks or (e.changed and e.site >= 0) for n, e in seen.items()):
+            others = "; what the others do to them, all ranks do"
     functions = sorted({f for e in changing.values() for f in e.functions})
     if functions and not all(e.beside for e in changing.values()):
         others += f"; called meanwhile: {', '.join(functions)}"
     event, member = changing[ranks[0]], group.members[ranks[0]]
-    spot = _spot(member.rank, event, functions)
+    own = own_line(group, kind, first, ranks) if event.more else None
+    spot = own or _spot(member.rank, event, functions)
     moment, before = _MOMENT[kind if kind == "gradients" or event.step else "first parameters"]
     fix = "do it on every rank with the same numbers, or not at all"
     if kind == "parameters" and _goes_on(member, kind, event.step):
@@ -185,11 +188,16 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
 
 
 def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
-    """Without ranks that only call what all call (`unscale_`, clipping), where others do more."""
+    """Without ranks that only do what all do, at the same lines or by calling the same functions
+    (`unscale_`, clipping), where others do more."""
     if len(edits) < len(group.members):
         return edits
     usual = set.intersection(*(set(e.functions) for e in edits.values()))
     more = {n: e for n, e in edits.items() if usual and (e.beside or set(e.functions) - usual)}
+    if not more and len({e.functions for e in edits.values()}) == 1:
+        lines = {n: {str(s) for s in _lines(group.members[n].rank, e)} for n, e in edits.items()}
+        common = set.intersection(*lines.values())
+        more = {n: e for n, e in edits.items() if common and lines[n] - common}
     return more or edits
 
 

@@ -169,6 +169,14 @@ def test_who_clips_as_all_do_and_edits_besides_is_blamed():
     assert (finding.ranks, finding.location.line) == ((1,), 40), "not where it is clipped"
 
 
+def test_who_edits_at_a_line_more_than_all_do_is_blamed():
+    ranks = {n: [edit(site=OTHER), digests("gradients", SAME)] for n in range(2)}
+    ranks[1] = [edit(site=OTHER, more=(LINE,)), digests("gradients", APART)]
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    assert "what the others do to them, all ranks do" in finding.cause
+
+
 def test_who_multiplies_by_another_number_than_most_is_blamed():
     ranks = {
         n: [edit(0.25 if n == 1 else 0.5), digests("gradients", APART if n == 1 else SAME)]
