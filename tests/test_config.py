@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ddpdoctor
 from ddpdoctor.config import SETTINGS, ConfigError, Options, resolve
 from ddpdoctor.findings import Severity
 
@@ -99,3 +101,18 @@ def test_fail_on() -> None:
     assert Options(fail_on="warning").fails(Severity.WARNING)
     assert not Options(fail_on="warning").fails(Severity.NOTE)
     assert not Options(fail_on="note").fails(None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"rais_on": "error"}, "did you mean 'raise_on'"),
+        ({"evry": 3}, "did you mean 'every'"),
+        ({"colour": "red"}, "there are raise_on, "),
+        ({"select": ["drfit"]}, "did you mean drift"),
+        ({"raise_on": "fault"}, "'fault' is not one of"),
+    ],
+)
+def test_a_checkup_refuses_what_it_does_not_know(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ddpdoctor.checkup(**asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import sys
@@ -177,9 +178,12 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         for k, v in options.items()
         if v is not None and k != "raise_on"
     }
+    names = ["raise_on", *BY_NAME]
     for name in asked:
         if name not in BY_NAME:
-            raise ValueError(f"no option is called {name!r}; there are {', '.join(BY_NAME)}")
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"no option is called {name!r}; {hint}")
     try:
         known = resolve(asked, environ={})
         registry.select(known.select, known.ignore)
