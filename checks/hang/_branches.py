@@ -11,9 +11,11 @@ from ddpdoctor.run import Rank
 from ._log import Made
 
 ON_RANK = re.compile(
-    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|\bRANK|\bis_main|\bmain_process|\bis_master"
-    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|process_index|\bis_first|\bprimary\b",
+    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
+    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
+    r"|\bprimary\b",
 )
+_STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 _ARMS = ("else:", "elif ", "except")
 
 
@@ -28,7 +30,12 @@ def condition(made: Made) -> tuple[Place, Enclosing] | None:
 def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
     """The innermost of these statements whose text says that only some ranks enter it."""
     heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ")))
-    return next((e for e in heads if ON_RANK.search(e.text)), None)
+    return next((e for e in heads if ON_RANK.search(_names(e.text))), None)
+
+
+def _names(text: str) -> str:
+    """A statement without the strings that name no key: `mode == "rank0"` says nothing of ranks."""
+    return _STRING.sub(lambda found: found[0] if found["key"] else "", text)
 
 
 def branch(made: Made) -> tuple[Place, Enclosing] | None:

@@ -248,5 +248,7 @@ def _fix(parting: Parting) -> str:
             f"`{branched[1].text}`"
         )
     if branched is not None:
-        return f"call {op} on every rank: move it out of `{branched[1].text}`"
+        here = parting.location
+        what = f"call {op}" if here is None or op in here.source else "make this call"
+        return f"{what} on every rank: move it out of `{branched[1].text}`"
     return f"make every rank of the group call {op}, or none"

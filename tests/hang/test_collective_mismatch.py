@@ -58,6 +58,29 @@ def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: b
     assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("if fabric.is_global_zero:", True),
+        ('if mode == "a" and os.environ["LOCAL_RANK"] == "0":', True),
+        ('if cfg["dist"]["rank"] == 0:', True),
+        ("if os.environ.get('RANK', '0') == '0':", True),
+        ('if mode == "rank0reduce":', False),
+        ("if mode in ('rank0', 'rank1') and it % 2:", False),
+    ],
+)
+def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool) -> None:
+    made = tapes()
+    around = ((8, "if it % 3 == 0:" if names else "if boss:"), (7, text))
+    around = around[::-1] if names else around
+    made[0].call(line=9, text="log(loss)", inside=around, state=State.BEGUN)
+    made[1].call("barrier", 12, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    expected = text if names else "if boss:"
+    assert f"only some ranks enter `{expected}`" in finding.cause
+    assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
+
+
 @pytest.mark.parametrize("text", ['if __name__ == "__main__":', "if rank in members:"])
 def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
     made = tapes()
