@@ -192,8 +192,10 @@ def _fix(seen: LoaderSeen, *, workers: bool, moving: bool) -> str:
         )
     if not seen.iterable:
         return "let each rank take its own share of one order: `indices[rank::world_size]`"
+    offered = "split_by_worker" if workers else "split_by_node"
     return (
-        f"in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
+        f"split it by the means of the library that it is from (`{offered}`), if it is from one; "
+        f"else in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
         "`n, i = (info.num_workers, info.id) if info else (1, 0)`, "
         + (
             "`islice(samples, i, None, n)`"

@@ -168,6 +168,7 @@ def test_workers_that_each_shuffle_what_the_rank_reads() -> None:
     (finding,) = examine(mine, yours)
     assert finding.summary.startswith("the workers of both ranks")
     assert "islice(samples, i, None, n)" in finding.fix
+    assert "split_by_worker" in finding.fix
     assert not examine(mine, rows_of(shuffled(1, 201, 80), workers=2))
 
 
