@@ -69,8 +69,8 @@ def of_one_world(records: Mapping[int, list[Rank]]) -> tuple[dict[int, Rank], tu
 
 
 def _anchor(every: Sequence[Rank]) -> Rank | None:
-    """A process of the group that is told; None where no process had one."""
-    met = [r for r in every if r.default_group is not None]
+    """A process of the group that is told."""
+    met = [r for r in every if r.default_group is not None] or every
     newest = max(met, key=_began, default=None)
     if newest is None or any(r.state != "finished" for r in every if _together(newest, r)):
         return newest
@@ -82,12 +82,19 @@ def _began(rank: Rank) -> float:
 
 
 def _together(one: Rank, other: Rank) -> bool:
-    """Whether they may be ranks of one group. Who never asked for a group is of no other."""
-    if one is other or not other.of(InitEntered):
-        return True
-    sizes = {len(group.ranks) for r in (one, other) if (group := r.default_group) is not None}
+    """Whether they may be ranks of one group. Who never asked for one may be of any of its size."""
+    sizes = {size for rank in (one, other) if (size := _size(rank)) > 0}
+    if len(sizes) > 1:
+        return False
     in_turn = one.node == other.node and (_over_before(one, other) or _over_before(other, one))
-    return len(sizes) < 2 and not in_turn
+    return one is other or not other.of(InitEntered) or not in_turn
+
+
+def _size(rank: Rank) -> int:
+    """Of its group, or what it was told; -1 where neither is known."""
+    if (group := rank.default_group) is not None:
+        return len(group.ranks)
+    return rank.started.world_size if rank.started else -1
 
 
 def principal(records: Sequence[Rank]) -> Rank:

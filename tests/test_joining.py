@@ -74,6 +74,19 @@ def test_a_stall_of_one_group_is_not_that_of_the_next() -> None:
     assert make_run({r: process(r, 2, 10.0, 2, 1) for r in range(2)}, nodes=nodes, ended=None).stall
 
 
+def test_launches_that_make_no_group_are_told_apart_by_their_size() -> None:
+    two, four = (
+        [[started(r, n, at=at, wall=WALL - START + at, script_digest=str(n)), *steps(n)]
+         for r in range(n)]
+        for n, at in ((2, 10.0), (4, 200.0))
+    )  # fmt: skip
+    run = make_run(
+        {0: two[0], 1: two[1], 2: four[2], 3: four[3]}, twins={0: [four[0]], 1: [four[1]]}
+    )
+    assert {r.started.world_size for r in run.ranks.values() if r.started} == {4}
+    assert len(run.others) == 2
+
+
 def test_a_process_that_once_was_alone_is_no_rank_of_those_that_it_starts() -> None:
     """A test runner, a notebook."""
     alone = process(0, 1, 10.0, 0, None)
