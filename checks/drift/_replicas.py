@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -210,8 +210,11 @@ def _alike(members: dict[int, Member]) -> Replicas | None:
     return Replicas({n: members[n] for n in ranks}, left_out)
 
 
-def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | None:
-    """How the copies differ in digests of a kind, or None where they never do."""
+def divergence(
+    group: Replicas, kind: str, point: str = "step", *, among: Container[int] | None = None
+) -> Divergence | None:
+    """How the copies differ in digests of a kind, or None where they never do; `among` these
+    moments only."""
     names = group.names("buffers" if kind == "buffers" else "parameters")
     tables = _tables(group, kind, point)
     found = Divergence(kind, point, [], total=len(names))
@@ -219,9 +222,9 @@ def divergence(group: Replicas, kind: str, point: str = "step") -> Divergence | 
     looked: dict[int, range] = {}
     for key in sorted({k for table in tables.values() for k in table}):
         rows = {n: table[key] for n, table in tables.items() if key in table}
-        if len(rows) < 2:
+        if len(rows) < 2 or (among is not None and key not in among):
             continue
-        if point == "step" and len({made for _, _, made in rows.values()}) > 1:
+        if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
             break  # not the same step any more: see `out_of_step`
         looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
         differing = _differing(rows, key, len(names), parts=kind.startswith("state:"))
@@ -287,7 +290,7 @@ def never_change(group: Replicas, names: Iterable[str]) -> bool:
     for member in group.members.values():
         tables = [
             _by_position(row, key, len(every))
-            for point in ("step", "eval", "end")
+            for point in ("kept", "eval", "end")
             for key, row in _rows(member, "buffers", point).items()
         ]
         for position in wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Digests, LateBuffers, StateTaken
+from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -27,8 +27,8 @@ class BufferDrift(Check):
 
     ## What it finds
     Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
-    when the model is evaluated, through the wrapper or around it, or its state is taken for a
-    checkpoint. Also buffers that came after the wrap (masks of a pruning), at the steps compared.
+    when the model is evaluated, through the wrapper or around it, or its state is taken and a file
+    is written. Also buffers that came after the wrap (masks of a pruning), at the steps compared.
 
     ## Why it hurts
     Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
@@ -40,7 +40,8 @@ class BufferDrift(Check):
 
     ## When it stays quiet
     The ordinary difference after each training forward, which DDP repairs by copying rank 0's
-    buffers at the next one; SyncBatchNorm; ignored buffers; counters and random states of a rank.
+    buffers at the next one, or the program itself before it evaluates or saves; SyncBatchNorm;
+    ignored buffers; counters and random states of a rank.
     Buffers that differ, but are neither evaluated nor saved, are a note at most.
     """
 
@@ -108,16 +109,15 @@ class BufferDrift(Check):
             return
         if group.any.seen.broadcast:
             return  # the next forward copies rank 0's: by design
-        found = _matters(group, divergence(group, "buffers"))
-        if not found:
-            found = _matters(group, divergence(group, "buffers", "end"))
-        if not found:
-            return
-        rank, taken = _taken(group)
-        if taken is not None and rank is not None:
-            spot = rank.location(taken.site)
-            yield self._finding(run, group, found, "when its state is taken to be saved", spot)
-        else:
+        saves = _saves(group)
+        for point in ("kept", "end"):
+            found = _matters(group, divergence(group, "buffers", point, among=saves))
+            if found:
+                spot = saves[found.first]
+                yield self._finding(run, group, found, "when its state is taken to be saved", spot)
+                return
+        found = _matters(group, divergence(group, "buffers", "end"))
+        if found:
             yield self._finding(run, group, found, "at the end", None, Severity.NOTE)
 
     def _finding(
@@ -222,6 +222,22 @@ def _evaluation(group: Replicas) -> Location | None:
             if event.point == "eval" and event.model == member.model and event.site >= 0:
                 return member.rank.location(event.site)
     return None
+
+
+def _saves(group: Replicas) -> dict[int, Location | None]:
+    """Where the state was last taken before a file was written, by the forwards with gradients
+    before it. What follows the weights (an average of them, say) takes the state as well."""
+    saves: dict[int, Location | None] = {}
+    for member in group.members.values():
+        files = [e for e in member.rank.of(FileWritten) if not e.path.endswith(_TEXTS)]
+        for event in member.rank.of(StateTaken):
+            trained = event.model == member.model and event.forwards > 0
+            if trained and any(f.step == event.step and f.at >= event.at for f in files):
+                saves[event.forwards] = member.rank.location(event.site)
+    return saves
+
+
+_TEXTS = (".json", ".jsonl", ".yaml", ".yml", ".txt", ".csv", ".log")
 
 
 def _taken(group: Replicas) -> tuple[Rank | None, StateTaken | None]:

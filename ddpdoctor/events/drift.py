@@ -43,11 +43,13 @@ class Digests(Event, frozen=True, tag="digests"):
     Attributes:
         kind: `parameters`, `gradients` (averaged by the last backward), `local` (gradients that
             were not), `buffers`, or `state:<key>` of the optimizer.
-        point: `step` (before an optimizer step), `eval` (after the first forward without
-            gradients), `again` (of an evaluation after that without training in between) or `end`.
+        point: `step` (before an optimizer step), `kept` (buffers that DDP does not copy: after a
+            step, as the next forward with gradients finds them), `eval` (after the first forward
+            without gradients), `again` (of an evaluation after that without training in between)
+            or `end`.
         keys: per row, the number of the moment: the optimizer's step (`UNHELD`: the backward that
-            averaged), or for `eval` the forwards
-            with gradients before it; for `again` that times `AGAIN`, and which one it is.
+            averaged), or for `eval`, `kept` and `end` the forwards with gradients before it; for
+            `again` that times `AGAIN`, and which one it is.
         strides: per row, which tensors (see `chosen`).
         counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".
         backwards: per row, how many backwards of the model had averaged gradients by then: ranks

@@ -14,7 +14,7 @@ from . import exchanges, moments, optimizers, sync
 from .digests import ABSENT, Sketcher, capturing, scattered, sums
 from .holdings import Holding
 from .models import Model
-from .moments import Backward, Forward, Step
+from .moments import Backward, Forward, Step, Subscription
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
@@ -31,13 +31,18 @@ SKETCHED_AT_EASE = 1_000_000
 
 
 class Watch:
-    """What is followed of one model through one optimizer."""
+    """What is followed of one model through one optimizer.
+
+    Attributes:
+        buffers_next: the stride of the buffers to look at before its next forward, 0 for none.
+    """
 
     def __init__(self, active: Recorder, holding: Holding) -> None:
         self.holding = holding
         self.rows: dict[str, Rows] = {}
         self.pace = Pace(active, len(holding.positions))
         self.whole_next = False
+        self.buffers_next = 0
         self.broadcast = True
         self.left_out = ""
 
@@ -60,6 +65,7 @@ class _Drift:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
         self.evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
+        self.forwards: Subscription[Forward] | None = None
 
 
 _drift = _Drift()
@@ -75,6 +81,8 @@ def install() -> None:
     moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    begins = moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False)
+    _drift.forwards = begins
     moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
 
@@ -143,15 +151,27 @@ def _step_begins(active: Recorder, step: Step) -> None:
 def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
     _look_for_join(active, watch)
     gradients = [] if step.closure else [_kind_of_gradients(watch.holding.model)]
-    buffers = [] if watch.broadcast else ["buffers"]
-    kinds = ["parameters", *gradients, *buffers]
+    kinds = ["parameters", *gradients]
     watch.whole_next = False
+    if not watch.broadcast and _drift.forwards is not None:
+        watch.buffers_next = stride
+        _drift.forwards.wake()
     began = time.perf_counter_ns()
     looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
     watch.pace.spent(time.perf_counter_ns() - began, looked)
     if stride == 1 and full(step.number):
-        _look_closely(active, watch, step, kinds)
+        _look_closely(active, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
     _flush(active, watch, soon=step.number < 10)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    """Buffers that nothing copies: what was saved since the step, and what the program has made of
+    them since (an average over the ranks, say), is only there now."""
+    for watch in _drift.watches.values():
+        if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
+            began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
+            looked = _record(active, watch, "buffers", forward.model.forwards - 1, stride)
+            watch.pace.spent(time.perf_counter_ns() - began, looked)
 
 
 def _look_for_join(active: Recorder, watch: Watch) -> None:
@@ -378,7 +398,8 @@ def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = F
         rows.since = time.monotonic()
         if ready:
             model = watch.holding.model.number
-            _write(active, ready, model, watch.holding.optimizer, kind, "step")
+            point = "kept" if kind == "buffers" else "step"
+            _write(active, ready, model, watch.holding.optimizer, kind, point)
 
 
 def _write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from typing import Any
 
 from ..events import Loaded, StateTaken
@@ -23,12 +24,12 @@ EARLY_AT_MOST = 50
 
 class _Loads:
     """`early`: what was loaded for which optimizer while no model was wrapped, when and where: DDP
-    evens out weights at the wrap, not these."""
+    evens out weights at the wrap, not these; `taken`: how often the state was, by line."""
 
     depth = 0
     told = 0
     saving = 0
-    taken = 0
+    taken: Counter[int] = Counter()
     early: list[tuple[str, weakref.ref[Any], float, int]] = []
 
 
@@ -40,7 +41,8 @@ def install() -> None:
     import torch.nn
     from torch.optim import Optimizer, lr_scheduler
 
-    _loads.depth = _loads.told = _loads.saving = _loads.taken = 0
+    _loads.depth = _loads.told = _loads.saving = 0
+    _loads.taken = Counter()
     _loads.early = []
     around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
     around(torch.nn.Module, "state_dict", before=_taking, after=_took, lost="checkpoints")
@@ -136,8 +138,9 @@ def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     for model in models.live():
         if args[0] is model.inner() or (model.wrapper and args[0] is model.wrapper()):
-            call, _loads.taken = _loads.taken, _loads.taken + 1
             drift.look_whole(model)
+            site = active.site()
+            call, _loads.taken[site] = _loads.taken[site], _loads.taken[site] + 1
             if call < 20 or call & (call - 1) == 0:
                 active.emit(
                     StateTaken(
@@ -145,7 +148,7 @@ def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                         model=model.number,
                         step=active.step,
                         forwards=model.forwards,
-                        site=active.site(),
+                        site=site,
                         call=call,
                     )
                 )

@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 import torch
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run
 from replicas import LINE, OTHER, digests, replica, run_of
 
-from ddpdoctor.events import LateBuffers, StateTaken, Wrapped
+from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
 from ddpdoctor.probe import latebuffers
@@ -59,17 +60,46 @@ def test_the_next_broadcast_repairs_what_differs_after_the_last_forward():
     assert list(BufferDrift().examine(run)) == []
 
 
+def written(path="/runs/last.pth.tar", step=3):
+    return FileWritten(at=0, path=path, site=OTHER, how="save", step=step)
+
+
+def kept(*rows, first=2):
+    """What the buffers were after some forwards, as the next one finds them."""
+    return digests("buffers", {first + n: row for n, row in enumerate(rows)}, point="kept")
+
+
+def saved_by_rank_0(mine, others, *events):
+    return run_of({0: [mine, *events], 1: [others]}, broadcast=False)
+
+
 def test_saved_without_broadcast():
-    rows = {1: [1, 2], 2: [1, 2]}, {1: [3, 2], 2: [4, 2]}
-    ranks = {n: [digests("buffers", rows[n])] for n in range(2)}
-    ranks[0].append(TAKEN)
-    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
+    one, other = kept((1, 2), (1, 2)), kept((3, 2), (4, 2))
+    (finding,) = BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))
     assert finding.severity is Severity.WARNING
+    assert "saved" in finding.summary
+    assert finding.related[0].location.line == 33
+
+
+def test_saved_at_the_end_without_broadcast():
+    one, other = (digests("buffers", {3: [1 + n, 2]}, point="end") for n in range(2))
+    (finding,) = BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))
     assert "saved" in finding.summary
 
 
+def test_averaged_by_hand_before_it_is_saved():
+    one, other = kept((1, 2), (5, 2), (6, 2)), kept((3, 2), (5, 2), (7, 2))
+    assert list(BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))) == []
+
+
+@pytest.mark.parametrize("file", [[], [written(step=2)], [written("/runs/metrics.json")]])
+def test_the_state_is_taken_for_something_else_than_a_file(file):
+    one, other = kept((1, 2), (1, 2)), kept((3, 2), (4, 2))
+    assert list(BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, *file))) == []
+
+
 def test_neither_evaluated_nor_saved_is_a_note():
-    ranks = {n: [digests("buffers", {1: [1 + n, 2]})] for n in range(2)}
+    ranks = {n: [at_the_end(1 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
     assert finding.severity is Severity.NOTE
 
@@ -90,7 +120,7 @@ def own_buffers(model, *values, line=LINE):
     rows = {0: values, 3: values}
     return [
         *replica(model=model, broadcast=False),
-        digests("buffers", rows, model=model),
+        digests("buffers", rows, model=model, point="kept"),
         digests("buffers", {4: values}, model=model, point="eval", optimizer=-1, site=line),
     ]
 
