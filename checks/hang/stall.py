@@ -150,6 +150,8 @@ class Stall(Check):
             else "the stacks say where it is",
             fix="end these threads before the program does, or make them with `daemon=True`"
             if threads
+            else "compare source, destination and `tag=` of the messages at the lines in the stacks"
+            if all(s.blocked for s in stands)
             else "look at the lines in the stacks",
             fix_kind=FixKind.CHECK,
             evidence={
@@ -183,6 +185,8 @@ class Stall(Check):
             if unknown
             else "check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
             if together
+            else "compare source, destination and `tag=` of the messages at the lines in the stacks"
+            if all(s.blocked for s in stands)
             else "look at the lines in the stacks",
             fix_kind=FixKind.CHECK,
             evidence={
@@ -215,8 +219,9 @@ def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
         )
     if all(s.blocked for s in stands):
         return (
-            "each waits for another one, and what they wait for was begun there: a message that "
-            "is under way, or one that is lost because nobody kept or waited for its handle"
+            "each waits for another one, and what they wait for was begun there: a message with "
+            "another `tag=` than the one waited for, one that is under way, or one that is lost "
+            "because nobody kept or waited for its handle"
         )
     waiting = [s for s in stands if s.blocked]
     if waiting:

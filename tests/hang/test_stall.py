@@ -66,6 +66,15 @@ def test_a_message_on_its_way(tmp_path: Path) -> None:
     assert found(run_of(tmp_path, pair(("send", "recv")), now=START + 8)) == []
 
 
+def test_a_message_that_does_not_arrive(tmp_path: Path) -> None:
+    nodes = {0: [stall(START + 40, START + 5)]}
+    run = run_of(tmp_path, pair(("send", "recv")), nodes=nodes, now=START + 41)
+    (finding,) = found(run)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert "another `tag=`" in finding.cause
+    assert "`tag=` of the messages" in finding.fix
+
+
 def test_all_in_one_collective(tmp_path: Path) -> None:
     made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
     seen = [
