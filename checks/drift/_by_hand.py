@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
-from ddpdoctor.findings import FixKind, Location, Related, Severity, Steps
+from ddpdoctor.findings import Confidence, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 from . import _options
+
+LOOKS_AT_LEAST = 5
+"""Where all but the first step are taken without an exchange."""
+
+ENOUGH = 0.5
+"""Share of the parameters' elements that would have to be exchanged to make them equal."""
 
 Rows = dict[int, UnwrappedState]
 """States of one moment by global rank, or of one rank by step."""
@@ -37,6 +44,7 @@ class Parting:
         missing: how many steps between the two were taken without the exchange, by rank.
         gradients: whether those applied agree: `agree`, `differ`, or `not known`.
         stopped: none of the steps after `equal` was taken with the exchange.
+        once: and of those before it, the first one only.
     """
 
     copies: Copies
@@ -45,6 +53,7 @@ class Parting:
     missing: dict[int, int]
     gradients: str
     stopped: bool = False
+    once: bool = False
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -53,12 +62,13 @@ class Parting:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(kept_equal(c) for c in trained_by_all(run))
+    return any(kept_equal(c) or _exchanged_once(c) for c in trained_by_all(run))
 
 
 def partings(run: Run) -> Iterator[Parting]:
     for copies in trained_by_all(run):
-        if kept_equal(copies) and (found := _parting(copies)) is not None:
+        found = _parting(copies) if kept_equal(copies) else None
+        if (found := found or _exchanged_once(copies)) is not None:
             yield found
 
 
@@ -135,6 +145,34 @@ def _parting(copies: Copies) -> Parting | None:
     return found if _mostly(differ, last) else None
 
 
+def _exchanged_once(copies: Copies) -> Parting | None:
+    """Whether the gradients of the very first step were exchanged and those of no other, and so
+    little of anything since that nothing else can be meant to keep the copies equal."""
+    if len(copies.looks) < LOOKS_AT_LEAST:
+        return None
+    first, equal, *later = copies.looks
+    last = copies.end or later[-1]
+    if (_step(first), _step(equal)) != (0, 1) or not (same(first) and same(equal)):
+        return None
+    alike = [len({s.gradients for s in look.values()}) == 1 for look in copies.looks]
+    if not _moved(first, equal) or not alike[0] or any(alike[1:]):
+        return None
+    if any(same(look) for look in (*later, last)):
+        return None
+    for n, s in last.items():
+        size = sum(prod(p.shape) for p in copies.members[n][1].parameters)
+        more = s.late or s.running or s.averaged != equal[n].averaged or s.elements >= ENOUGH * size
+        if more or not _done(s) == _done(equal[n]) == 1:
+            return None
+    missing = {n: _step(later[0]) - 1 for n in copies.members}
+    return Parting(copies, equal, later[0], missing, "differ", stopped=True, once=True)
+
+
+def _done(state: UnwrappedState) -> int:
+    """Steps so far whose gradients were exchanged, be it inside the backward."""
+    return state.completed + state.inside
+
+
 def _mostly(first: Rows, last: Rows) -> bool:
     """Whether every rank exchanged all gradients of more than half of the steps of these looks."""
     done = [s.completed + s.complete - first[n].completed for n, s in last.items()]
@@ -188,6 +226,7 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     others = "" if len(minority) == run.world_size else " from the other ranks"
     return {
         "severity": Severity.NOTE if over else Severity.ERROR,
+        "confidence": Confidence.SUSPECTED if found.once else Confidence.PROVEN,
         "ranks": minority,
         "steps": None if over else Steps(end, last, last - end + 1),
         "subjects": tuple(p.name for p in event.parameters),
@@ -200,8 +239,8 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
         "cause": f"they were equal before step {begin} and are not "
         + ("after the last step: " if over else f"before step {end}: ")
         + _cause(found, left_out, options),
-        "fix": "exchange the gradients before every `optimizer.step()`, those of the last, shorter "
-        "group of micro-batches too"
+        "fix": "exchange the gradients before every `optimizer.step()`"
+        + ("" if found.once else ", those of the last, shorter group of micro-batches too")
         if left_out
         else f"set `{options[1]}` alike on every rank before the same step: leave inner loops on "
         "all ranks together (all-reduce what decides it), step schedulers on all of them"
@@ -244,8 +283,8 @@ def _cause(found: Parting, left_out: tuple[int, ...], options: tuple[int, str, s
         who = "no rank" if everyone else ranks_text(left_out)
         verb = "hands" if everyone else "does not hand" if len(left_out) == 1 else "do not hand"
         return (
-            f"{who} {verb} all gradients of {steps} to a collective, as in the steps before, and "
-            "each applies its own"
+            f"{who} {verb} all gradients of {steps} to a collective, as in "
+            f"{'step 0' if found.once else 'the steps before'}, and each applies its own"
         )
     if options is not None:
         step, option, values = options

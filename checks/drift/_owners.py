@@ -18,6 +18,11 @@ Key = tuple[tuple[int, ...], int]
 """Ranks of the group, and the model's number."""
 
 
+def compared(run: Run) -> bool:
+    """Whether there is something to tell."""
+    return any(told(run))
+
+
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     members: dict[Key, list[Member]] = {}

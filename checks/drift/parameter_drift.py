@@ -53,12 +53,13 @@ class ParameterDrift(Check):
     Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
-    part, unless the exchange stops for good after more than half of all; point-to-point exchange;
-    copies that are equal again later. Gradients of whole layers that are never exchanged while
-    those of the others are (heads of their own) are a note: a layer whose weight is exchanged and
-    whose bias is not is an error. So with all parameters of one optimizer, where those of another
-    one of the same model are exchanged: a warning, or a note if either are in one part of it.
-    Copies that differ only when the run is over are a note.
+    part, unless the exchange stops for good after more than half of all, or after the very first,
+    and nothing takes its place (suspected); point-to-point exchange; copies that are equal again
+    later. Gradients of whole layers that are never exchanged while those of the others are (heads
+    of their own) are a note: a layer whose weight is exchanged and whose bias is not is an error.
+    So with all parameters of one optimizer, where those of another one of the same model are
+    exchanged: a warning, or a note if either are in one part of it. Copies that differ only when
+    the run is over are a note.
     """
 
     code = "DDP402"
@@ -68,7 +69,8 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run, unheld=True)
-        if not groups and any(way.compared(run) for way in (_by_hand, _unshared, _updates)):
+        ways = (_by_hand, _unshared, _updates, _owners)
+        if not groups and any(way.compared(run) for way in ways):
             return None
         if not groups:
             return NO_COPIES

@@ -243,7 +243,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             step only, in a collective that leaves them as they are; empty where they never were,
             or only before the first step of all.
         complete: between the last backward and this step every gradient was handed to collectives
-            on the default group. `completed` are the steps before this one of which that is true.
+            on the default group. `completed` are the steps before this one of which that is true,
+            `inside` those of which it was done inside the backward, and little else there.
         averaged: steps so far, this one included, before which the parameters themselves were
             handed to collectives.
         shared: steps so far, this one included, of which at least half of the gradients, by their
@@ -267,6 +268,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     exchanged: str = ""
     complete: bool = False
     completed: int = 0
+    inside: int = 0
     averaged: int = 0
     shared: int = 0
     late: int = 0

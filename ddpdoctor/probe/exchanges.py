@@ -72,7 +72,7 @@ class _Window:
 
     Attributes:
         within: inside a backward, where all of DDP's communication hooks (`hooks`) are known to
-            average gradients.
+            average gradients; `inside` any other one.
         stepped: an optimizer has stepped since; others may step yet before the next backward.
         elements: floating-point numbers that were ever handed over, first step not included;
             `carried` are numbers of any kind, of any step.
@@ -91,6 +91,7 @@ class _Window:
         self.recent: list[Exchange] = []
         self.earlier: list[Exchange] = []
         self.within: list[Exchange] = []
+        self.inside: list[Exchange] = []
         self.hooks: set[bool] = set()
         self.stepped = False
         self.elements = self.carried = 0
@@ -107,7 +108,8 @@ class _Window:
     def begin(self) -> None:
         """Something happens after the step."""
         if self.stepped:
-            self.recent, self.earlier, self.within, self.stepped = [], [], [], False
+            self.recent, self.earlier, self.within, self.inside = [], [], [], []
+            self.stepped = False
             self.late = set()
 
 
@@ -160,6 +162,7 @@ def _called(active: Recorder, call: Call) -> None:
                 _window.special = "all-to-all"
             elif autograd.running():
                 _window.special = "in backward"
+                _window.inside.append(exchange)
 
 
 def _amid(step: int) -> bool:
@@ -242,7 +245,20 @@ def gradients_exchanged(parameters: Sequence[Any]) -> bool:
 
 def handed(parameters: Sequence[Any]) -> Handed:
     """What was handed over of the gradients of these parameters, some of which may be None."""
-    if not _window.recent:
+    return _handed(_window.recent, parameters, plain=not _window.special)
+
+
+def handed_inside(parameters: Sequence[Any]) -> bool:
+    """Whether collectives inside the backward carried all gradients of these parameters and hardly
+    anything else (hooks do that): not what the ranks of a group compute together."""
+    sizes = [p.grad.numel() for p in parameters if p is not None and p.grad is not None]
+    if sum(e.elements for e in _window.inside) > FLAT[1] * sum(sizes):
+        return False
+    return _handed(_window.inside, parameters, plain=_window.special == "in backward").every
+
+
+def _handed(exchanges: list[Exchange], parameters: Sequence[Any], *, plain: bool) -> Handed:
+    if not exchanges:
         return Handed()
     gradients = {
         i: p.grad for i, p in enumerate(parameters) if p is not None and p.grad is not None
@@ -255,7 +271,7 @@ def handed(parameters: Sequence[Any]) -> Handed:
     carried: Counter[int] = Counter()
     # Of gradients that share one memory, a part may have been exchanged.
     sizes: Counter[tuple[int, int]] = Counter()
-    for exchange in _without_others(_window.recent, {*own, *held}):
+    for exchange in _without_others(exchanges, {*own, *held}):
         if exchange.memory not in own:
             place = exchange.memory if exchange.memory in held else 0
             carried[place] += exchange.elements
@@ -273,7 +289,7 @@ def handed(parameters: Sequence[Any]) -> Handed:
     told = sum(gradients[i].numel() for i in found)
     other = sum(size * count for (place, size), count in sizes.items() if not place)
     flat = other if other <= FLAT[1] * total else 0
-    every = bool(total) and not _window.special and gradient_groups() == {0}
+    every = bool(total) and plain and {e.group for e in exchanges} == {0}
     whole = told == total or total - told <= other <= total - told + (FLAT[1] - 1) * total
     return Handed(
         tuple(found), other, every and whole, bool(total) and told + flat >= ENOUGH * total

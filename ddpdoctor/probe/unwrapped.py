@@ -47,7 +47,8 @@ class Loose:
         parameters: those that no wrapper was given.
         exchanged: by what means they were ever exchanged, empty where they never were, or only
             before the first step of all.
-        complete, completed, shared, averaged, late: as in `UnwrappedState`, of the steps so far.
+        complete, completed, inside, shared, averaged, late: as in `UnwrappedState`, of the steps so
+            far.
         handed: of the step that is about to be taken.
         carried: `exchanges.carried()` at the last step.
         changes: how often `complete` changed, or much was exchanged by means that are not known.
@@ -61,6 +62,7 @@ class Loose:
         self.exchanged = ""
         self.complete = False
         self.completed = 0
+        self.inside = 0
         self.shared = 0
         self.averaged = 0
         self.late = 0
@@ -125,6 +127,7 @@ def _follow(active: Recorder, step: Step) -> None:
     if due and any(p.grad is not None for p in alive):
         _look(active, step.known.number, known, step.number)
     known.completed += complete
+    known.inside += exchanges.handed_inside(every)
 
 
 def _due(known: Loose, step: int, complete: bool) -> bool:
@@ -166,6 +169,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         exchanged=known.exchanged,
         complete=known.complete and not last,
         completed=known.completed,
+        inside=known.inside,
         averaged=known.averaged,
         shared=known.shared,
         late=known.late,
@@ -303,6 +307,6 @@ def _finish(active: Recorder, *, wait: bool) -> None:
             if (before, known.exchanged) == ("", "parameters"):
                 changed = exchanges.values_exchanged(alive, gathered=False)
                 known.exchanged = "parameters" if changed else "gathered"
-            if known.completed or known.exchanged != before:
+            if known.completed or known.inside or known.exchanged != before:
                 _look(active, optimizer.number, known, optimizer.steps, last=True)
             _write(active, known, wait=wait)

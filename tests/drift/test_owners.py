@@ -40,6 +40,7 @@ def run_of(values: dict[int, list[int]], missing: tuple[str, ...] = MISSING, **g
 
 def test_what_another_rank_changes_and_does_not_send():
     run = run_of(MOVING)
+    assert ParameterDrift().unobserved(run) is None
     (found,) = ParameterDrift().examine(run)
     assert (found.severity.value, found.ranks, found.subjects) == ("error", (0,), MISSING)
     assert found.location.line == 40

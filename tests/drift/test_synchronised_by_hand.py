@@ -121,6 +121,57 @@ def test_an_exchange_that_goes_on_by_other_means():
     assert list(ParameterDrift().examine(run_of(tables))) == []
 
 
+def once(change=None, ended=True, **kwargs):
+    """Copies that part after the first step; `change`: of all states since."""
+    settings = {"local": range(1, 12), "apart": range(2, 13), "looks": (0, 1, 2, 4, 8), **kwargs}
+    tables = {n: list(states(n, **settings)) for n in (0, 1)}
+    for rows in tables.values():
+        rows[2:] = [msgspec.structs.replace(s, **change or {}) for s in rows[2:]]
+        del rows[len(rows) - (not ended) :]
+    return list(ParameterDrift().examine(run_of(tables)))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ended": False}, {"looks": None}])
+def test_an_exchange_of_the_first_step_only(kwargs):
+    (found,) = once(**kwargs)
+    assert (found.severity.value, found.confidence.value) == ("error", "suspected")
+    assert (found.steps.first, found.location.line) == (2, 9)
+    assert "no rank hands all gradients of any step from 1 on" in found.cause
+
+
+def test_an_exchange_of_the_first_step_only_that_is_made_inside_the_backward():
+    tables = {n: list(states(n, local=range(1, 12), apart=range(2, 13))) for n in (0, 1)}
+    for n, rows in tables.items():
+        tables[n] = [
+            msgspec.structs.replace(
+                s, exchanged="in backward", complete=False, completed=0, inside=s.completed
+            )
+            for s in rows
+        ]
+    run = run_of(tables)
+    assert ParameterDrift().unobserved(run) is None
+    (found,) = ParameterDrift().examine(run)
+    assert found.steps.first == 2
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"change": {"elements": 50}}, id="as much is exchanged later by other means"),
+    pytest.param({"change": {"averaged": 1}}, id="the parameters are averaged"),
+    pytest.param({"change": {"late": 3}}, id="exchanged after the step"),
+    pytest.param({"apart": range(2, 12)}, id="equal again at the end"),
+    pytest.param({"apart": [2, 8, 12]}, id="equal again in between"),
+    pytest.param({"apart": range(13)}, id="never equal"),
+    pytest.param({"apart": range(1, 13)}, id="the first step parts them"),
+    pytest.param({"odd": [0]}, id="the gradients of the first step differ"),
+    pytest.param({"local": range(12)}, id="not exchanged"),
+    pytest.param({"local": range(2, 12)}, id="a synchronised warm-up of two steps"),
+    pytest.param({"local": [n for n in range(12) if n % 6]}, id="in every sixth step"),
+    pytest.param({"looks": (0, 1, 2, 4)}, id="a short run"),
+])  # fmt: skip
+def test_first_steps_that_say_nothing(kwargs):
+    assert once(**kwargs) == []
+
+
 def test_few_looks_place_it_less_well():
     (found,) = found_in(local=(5,), apart=range(6, 13), looks=(0, 1, 2, 4, 8))
     assert found.evidence["last_equal_at_step"] == 4
@@ -320,6 +371,22 @@ def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
     assert not exchanges.handed(made).every
+
+
+def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
+    made = trained(8, 3)
+    window.inside, window.special = [handed(torch.zeros(11))], "in backward"
+    assert exchanges.handed_inside(made) and not exchanges.handed(made).every
+    window.inside = [handed(p.grad) for p in made]
+    assert exchanges.handed_inside(made)
+    window.inside += [handed(torch.zeros(5))]
+    assert not exchanges.handed_inside(made), "activations are among it"
+    window.inside = [handed(torch.zeros(11))._replace(group=1)]
+    assert not exchanges.handed_inside(made)
+    window.inside, window.special = [handed(torch.zeros(11))], "all-to-all"
+    assert not exchanges.handed_inside(made)
+    window.inside = []
+    assert not exchanges.handed_inside(made)
 
 
 def looks_taken(count, *, parameters_held=2, complete=lambda n: True):
