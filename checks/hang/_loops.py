@@ -147,8 +147,9 @@ def left_loop(parting: Parting) -> Left | None:
     heads: dict[Key, Location] = {}
     for rank, made in parting.made.items():
         for key, head, _ in _around(made.rank, made.site):
-            inside.setdefault(key, []).append(rank)
-            heads[key] = head
+            if parting.may_be_left(*key[:2]):
+                inside.setdefault(key, []).append(rank)
+                heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
     for key, stay in inside.items():
         rest = [r for r in parting.made if r not in stay]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from ddpdoctor.events import CallSite, Enclosing, Place
+from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Run
 
@@ -34,6 +34,7 @@ class Parting:
         odd: ranks at fault; place: the call a person would point at.
         left_out: where the ranks at fault left that call out, the earlier rounds in all of which
             they made it.
+        before: what each rank called before that.
     """
 
     key: GroupKey
@@ -47,6 +48,19 @@ class Parting:
     depth: int = 0
     elsewhere: bool = False
     left_out: int = 0
+    before: tuple[Made, ...] = ()
+
+    def may_be_left(self, file: str, line: int) -> bool:
+        """Whether some may have left a loop before the others: not where all were outside of it in
+        the call before, so that who is in it came anew; nor where another thread makes a call."""
+        if len({made.site.thread for made in self.made.values() if made.site}) > 1:
+            return False
+        return not self.before or any(
+            made.site is None
+            or len(made.site.places) >= CALLERS
+            or is_inside(made.rank, made.site, file, line)
+            for made in self.before
+        )
 
     @property
     def location(self) -> Location | None:
@@ -124,6 +138,7 @@ def _judge(
         left_out=earlier,
         odd=odd,
         place=place,
+        before=tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None),
         depth=_depth(
             place, [m for m in made.values() if (m.rank.rank in odd) is bool(earlier)] or b
         ),

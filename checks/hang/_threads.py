@@ -1,10 +1,13 @@
-"""Threads of a rank that ended with an exception: what it waits for may have been theirs to do."""
+"""Threads of a rank: what it waits for may have been to do for one that ended with an exception, or
+one makes calls in the group of the main thread."""
 
 from __future__ import annotations
 
-from ddpdoctor.events import ThreadFailed
+from ddpdoctor.events import CallSite, ThreadFailed
 from ddpdoctor.findings import Related
 
+from ._log import Made, lines
+from ._mismatch import Parting
 from ._scene import Scene, Stand
 
 FIX = (
@@ -40,3 +43,32 @@ def place(thread: ThreadFailed | None, stand: Stand) -> tuple[Related, ...]:
         return ()
     spot = stand.rank.location_of(frames[-1].file, frames[-1].line)
     return (Related(f"thread {thread.thread} of rank {stand.rank.rank} failed here", spot),)
+
+
+GROUP = (
+    "give the thread a group of its own (`dist.new_group()` on every rank, used by nothing else), "
+    "or make the call in the main thread"
+)
+
+
+def aside(parting: Parting) -> Made | None:
+    """The call of a thread that met one of the main thread, where all ranks make it somewhere."""
+    every = list(parting.made.values())
+    made = next((m for m in every if m.site and m.site.thread), None)
+    if made is None or not any(m.site and not m.site.thread for m in every):
+        return None
+    sites = ([s for s in m.rank.of(CallSite) if s.thread] for m in every)
+    everywhere = all(
+        any(lines(m.rank, site) == made.text for site in there)
+        for m, there in zip(every, sites, strict=True)
+    )
+    return made if everywhere else None
+
+
+def order(made: Made) -> str:
+    """What is wrong with such a call."""
+    thread = made.site.thread if made.site else ""
+    return (
+        f"rank {made.rank.rank} makes this call in its thread {thread}, and its order against "
+        "those of the main thread in the same group is not the same on all ranks"
+    )

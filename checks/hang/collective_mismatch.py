@@ -15,6 +15,7 @@ from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related, sides_text
+from ._threads import GROUP, aside, order
 from ._waiting import across_groups, cycle, victims
 
 CONSEQUENCES = (
@@ -132,7 +133,11 @@ class CollectiveMismatch(Check):
 
 
 def _judged(parting: Parting) -> Parting:
-    """The same, with those at fault whom an exception led there, or who surely left the loop."""
+    """The same, with those at fault whom an exception led there, or who surely left the loop; all
+    of them where threads make calls in any order."""
+    if made := aside(parting):
+        every = tuple(sorted(parting.made))
+        return replace(parting, odd=every, place=made, depth=0, shifted=True, extra=False)
     outs = _ways_out(parting)
     if not outs or len(outs) == len(parting.made):
         return blamed(parting)
@@ -188,6 +193,8 @@ def _cause(parting: Parting, stuck: bool) -> str:
     )
     if outs := _ways_out(parting):
         return f"{outs[0].cause}; {effect}"
+    if call := aside(parting):
+        return f"{order(call)}; {effect}"
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
@@ -228,6 +235,8 @@ def _around(parting: Parting) -> str:
 def _fix(parting: Parting) -> str:
     if outs := _ways_out(parting):
         return outs[0].fix
+    if aside(parting):
+        return GROUP
     branched = entered(parting)
     op = parting.place.signature.op
     left = left_loop(parting)

@@ -93,10 +93,12 @@ class CallSite(Event, frozen=True, tag="call-site"):
 
     Attributes:
         places: innermost first; `CALLERS` at most.
+        thread: the name of the thread that was there first, empty for the main one.
     """
 
     id: int
     places: tuple[Place, ...]
+    thread: str = ""
 
 
 class CallBlock(Event, frozen=True, tag="call-block"):

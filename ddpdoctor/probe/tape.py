@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -269,8 +270,19 @@ class Tape:
         for file, line, function in lines:
             site = self.active.sites.place(file, line, function)
             places.append(Place(site=site, inside=enclosing(file, line)))
-        self.active.emit(CallSite(at=time.monotonic(), id=number, places=tuple(places)), vital=True)
+        called = CallSite(at=time.monotonic(), id=number, places=tuple(places), thread=_thread())
+        self.active.emit(called, vital=True)
         return number
+
+
+def _thread() -> str:
+    """The name of this thread; empty for the main one, and for those that Python did not start, as
+    autograd's."""
+    own = threading.get_ident()
+    found = next((t for t in threading.enumerate() if t.ident == own), None)
+    if found is None or isinstance(found, threading._DummyThread):
+        return ""
+    return "" if found is threading.main_thread() else found.name
 
 
 def _reduction(op: Any) -> str:

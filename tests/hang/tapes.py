@@ -60,6 +60,7 @@ class Tape:
         at: float | None = None,
         lasts: float = 0.01,
         step: int = 0,
+        thread: str = "",
         **arguments: object,
     ) -> Tape:
         """One call; it ended after `lasts` unless `state` says that the rank is still in it."""
@@ -85,7 +86,7 @@ class Tape:
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
                 CallSite(at=self._clock, id=number, places=(Place(site=100 + number,
-                                                                  inside=around),)),
+                                                                  inside=around),), thread=thread),
             ]  # fmt: skip
         index = -1
         if peer < 0 and op != "batch_isend_irecv":

@@ -44,6 +44,43 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     assert 8 in [r.location.line for r in finding.related]
 
 
+@pytest.mark.parametrize("between", [True, False])
+def test_a_loop_that_the_others_came_to_once_more(tmp_path: Path, between: bool) -> None:
+    made = tapes()
+    loop = ((8, "for step in range(20):"),)
+    on_zero = ((13, "if rank == 0 or stale(path):"),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+        if between:
+            tape.call("all_gather_object", 11)
+    made[0].call("barrier", 14, inside=on_zero, state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert ("left the loop" in finding.cause) is not between
+    if between:
+        assert "only some ranks enter `if rank == 0 or stale(path):`" in finding.cause
+        assert finding.ranks == (0,)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_call_of_a_thread_says_nothing_of_a_loop(tmp_path: Path, everywhere: bool) -> None:
+    made = tapes()
+    loop = ((8, "for step in range(20):"),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call(line=30, numel=7, thread="ckpt").call(line=9, inside=loop)
+    made[1].call(line=9, inside=loop)
+    if everywhere:
+        made[1].call(line=30, numel=7, thread="ckpt")
+    (finding,) = found(run_of(tmp_path, made))
+    assert "left the loop" not in finding.cause
+    if everywhere:
+        assert (str(finding.location), finding.ranks) == ("train.py:30", (0, 1))
+        assert "in its thread ckpt, and its order against those of the main" in finding.cause
+        assert "a group of its own" in finding.fix
+        assert "in another order" in finding.summary
+
+
 def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=5, text="if short:", first=6, last=12)
