@@ -78,8 +78,8 @@ def loader(
     for epoch, indices in enumerate(epochs):
         batches = -(-len(indices) // batch_size)
         events.append(
-            EpochBegan(at=0, loader=number, epoch=epoch, step=0, site=3, batches=batches,
-                       **_at(began, epoch))
+            EpochBegan(at=0, loader=number, epoch=epoch, site=3,
+                       **{"step": 0, "batches": batches, **_at(began, epoch)})
         )  # fmt: skip
         if content is not None:
             events.append(fingerprints(number, epoch, indices, content))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 
 from ddpdoctor.events import ExceptionPassed
+from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Confidence, Finding, Severity
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 from ._loaders import Epoch, Loader, Reader, loaders, partners
 from ._words import dataset, no_loader, related
+
+AHEAD = "steps before the next epoch"
+PLAIN = ("RandomSampler", "SequentialSampler")
 
 
 class UnevenBatches(Check):
@@ -51,6 +56,8 @@ class UnevenBatches(Check):
                     yield from self._judge(run, loader, loader.of(ranks))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "hyperparameter-skew":
+            return _by_another_epoch(mine, other)
         late = mine.at <= other.at
         follows = (
             "rank-missing",
@@ -74,14 +81,13 @@ class UnevenBatches(Check):
                 continue
             counts = _known(epochs) or _consumed(epochs)
             if counts:
-                yield self._tell(run, loader, readers[0], number, epochs, counts)
+                yield self._tell(run, readers, number, epochs, counts)
                 return
 
     def _tell(
         self,
         run: Run,
-        loader: Loader,
-        reader: Reader,
+        readers: list[Reader],
         number: int,
         epochs: dict[int, Epoch],
         counts: dict[int, int],
@@ -90,16 +96,24 @@ class UnevenBatches(Check):
         longest = tuple(r for r, n in counts.items() if n == most)
         shortest = tuple(r for r, n in counts.items() if n == least)
         over = any(e.exhausted for e in epochs.values())
+        undivided = _undivided(epochs)
+        reader = next(r for r in readers if not undivided or r.rank.rank in undivided)
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
         lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
         by = "" if reader.seen.iterable else " (`DistributedSampler`)"
         lost = "" if unlike or _known(epochs) else _lost([run.ranks[r] for r in shortest])
         sizes = _sizes(epochs, counts)
+        ahead = _ahead(readers, shortest, number + 1)
         fix = f"give every rank equally many samples{by}, stop all after {least} batches, or train "
         fix += "inside `with Join([model]):`"
         if sizes:
             cause = f"the ranks' batches differ in size: batch_size {_listed(sizes)}"
             fix = "the same batch_size on every rank"
+        elif undivided:
+            share = next(e.seen.sampler for r, e in epochs.items() if r not in undivided)
+            cause = f"{_giver(reader)} gives all of {reader.seen.dataset} to "
+            cause += f"{ranks_text(undivided)}, and {share} a share of it to the others"
+            fix = f"`sampler={share}(...)` on every rank"
         elif lost:
             cause = lost
             fix = (
@@ -112,11 +126,13 @@ class UnevenBatches(Check):
             cause = f"{_giver(reader)} gives some ranks more than others"
         return self.finding(
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
-            ranks=odd_ones(equal_ranks(sizes)) if sizes else shortest,
+            ranks=odd_ones(equal_ranks(sizes)) if sizes else undivided or shortest,
             subjects=(reader.seen.dataset,),
             location=reader.made_at,
             label="the batch size differs between ranks"
             if sizes
+            else f"reads the whole data set on {ranks_text(undivided)}"
+            if undivided
             else "not equally many batches on each rank",
             related=related(reader),
             summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
@@ -131,9 +147,35 @@ class UnevenBatches(Check):
                 **({"lengths": lengths} if lengths else {}),
                 **({"batch sizes": sizes} if sizes else {}),
                 "waits": list(longest),
+                **({AHEAD: ahead} if ahead else {}),
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
         )
+
+
+def _ahead(readers: list[Reader], ranks: tuple[int, ...], number: int) -> dict[int, int]:
+    """Optimizer steps before the epoch, of the ranks that have begun it."""
+    epochs = {r.rank.rank: r.epoch(number) for r in readers if r.rank.rank in ranks}
+    return {n: e.began.step for n, e in epochs.items() if e is not None}
+
+
+def _by_another_epoch(mine: Finding, other: Finding) -> bool:
+    """Whether the options differ since the ranks with fewer batches are in the next epoch."""
+    ahead = mine.evidence.get(AHEAD)
+    if not isinstance(ahead, dict) or not ahead or other.steps is None:
+        return False
+    begun: int = min(ahead.values())
+    return other.steps.first == next(s for s in count(begun) if told_at(s))
+
+
+def _undivided(epochs: dict[int, Epoch]) -> tuple[int, ...]:
+    """Ranks for which torch's own sampler reads the whole data set of which others take shares."""
+    seen = {r: e.seen for r, e in epochs.items()}
+    if len({(s.dataset, s.length) for s in seen.values()}) > 1:
+        return ()
+    whole = tuple(r for r, s in seen.items() if s.sampler in PLAIN and s.replicas < 2)
+    shares = all(s.replicas > 1 for r, s in seen.items() if r not in whole)
+    return whole if shares and len(whole) < len(seen) else ()
 
 
 def _sizes(epochs: dict[int, Epoch], counts: dict[int, int]) -> dict[int, int]:

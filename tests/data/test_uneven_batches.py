@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from ddpdoctor.checks.data.uneven_batches import UnevenBatches
 from readers import found, loader, run_of
 from recordings import steps
 
 from ddpdoctor.events import EpochEnded, Event, ExceptionPassed
-from ddpdoctor.findings import Confidence, Finding, Severity
+from ddpdoctor.findings import Confidence, Finding, Severity, Steps
 
 FAILED = {0: 1, 1: 0}
 
@@ -53,8 +54,6 @@ def test_streams_are_told_by_what_they_delivered() -> None:
 
 
 def _unknown_length(count: int, *, ended: bool = True) -> list[Event]:
-    import msgspec
-
     from ddpdoctor.events import EpochBegan
 
     return [
@@ -99,6 +98,32 @@ def test_what_follows_from_it_is_folded() -> None:
         fix="", evidence=told, at=mine.at + 1,
     )  # fmt: skip
     assert check.explains(mine, other)
+
+
+def test_options_of_another_epoch_follow_from_it() -> None:
+    twice = {"began": {"step": [0, 6]}}
+    (mine,) = examine(part(36, ended=False), loader(0, [list(range(24))] * 2, **twice))
+    other = Finding(
+        code="DDP405", check="hyperparameter-skew", severity=Severity.ERROR, summary="", cause="",
+        fix="", steps=Steps(6, 9, 4),
+    )  # fmt: skip
+    assert UnevenBatches().explains(mine, other)
+    assert not UnevenBatches().explains(mine, msgspec.structs.replace(other, steps=Steps(5, 9, 5)))
+
+
+def test_one_rank_that_reads_what_the_others_share() -> None:
+    share: dict[str, object] = {"sampler": "DistributedSampler", "distributed": True, "replicas": 3}
+    (finding,) = examine(
+        part(36, ended=False, site=4),
+        part(24, **share),
+        part(24, **share),
+        ended={0: 1, 1: 0, 2: 0},
+    )
+    assert finding.ranks == (0,)
+    assert finding.location is not None and finding.location.line == 21
+    assert "RandomSampler gives all of Photos to rank 0" in finding.cause
+    (finding,) = examine(part(36, ended=False), part(24))
+    assert finding.ranks == (1,), "nobody takes a share"
 
 
 def test_a_batch_that_was_lost_to_an_exception() -> None:
