@@ -305,6 +305,12 @@ def _lost(run: Run) -> list[str]:
             f"the records of {_ranks(empty)} are empty: the disk was full, or the rank was killed "
             "as it started"
         )
+    if silent := [r.rank for r in run.ranks.values() if _became_another(r)]:
+        lost.append(
+            f"{_ranks(silent)} said nothing after the start, not even of the end: each became "
+            "another program (`os.exec*`) without this one's environment, or did not leave by way "
+            "of Python"
+        )
     parts: dict[str, list[int]] = {}
     for rank in run.ranks.values():
         for trouble in rank.of(ProbeTrouble):
@@ -313,6 +319,11 @@ def _lost(run: Run) -> list[str]:
     lost += sorted({f"the monitor failed: {t.lost or t.error}" for t in monitors})
     lost += [f"not observed on {_ranks(r)}: {what}" for what, r in parts.items()]
     return lost
+
+
+def _became_another(rank: Rank) -> bool:
+    """Whether a process ended by itself, with a record of nothing but its start."""
+    return rank.exit_code is not None and isinstance(rank.last, RankStarted) and not rank.torn
 
 
 def _ranks(numbers: Iterable[int]) -> str:
