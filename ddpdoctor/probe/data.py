@@ -7,8 +7,8 @@ import time
 import weakref
 from typing import Any
 
-from ..events import EpochBegan, SamplerRefused, ShardedOver
-from . import identity, modules, moments, randomness, samplers
+from ..events import EpochBegan, SamplerRefused
+from . import identity, moments, randomness, samplers, sharding
 from .contents import Fingerprints
 from .frames import passed_over, unframe, updates_statistics
 from .moments import Forward, Loading, Step
@@ -18,7 +18,7 @@ from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
 from .recorder import Recorder, current, run_hook
 from .routine import routine
 from .samplers import innermost, integer, length, weak
-from .torch_private import group_ranks, may_share_inputs, sequence_number, sharding_mesh
+from .torch_private import sequence_number
 
 LOST = "what each rank read from its DataLoaders"
 
@@ -52,8 +52,7 @@ class _Data:
         self.delivered = 0
         self.waited_ns = 0
         self.joins = 0
-        self.sharded = False
-        self.optimizers_seen: set[int] = set()
+        self.sequence = -1
 
 
 _data = _Data()
@@ -71,11 +70,14 @@ def delivered() -> int:
 
 
 def install() -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
     from torch.distributed.algorithms.join import Join
     from torch.utils.data import dataloader, dataset, distributed
 
     _data.__init__()  # type: ignore[misc]
     identity.forget()
+    sharding.forget()
     sampler = distributed.DistributedSampler
     around(dataset.Subset, "__init__", before=_making_subset, lost=LOST)
     around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
@@ -85,6 +87,7 @@ def install() -> None:
     around(base, "__init__", before=_iterating, after=_iterated, lost=LOST)
     around(base, "_reset", before=_resetting, lost=LOST)
     _watch_batches(base)
+    around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
     around(Join, "__enter__", before=_joining, lost="`Join`")
     around(Join, "__exit__", before=_joined, lost="`Join`")
     moments.step_due.subscribe(_step_due, lost=LOST)
@@ -224,7 +227,12 @@ def _sequence() -> int:
     import torch.distributed as dist
 
     ready = dist.is_available() and dist.is_initialized()
-    return sequence_number(dist.group.WORLD) if ready else -1
+    return sequence_number(dist.group.WORLD) if ready else _data.sequence
+
+
+def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An iteration that is never ended, over a stream without an end, outlives the group."""
+    _data.sequence = _sequence()
 
 
 def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, site: int) -> None:
@@ -365,27 +373,9 @@ def _failed(active: Recorder, reading: Reading, error: BaseException, site: int)
 
 
 def _step_due(active: Recorder, step: Step) -> None:
-    if step.known.number not in _data.optimizers_seen:
-        _data.optimizers_seen.add(step.known.number)
-        optimizer = step.optimizer()
-        groups = optimizer.param_groups if optimizer is not None else ()
-        _tell_sharding(active, [p for g in groups for p in g["params"]])
+    sharding.look(active, step)
     if _data.gone:
         _close_gone(active)
-
-
-def _tell_sharding(active: Recorder, parameters: list[Any]) -> None:
-    if not any(hasattr(p, "device_mesh") for p in parameters):
-        return
-    meshes = [m for module in modules.living() if (m := sharding_mesh(module)) is not None]
-    if any(may_share_inputs(p, meshes) for p in parameters):
-        _data.sharded = True
-        return
-    mesh = next(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
-    if mesh.ndim > 1 and mesh in meshes:
-        groups = (group_ranks(mesh.get_group(n)) for n in range(mesh.ndim))
-        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        active.emit(ShardedOver(at=time.monotonic(), ranks=ranks, groups=tuple(groups)), vital=True)
 
 
 def _settle(active: Recorder) -> None:
@@ -434,7 +424,7 @@ def _close(active: Recorder, reading: Reading) -> None:
     _evaluated()
     now = _sequence()
     issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1
-    reading.close(active, issued, _data.sharded)
+    reading.close(active, issued, sharding.shares_inputs())
 
 
 def _close_gone(active: Recorder) -> None:

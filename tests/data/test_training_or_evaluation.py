@@ -73,3 +73,14 @@ def test_evaluation_in_the_midst_of_training() -> None:
     training.batch().forward(grad=True).backward()
     assert evaluation.over() == (0, 2)
     assert training.over() == (2, 0)
+
+
+def test_an_iteration_that_outlives_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was communicated meanwhile is still known when it ends."""
+    dist = pytest.importorskip("torch.distributed")
+    monkeypatch.setattr(data._data, "sequence", -1)
+    monkeypatch.setattr(data, "sequence_number", lambda group: 7)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    data._destroying(Loop.active, (), {})
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert data._sequence() == 7
