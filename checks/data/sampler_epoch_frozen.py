@@ -20,8 +20,9 @@ class SamplerEpochFrozen(Check):
 
     ## What it finds
     A distributed sampler that is to shuffle, hands out the very same order in one epoch after
-    another, and began each of them with the same epoch number. So for samplers of one's own that
-    offer `set_epoch` and whose code goes by `epoch`.
+    another, and began each of them with the same epoch number, also where one iterator of the
+    loader goes on over all epochs and only the sampler begins anew. So for samplers of one's own
+    that offer `set_epoch` and whose code goes by `epoch`.
 
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that: the batches
@@ -55,7 +56,7 @@ class SamplerEpochFrozen(Check):
             return
         reader = loader.readers[min(frozen)]
         repeats = frozen[min(frozen)]
-        trained = sum(e.trained > 0 for e in reader.epochs)
+        trained = sum(e.trained > 0 for e in reader.epochs) + _again(reader)
         always = repeats + 1 >= trained
         told = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
         what = "had the same order" if always else "had the order of the one before"
@@ -92,7 +93,7 @@ class SamplerEpochFrozen(Check):
                 },
                 **({"set_epoch calls": called} if reader.seen.shuffle else {}),
             },
-            at=reader.rank.wall(reader.epochs[1].began.at),
+            at=reader.rank.wall(reader.epochs[-1 if _again(reader) else 1].began.at),
         )
 
 
@@ -109,7 +110,17 @@ def _repeats(reader: Reader) -> int:
     if own and not any(e.batches > 1 for e in trained):
         return 0  # one batch again and again, to see whether a model can learn it
     # A single batch taken twice may be a look at its shape.
-    return repeats + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
+    return (
+        repeats + _again(reader) + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
+    )
+
+
+def _again(reader: Reader) -> int:
+    """How often the sampler began its order anew beneath an iteration over the loader."""
+    if not reader.seen.shuffle or reader.seen.own_order:
+        return 0
+    ended = [e.ended for e in reader.epochs if e.ended and e.trained]
+    return sum(e.again for e in ended if e.samples > FEWEST * e.again)
 
 
 def _same(old: Epoch, new: Epoch) -> bool:

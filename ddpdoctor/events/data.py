@@ -174,6 +174,8 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
         collectives: issued on the default group meanwhile, -1 where unknown.
         sharded: parameters are sharded in a way that may need equal inputs on several ranks.
         drawn: the generators (`torch`, `numpy`, `random`) that loading a batch advanced.
+        again: how often torch's `DistributedSampler` began anew beneath this iteration, by the same
+            number as before, which nobody ever set.
     """
 
     loader: int
@@ -192,6 +194,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     collectives: int = -1
     sharded: bool = False
     drawn: tuple[str, ...] = ()
+    again: int = 0
 
     def describe(self) -> str:
         return (

@@ -7,7 +7,7 @@ import time
 import weakref
 from typing import Any
 
-from ..events import EpochBegan, SamplerRefused
+from ..events import EpochBegan
 from . import identity, moments, randomness, samplers, sharding
 from .contents import Fingerprints
 from .frames import passed_over, unframe, updates_statistics
@@ -53,6 +53,7 @@ class _Data:
         self.waited_ns = 0
         self.joins = 0
         self.sequence = -1
+        self.ordered: Any = None
 
 
 _data = _Data()
@@ -82,6 +83,7 @@ def install() -> None:
     around(dataset.Subset, "__init__", before=_making_subset, lost=LOST)
     around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
     around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
+    around(sampler, "__iter__", before=_ordering, lost=LOST)
     around(sampler, "set_epoch", before=_setting_epoch, lost=LOST)
     base = dataloader._BaseDataLoaderIter
     around(base, "__init__", before=_iterating, after=_iterated, lost=LOST)
@@ -121,28 +123,24 @@ def _making_sampler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _made_sampler(active: Recorder, token: Any, result: Any, error: Any) -> None:
-    if not isinstance(error, ValueError):
-        return
-    import torch.distributed as dist
-
-    site, replicas, rank = token
-    ready = dist.is_available() and dist.is_initialized()
-    active.emit(
-        SamplerRefused(
-            at=time.monotonic(),
-            site=site,
-            error=str(error)[:500],
-            replicas=replicas if isinstance(replicas, int) else None,
-            rank=rank if isinstance(rank, int) else None,
-            world_size=dist.get_world_size() if ready else -1,
-            group_rank=dist.get_rank() if ready else -1,
-        ),
-        vital=True,
-    )
+    if isinstance(error, ValueError):
+        active.emit(samplers.refused(error, *token), vital=True)
 
 
 def _setting_epoch(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _data.epochs_set[args[0]] = _data.epochs_set.get(args[0], 0) + 1
+
+
+def _ordering(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _data.ordered = args[0]
+
+
+def _ordered(active: Recorder, reading: Reading | None) -> None:
+    """The sampler began an order, for the batch that is about to be handed out."""
+    sampler, _data.ordered = _data.ordered, None
+    if reading is not None and reading.sampler == id(sampler):
+        number = integer(sampler.epoch) if not _data.epochs_set.get(sampler) else None
+        reading.orders.append((reading.counted + len(reading.given), number))
 
 
 def _joining(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +204,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     prints = Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
     reading = Reading(number, epoch, place, prints, silent=not recorded)
     reading.watch_random = close and loader.num_workers == 0
-    reading.sequence = _sequence()
+    reading.sequence, reading.sampler = _sequence(), id(innermost(loader))
     identifier = id(iterator)
     _data.readings[identifier] = reading
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
@@ -269,12 +267,15 @@ def _watch_batches(base: Any) -> None:
     state, grad_enabled = _data, torch.is_grad_enabled
 
     def _next_index(self: Any) -> Any:
+        state.ordered = None
         try:
             index = next_index(self)
         except BaseException as error:  # often the end of the epoch
             unframe(error)
             raise
         reading = readings.get(id(self))
+        if state.ordered is not None and (active := current.recorder) is not None:
+            run_hook(active, "data.ordered", LOST, _ordered, reading)
         if reading is not None:
             reading.given.append(index)
         return index

@@ -65,6 +65,8 @@ class Reading:
         batches: delivered to the loop; `trained` of them were followed by a backward or a step,
             `evaluated` by a forward that does not train.
         silent: only counted, not recorded.
+        sampler: id of the one that chooses the samples; `orders`: before which batch it began one,
+            and its `epoch` then, None where that was ever set.
         look_at, write_at: number of batches and time at which to look closer next.
     """
 
@@ -91,6 +93,8 @@ class Reading:
         self.evaluated = 0
         self.grad_enabled = False
         self.sequence = -1
+        self.sampler = 0
+        self.orders: list[tuple[int, int | None]] = []
         self.drawn: dict[str, None] = {}
         self.open = True
         self.exhausted = False
@@ -177,8 +181,14 @@ class Reading:
                 collectives=collectives,
                 sharded=sharded,
                 drawn=tuple(self.drawn),
+                again=self._again(),
             )
         )
+
+    def _again(self) -> int:
+        """Orders that went by the same number as the one before, as far as they were delivered."""
+        begun = [number for at, number in self.orders if at < self.batches]
+        return sum(a == b is not None for a, b in itertools.pairwise(begun))
 
     def _take(self) -> tuple[str, int]:
         """The indices counted since the last call, packed, and one in how many they are."""

@@ -7,7 +7,7 @@ import time
 from types import CodeType
 from typing import Any
 
-from ..events import LoaderSeen
+from ..events import LoaderSeen, SamplerRefused
 from . import identity
 
 
@@ -52,6 +52,22 @@ def loader_seen(
         made=made[1],
         payloads=identity.payloads(loader.dataset) if closely else (),
         layers=identity.layers(loader.dataset) if closely else (),
+    )
+
+
+def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRefused:
+    """What to record of a `DistributedSampler` that torch refused to make."""
+    import torch.distributed as dist
+
+    ready = dist.is_available() and dist.is_initialized()
+    return SamplerRefused(
+        at=time.monotonic(),
+        site=site,
+        error=str(error)[:500],
+        replicas=replicas if isinstance(replicas, int) else None,
+        rank=rank if isinstance(rank, int) else None,
+        world_size=dist.get_world_size() if ready else -1,
+        group_rank=dist.get_rank() if ready else -1,
     )
 
 

@@ -108,3 +108,12 @@ def test_a_training_that_begins_anew_with_a_new_model() -> None:
     ]  # fmt: skip
     run = make_run({r: [*prologue(2), *trials[0], *trials[1]] for r in range(2)})
     assert not found(SamplerEpochFrozen(), run)
+
+
+def test_one_iterator_for_all_epochs_whose_sampler_begins_anew() -> None:
+    on = {"exhausted": False}
+    (finding,) = examine(epochs(FIRST * 3, ends={**on, "again": 2}))
+    assert finding.summary.startswith("3 of 3 epochs")
+    assert not examine(epochs(FIRST * 3, ends=on))
+    assert not examine(epochs(FIRST * 3, ends={**on, "again": 2}, own_order=True))
+    assert not examine(epochs(FIRST * 3, ends={**on, "again": 2, "backwards": 0}))
