@@ -12,6 +12,7 @@ from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Se
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
+from . import _spread
 
 GROUP = "gradients of a group"
 ENOUGH = 0.5
@@ -26,7 +27,8 @@ class ModelNotWrapped(Check):
     whose gradients differ between the ranks when they are applied, and that no collective carried
     since the first step, or only after they were applied: each rank trains a model of its own. That
     one rank gave its parameters to the others before it makes them equal once, and does not keep
-    them so.
+    them so. Beside tensor parallelism it is suspected where the parameters were sent over a group
+    before the first step, and that group exchanges next to nothing afterwards (losses).
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that
@@ -72,6 +74,10 @@ class ModelNotWrapped(Check):
                     place = finding.location or optimizer
                     key = (place, finding.summary, finding.ranks, finding.subjects)
                     together.setdefault(key, []).append(finding)
+            if found := _spread.apart(run, optimizer):
+                together.setdefault(("of a group", optimizer), []).append(
+                    self._of_group(run, found)
+                )
         for first, *others in together.values():
             yield _with(first, others)
 
@@ -126,6 +132,29 @@ class ModelNotWrapped(Check):
                 cause=found.cause + apart,
                 fix="make the group of all ranks that train this model, or use the default one",
             )
+
+    def _of_group(self, run: Run, found: list[_spread.Apart]) -> Finding:
+        """Copies that are exchanged in no group of those that begin alike."""
+        every = [pair for each in found for pair in each.alike.items()]
+        alike = dict(sorted(every, key=lambda pair: pair[0].rank))
+        steps = found[0].steps
+        told = self._tell(run, alike, Severity.WARNING, steps, steps[1:])
+        groups = [sorted(r.rank for r in each.alike) for each in found]
+        ranks = " and ".join(ranks_text(group) for group in groups)
+        return msgspec.structs.replace(
+            told,
+            confidence=Confidence.SUSPECTED,
+            cause=f"{ranks} begin with the same parameters, which were sent over their group, and "
+            "apply gradients of their own: all they exchange afterwards is less than the "
+            "parameters are once; what other groups compute together does not make these equal",
+            fix="average the gradients over that group before the step: `dist.all_reduce(p.grad, "
+            "group=data_parallel_group)` for every parameter, divided by its size",
+            evidence=told.evidence
+            | {
+                "groups": [{"ranks": group} for group in groups],
+                "numbers exchanged in them since": max(each.exchanged for each in found),
+            },
+        )
 
     def _tell(
         self,

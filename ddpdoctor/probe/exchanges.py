@@ -75,7 +75,7 @@ class _Window:
             average gradients; `inside` any other one.
         stepped: an optimizer has stepped since; others may step yet before the next backward.
         elements: floating-point numbers that were ever handed over, first step not included;
-            `carried` are numbers of any kind, of any step.
+            `carried` are numbers of any kind, of any step, `numbers` the same by group.
         site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
@@ -95,6 +95,7 @@ class _Window:
         self.hooks: set[bool] = set()
         self.stepped = False
         self.elements = self.carried = 0
+        self.numbers: Counter[int] = Counter()
         self.site = -1
         self.calls = 0
         self.uncounted = False
@@ -131,7 +132,9 @@ def _called(active: Recorder, call: Call) -> None:
     _following.wake()
     _window.begin()
     _window.latest = ()
-    _window.carried += sum([tensor.numel() for tensor in call.tensors])
+    size = sum([tensor.numel() for tensor in call.tensors])
+    _window.carried += size
+    _window.numbers[call.group] += size
     if call.p2p:
         _window.special = _window.special or "point-to-point"
     elif call.group == 0:
@@ -336,6 +339,21 @@ def elements() -> int:
 def carried() -> int:
     """How many numbers of any kind this rank ever handed to collectives or to a peer."""
     return _window.carried
+
+
+def numbers() -> dict[int, int]:
+    """The same by group."""
+    return dict(_window.numbers)
+
+
+def spread(parameters: Sequence[Any]) -> int:
+    """The one group that these parameters themselves, all of them, were handed to since the last
+    step, -1 for none."""
+    sizes = {p.untyped_storage().data_ptr(): p.numel() for p in parameters}
+    every = [e for e in (*_window.recent, *_window.earlier) if sizes.get(e.memory) == e.elements]
+    groups = {e.group for e in every if not e.gathered}
+    whole = len(groups) == 1 and sizes.keys() == {e.memory for e in every}
+    return groups.pop() if whole else -1
 
 
 def as_many(parameters: Sequence[Any], since: int) -> bool:

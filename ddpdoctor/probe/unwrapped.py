@@ -49,6 +49,7 @@ class Loose:
             before the first step of all.
         complete, completed, inside, shared, averaged, late: as in `UnwrappedState`, of the steps so
             far.
+        spread: as in `UnwrappedState`.
         handed: of the step that is about to be taken.
         carried: `exchanges.carried()` at the last step.
         changes: how often `complete` changed, or much was exchanged by means that are not known.
@@ -66,6 +67,7 @@ class Loose:
         self.shared = 0
         self.averaged = 0
         self.late = 0
+        self.spread = -1
         self.handed = exchanges.Handed()
         self.carried = exchanges.carried()
         self.changes = 0
@@ -115,6 +117,8 @@ def _follow(active: Recorder, step: Step) -> None:
     alive = [p for p in every if p is not None]
     known.handed = exchanges.handed(every)
     before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
+    if not active.step:
+        known.spread = exchanges.spread(alive)
     _write(active, known, wait=False)
     complete = known.handed.every and not step.closure
     known.shared += known.handed.most
@@ -173,6 +177,8 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         averaged=known.averaged,
         shared=known.shared,
         late=known.late,
+        spread=known.spread,
+        numbers=exchanges.numbers() if known.spread >= 0 else {},
         elements=exchanges.elements(),
         wrapped=autograd.synced(),
         each=EACH if closely else "",
@@ -307,6 +313,7 @@ def _finish(active: Recorder, *, wait: bool) -> None:
             if (before, known.exchanged) == ("", "parameters"):
                 changed = exchanges.values_exchanged(alive, gathered=False)
                 known.exchanged = "parameters" if changed else "gathered"
-            if known.completed or known.inside or known.exchanged != before:
+            told = known.completed or known.inside or known.spread > 0
+            if told or known.exchanged != before:
                 _look(active, optimizer.number, known, optimizer.steps, last=True)
             _write(active, known, wait=wait)
