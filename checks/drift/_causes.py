@@ -68,7 +68,8 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
     else:
         text = f"{ranks_do(ranks, 'edit')} {kind} by hand"
         others = "; the others do not"
-        if all(n in ranks or (e.changed and e.site >= 0) for n, e in seen.items()):
+        rest = [e for n, e in seen.items() if n not in ranks]
+        if rest and all(e.changed and e.site >= 0 for e in rest):
             others = "; what the others do to them, all ranks do"
     functions = sorted({f for e in changing.values() for f in e.functions})
     if functions and not all(e.beside for e in changing.values()):

@@ -175,6 +175,10 @@ def test_who_edits_at_a_line_more_than_all_do_is_blamed():
     (finding,) = GradientDrift().examine(run_of(ranks))
     assert (finding.ranks, finding.location.line) == ((1,), 33)
     assert "what the others do to them, all ranks do" in finding.cause
+    for nothing in ([], [edit(changed=False)]):
+        ranks[0] = [*nothing, digests("gradients", SAME)]
+        (finding,) = GradientDrift().examine(run_of(ranks))
+        assert "the others do not" in finding.cause
 
 
 def test_who_multiplies_by_another_number_than_most_is_blamed():
