@@ -180,14 +180,7 @@ class Stall(Check):
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together and not unknown else _doing(stands, least)),
             cause=_why(stands, together, unknown) + _threads.remark(thread),
-            fix=f"see where {ranks_text(unknown)} {'is' if len(unknown) == 1 else 'are'}; where "
-            "each node has a folder of its own, `ddpdoctor report` takes them all"
-            if unknown
-            else "check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
-            if together
-            else "compare source, destination and `tag=` of the messages at the lines in the stacks"
-            if all(s.blocked for s in stands)
-            else "look at the lines in the stacks",
+            fix=_fix(stands, together, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
                 "waited_s": round(waited, 1),
@@ -234,6 +227,20 @@ def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
             "rank did set: the stacks say where each of them is"
         )
     return "nobody waits for another rank; the stacks say where each of them is"
+
+
+def _fix(stands: list[Stand], together: bool, unknown: list[int]) -> str:
+    if unknown:
+        verb = "is" if len(unknown) == 1 else "are"
+        return (
+            f"see where {ranks_text(unknown)} {verb}; where each node has a folder of its own, "
+            "`ddpdoctor report` takes them all"
+        )
+    if together:
+        return "check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
+    if all(s.blocked for s in stands):
+        return "compare source, destination and `tag=` of the messages at the lines in the stacks"
+    return "look at the lines in the stacks"
 
 
 def _doing(stands: list[Stand], least: Stand) -> str:

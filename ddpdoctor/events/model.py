@@ -251,8 +251,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             elements, were handed to collectives before it.
         late: steps so far whose gradients were handed to collectives only after they were applied.
         spread: the group that all of the parameters, and not copies, were handed to before the
-            first step of all, -1 for none; with it, `numbers` are what was handed over so far, of
-            any kind, by group.
+            first step of all, -1 for none; where it is a part of the world, `numbers` are what was
+            handed over so far, of any kind, by group.
         elements: floating-point numbers handed to collectives so far, first step not included.
         wrapped: backwards so far in which DDP averaged the gradients of some wrapped model.
         each: digests one by one, of the gradients and then of the parameters, in the order of

@@ -49,7 +49,8 @@ class Loose:
             before the first step of all.
         complete, completed, inside, shared, averaged, late: as in `UnwrappedState`, of the steps so
             far.
-        spread: as in `UnwrappedState`.
+        spread: as in `UnwrappedState`; 0 is the group of all ranks, which is judged by what is
+            exchanged in it.
         handed: of the step that is about to be taken.
         carried: `exchanges.carried()` at the last step.
         changes: how often `complete` changed, or much was exchanged by means that are not known.
@@ -178,7 +179,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         shared=known.shared,
         late=known.late,
         spread=known.spread,
-        numbers=exchanges.numbers() if known.spread >= 0 else {},
+        numbers=exchanges.numbers() if known.spread > 0 else {},
         elements=exchanges.elements(),
         wrapped=autograd.synced(),
         each=EACH if closely else "",
