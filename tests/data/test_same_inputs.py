@@ -1,0 +1,163 @@
+"""data-overlap without a loader: the inputs of models, and gradients before their exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from ddpdoctor.checks.data.data_overlap import DataOverlap
+from readers import found, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import (
+    Averaged,
+    CallBlock,
+    CallRun,
+    Event,
+    ForwardInput,
+    Signature,
+    Unwrapped,
+)
+from ddpdoctor.findings import Finding, Severity
+
+
+def examine(*ranks: Sequence[Event]) -> list[Finding]:
+    return found(DataOverlap(), run_of(*ranks))
+
+
+def inputs(digests: Sequence[int], **more: object) -> list[Event]:
+    fields: dict[str, object] = {"numbers": 128, "rows": 4, "fed": False, **more}
+    return [
+        ForwardInput(at=0, model=0, forward=n, site=4, digest=d, **fields)  # type: ignore[arg-type]
+        for n, d in enumerate(digests)
+    ]
+
+
+def test_a_plain_loop_that_takes_the_same_samples_everywhere() -> None:
+    (finding,) = examine(inputs([1, 2, 3, 4, 5]), inputs([1, 2, 3, 4, 5]))
+    assert finding.severity is Severity.ERROR
+    assert finding.location is not None and finding.location.line == 21
+
+
+def shown(first: int, digests: Sequence[int]) -> list[Event]:
+    """Three forwards in `eval()` mode, then those of training."""
+    evaluated = inputs([first, first + 1, first + 2], training=False)
+    trained = inputs([0, 0, 0, *digests])[3:]
+    return [*(msgspec.structs.replace(e, site=3) for e in evaluated), *trained]
+
+
+def test_what_training_is_given_is_compared_and_pointed_at() -> None:
+    same = [1, 2, 3, 4]
+    (finding,) = examine(shown(50, same), shown(50, same))
+    assert finding.location is not None and finding.location.line == 21
+    assert examine(shown(50, same), shown(60, same))
+    assert not examine(shown(50, same), shown(50, [5, 6, 7, 8]))
+
+
+def test_positions_drawn_alike_are_no_toy_data() -> None:
+    """Four positions are drawn, 128 numbers read."""
+    (finding,) = examine(*([inputs([1, 2, 3, 4, 5], drawn=4)] * 2))
+    assert finding.severity is Severity.ERROR
+
+
+def test_toy_data_drawn_on_the_spot_is_a_note() -> None:
+    (finding,) = examine(*([inputs([1, 2, 3, 4, 5], drawn=130)] * 2))
+    assert finding.severity is Severity.NOTE
+
+
+def test_inputs_that_never_change() -> None:
+    assert not examine(inputs([1] * 9), inputs([1] * 9))
+
+
+def test_inputs_that_become_the_same() -> None:
+    mine, yours = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 4, 5, 6, 7]
+    (finding,) = examine(inputs(mine), inputs(yours))
+    assert finding.severity is Severity.ERROR
+    assert "4 forwards compared from number 3 on" in finding.summary
+    assert finding.evidence["differed last at"] == 2
+    (finding,) = examine(inputs(mine), inputs(yours), inputs([21, 22, 23, 24, 25, 26, 27]))
+    assert finding.ranks == (0, 1)
+    assert not examine(inputs(mine[:-1]), inputs(yours[:-1]))
+    assert not examine(inputs([*mine, 8]), inputs([*yours, 9]))
+    assert not examine(inputs([1, 2, 3, 7, 7, 7, 7]), inputs([4, 5, 6, 7, 7, 7, 7]))
+
+
+def test_inputs_that_differ_or_are_out_of_sight() -> None:
+    assert not examine(inputs([1, 2, 3, 4]), inputs([5, 6, 7, 8]))
+    assert not examine(inputs([0] * 5), inputs([0] * 5))
+
+
+def test_inputs_from_a_loader_are_judged_there() -> None:
+    assert not examine(*([inputs([1, 2, 3, 4], fed=True)] * 2))
+
+
+def test_two_steps_prove_nothing() -> None:
+    assert not examine(inputs([1, 2]), inputs([1, 2]))
+
+
+def test_inputs_handed_out_by_one_rank() -> None:
+    broadcasts = [
+        Signature(at=0, id=0, op="broadcast", numel=128, root=0),
+        CallBlock(at=0, id=0, codes=(0, 0)),
+        CallRun(at=0, group=0, first=0, block=0, repeat=5),
+    ]
+    ranks = [[*inputs([1, 2, 3, 4, 5]), *broadcasts]] * 2
+    assert not found(DataOverlap(), run_of(*ranks))
+
+
+def test_a_tensor_parallel_pair_shares_its_inputs() -> None:
+    """Gradients are averaged between 0 and 2, and between 1 and 3."""
+    given = {0: [1, 2, 3, 4], 1: [1, 2, 3, 4], 2: [5, 6, 7, 8], 3: [5, 6, 7, 8]}
+    events = {r: [*prologue(4, group=(r % 2, r % 2 + 2)), *inputs(d)] for r, d in given.items()}
+    assert not found(DataOverlap(), make_run(events))
+
+
+def by_hand(seeds: Sequence[int], given: Sequence[int], **more: object) -> list[Event]:
+    """Steps of a model without a wrapper: its gradients before the program exchanges them."""
+    fields: dict[str, object] = {"alone": True, "numbers": 128, "drawn": 0, "site": 4, **more}
+    return [
+        Unwrapped(at=0, optimizer=0, kind="Net", parameters=(), site=-1, step_site=3),
+        *(
+            Averaged(at=0, optimizer=0, step=1 + n, local=(seed / 8, -seed), applied=(1.0, 1.0),
+                     inputs=digest, **fields)  # type: ignore[arg-type]
+            for n, (seed, digest) in enumerate(zip(seeds, given, strict=True))
+        ),
+    ]  # fmt: skip
+
+
+def unwrapped(*ranks: Sequence[Event]) -> list[Finding]:
+    events = {r: [*prologue(len(ranks), wrapped=False), *e] for r, e in enumerate(ranks)}
+    return found(DataOverlap(), make_run(events))
+
+
+def test_gradients_that_are_the_same_before_they_are_exchanged() -> None:
+    (finding,) = unwrapped(*[by_hand([3, 5, 7], [1, 2, 3])] * 2)
+    assert (finding.severity, finding.ranks) == (Severity.ERROR, (0, 1))
+    assert finding.location is not None and finding.location.line == 21
+    assert finding.steps is not None and (finding.steps.first, finding.steps.last) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [([0, 0, 0], {}), ([1, 2, 3], {"drawn": 130})],
+)
+def test_the_same_gradients_of_inputs_that_may_be_toy_data(
+    given: list[int], more: dict[str, object]
+) -> None:
+    (finding,) = unwrapped(*[by_hand([3, 5, 7], given, **more)] * 2)
+    assert finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [
+        (by_hand([3, 5, 7], [1, 2, 3]), by_hand([3, 5, 8], [1, 2, 3])),
+        (by_hand([3, 5, 7], [1, 2, 3]), by_hand([3, 5, 7], [1, 2, 4])),
+        *[(e, e) for e in [by_hand([3, 5, 7], [1, 1, 1]), by_hand([0, 0, 0], [1, 2, 3]),
+                           by_hand([3, 5], [1, 2]),
+                           by_hand([3, 5, 7], [1, 2, 3], alone=False)]],
+    ],
+)  # fmt: skip
+def test_gradients_that_prove_nothing(mine: list[Event], yours: list[Event]) -> None:
+    assert not unwrapped(mine, yours)

@@ -1,0 +1,238 @@
+"""What the probe takes for an exchange of gradients or parameters by hand, and when it looks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddpdoctor.probe import exchanges, unwrapped
+from ddpdoctor.probe.exchanges import Exchange, parameters_averaged
+from ddpdoctor.probe.moments import Call
+
+
+@pytest.fixture
+def window(monkeypatch):
+    fresh = exchanges._Window()
+    monkeypatch.setattr(exchanges, "_window", fresh)
+    return fresh
+
+
+def trained(*sizes, shared=False):
+    made = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    flat = torch.zeros(sum(sizes))
+    for p, piece in zip(made, flat.split(list(sizes)), strict=True):
+        p.grad = piece if shared else torch.zeros_like(p)
+    return made
+
+
+def handed(tensor, group=0):
+    return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("hooks", "kept", "parameters"), [(set(), 1, 0), ({True}, 0, 0), ({True, False}, 1, 1)]
+)
+def test_what_is_exchanged_in_a_backward_are_no_parameters(
+    window, monkeypatch, hooks, kept, parameters
+):
+    monkeypatch.setattr(exchanges.autograd, "running", lambda: True)
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    made = trained(8, 3)
+    for average in hooks:
+        exchanges.hook_seen(average)
+    recorder = SimpleNamespace(step=3)
+    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert exchanges.parameters_exchanged(made) is bool(parameters)
+    assert exchanges.before_backward() is bool(kept)
+    assert exchanges.values_exchanged(made)
+
+
+def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    made = trained(8, 3)
+    model = SimpleNamespace(pending=0, forward_step=3)
+    monkeypatch.setattr(exchanges.models, "live", lambda: [model])
+
+    def exchanged(*tensors, pending=0):
+        window.earlier, model.pending = [], pending
+        exchanges._called(SimpleNamespace(step=3), Call("all_gather", 0, False, tensors))
+        return exchanges.parameters_exchanged(made)
+
+    assert exchanged(torch.zeros(11)), "copies of them"
+    assert not exchanged(torch.zeros(11), pending=1), "between a forward and its backward"
+    assert not exchanged(torch.zeros(11).requires_grad_()), "the input of an autograd function"
+    assert exchanged(*made, pending=1), "the parameters themselves"
+
+
+def test_all_that_is_handed_over_counts(window, monkeypatch):
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    for op, p2p, tensor in (
+        ("all_reduce", False, torch.zeros(3, 4)),
+        ("send", True, torch.zeros(2)),
+        ("all_gather", False, torch.zeros(5, dtype=torch.uint8)),
+    ):
+        exchanges._called(SimpleNamespace(step=0), Call(op, 0, p2p, (tensor,)))
+    assert exchanges.carried() == 19
+
+
+def test_every_gradient_alone_or_copied_or_as_one(window):
+    body, head = made = trained(8, 3)
+    window.recent = [handed(body.grad), handed(head.grad)]
+    assert exchanges.handed(made).every
+    copies = [body.grad.clone(), head.grad.clone()]
+    window.recent = [handed(c) for c in copies]
+    assert exchanges.handed(made).every
+    flat = torch.zeros(11)
+    window.recent = [handed(flat)]
+    assert exchanges.handed(made).every
+    window.recent = [handed(flat, group=1)]
+    assert not exchanges.handed(made).every
+    window.recent = [handed(torch.zeros(n)) for n in (7, 4)]
+    assert exchanges.handed(made).every
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_head_that_stays_local(window, shared):
+    body, head = made = trained(8, 3, shared=shared)
+    window.recent = [handed(body.grad)]
+    assert exchanges.handed(made) == ((0,), 0, False, True)
+    window.recent.append(handed(head.grad))
+    assert exchanges.handed(made).every
+
+
+def test_one_of_two_that_are_alike_in_size(window):
+    _, two = made = trained(8, 8)
+    window.recent = [handed(two.grad)]
+    assert exchanges.handed([None, *made]) == ((2,), 0, False, True)
+    window.recent = [handed(two.grad), handed(torch.zeros(3))]
+    assert exchanges.handed(made) == ((1,), 3, False, True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_another_optimizer_holds_is_no_gradient_of_this_one(window, monkeypatch, shared):
+    body, head = trained(8, 8, shared=shared)
+    monkeypatch.setattr(exchanges.optimizers, "held", lambda: {id(p): p for p in (body, head)})
+    window.recent = [handed(body.grad)]
+    assert exchanges.handed([head]).positions == (() if not shared else (0,))
+    assert exchanges.values_exchanged([head]) is shared
+    window.recent = [handed(body.grad), handed(head.grad.clone())]
+    assert exchanges.handed([head]).every
+    assert exchanges.values_exchanged([head])
+    body.grad = None
+    window.recent = [handed(torch.zeros(8))]
+    assert exchanges.handed([head]).every, "what it no longer holds may be a buffer"
+
+
+def test_who_gathers_parameters_may_only_look_at_them(window):
+    (head,) = made = trained(8)
+    window.recent = [handed(head.detach())._replace(gathered=True)]
+    assert exchanges.values_exchanged(made)
+    assert not exchanges.values_exchanged(made, gathered=False)
+
+
+def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
+    _, head = trained(8, 3)
+    monkeypatch.setattr(exchanges.models, "live", list)
+    window.recent = [handed(torch.zeros(7)), handed(torch.zeros(4))]
+    exchanges._step_ends(SimpleNamespace(step=1), None)
+    assert exchanges.handed([head]).positions == ()
+    assert window.recent, "no backward yet: what was exchanged is for the next optimizer too"
+    exchanges._backward_ends(SimpleNamespace(step=1), None)
+    assert not window.recent
+
+
+def test_parameters_are_no_gradients(window):
+    made = trained(8, 3)
+    window.recent = [handed(p.detach()) for p in made]
+    assert not exchanges.handed(made).every
+    assert parameters_averaged(made)
+    window.recent = [handed(p.grad) for p in made]
+    assert not parameters_averaged(made)
+
+
+def test_point_to_point_is_another_scheme(window):
+    made = trained(8, 3)
+    window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
+    assert not exchanges.handed(made).every
+
+
+def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
+    made = trained(8, 3)
+    window.inside, window.special = [handed(torch.zeros(11))], "in backward"
+    assert exchanges.handed_inside(made) and not exchanges.handed(made).every
+    window.inside = [handed(p.grad) for p in made]
+    assert exchanges.handed_inside(made)
+    window.inside += [handed(torch.zeros(5))]
+    assert not exchanges.handed_inside(made), "activations are among it"
+    window.inside = [handed(torch.zeros(11))._replace(group=1)]
+    assert not exchanges.handed_inside(made)
+    window.inside, window.special = [handed(torch.zeros(11))], "all-to-all"
+    assert not exchanges.handed_inside(made)
+    window.inside = []
+    assert not exchanges.handed_inside(made)
+
+
+def looks_taken(count, *, parameters_held=2, complete=lambda n: True):
+    """The steps that are looked at, of `count`."""
+    known = unwrapped.Loose(trained(*[1] * parameters_held))
+    due = []
+    for n in range(count):
+        if unwrapped._due(known, n, complete(n)):
+            due.append(n)
+        known.complete = complete(n)
+        known.completed += complete(n)
+    return due
+
+
+def test_small_models_are_looked_at_in_every_early_step_and_seldom_later():
+    due = looks_taken(4096)
+    assert due[:64] == list(range(64))
+    assert [n for n in due if n >= 2048] == list(range(2048, 4096, 128))
+
+
+def test_large_models_and_such_that_exchange_nothing_are_looked_at_seldom():
+    powers = [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    assert looks_taken(200, parameters_held=65)[2:] == powers[2:]
+    assert looks_taken(200, complete=lambda n: False) == powers
+
+
+def test_a_step_without_the_exchange_is_looked_at_and_the_next():
+    due = looks_taken(200, parameters_held=65, complete=lambda n: n != 150)
+    assert {150, 151} < set(due)
+    often = looks_taken(2000, parameters_held=65, complete=lambda n: n % 2 == 0)
+    assert len(often) <= unwrapped.CHANGES_AT_MOST + 12
+
+
+def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
+    made = trained(8, 3)
+    known = unwrapped.Loose(made)
+
+    def after(numbers, means=""):
+        window.carried += numbers
+        known.exchanged = means
+        return unwrapped._may_be_equal_now(known, made)
+
+    assert [after(n) for n in (0, 11, 0, 5, 6)] == [False, True, False, False, True]
+    assert not after(11, "parameters")
+    assert sum(after(11) for _ in range(1000)) < unwrapped.CHANGES_AT_MOST
+
+
+def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
+    held = trained(3)
+    known = unwrapped.Loose(held)
+    monkeypatch.setattr(unwrapped, "_several_ranks", lambda: True)
+    monkeypatch.setattr(unwrapped, "_known", lambda *_: known)
+    monkeypatch.setattr(unwrapped, "_write", lambda *_, **__: None)
+    step = SimpleNamespace(
+        known=SimpleNamespace(notes={}, number=0), optimizer=object, number=0, closure=False
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    unwrapped._step_due(SimpleNamespace(step=0), step)
+    assert not known.waiting
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    unwrapped._step_due(SimpleNamespace(step=0), step)
+    assert known.waiting
