@@ -71,7 +71,11 @@ class Made:
 
 @dataclass
 class Segment:
-    """`repeat` times the same calls, from index `first` on."""
+    """`repeat` times the same calls, from index `first` on.
+
+    Attributes:
+        tokens: of calls and their lines, `UNKNOWN` where these need not be the other ranks'.
+    """
 
     first: int
     whats: tuple[int, ...]
@@ -208,7 +212,7 @@ class Book:
         )
         tokens = tuple(
             UNKNOWN
-            if what == UNKNOWN
+            if what == UNKNOWN or (m.site is not None and m.site.shadows)
             else self._tokens.setdefault((m.what, m.text), len(self._tokens))
             for m, what in zip(made, whats, strict=True)
         )

@@ -43,7 +43,8 @@ class CollectiveMismatch(Check):
 
     ## When it stays quiet
     Point-to-point calls; the two arms of `if rank == 0: broadcast(...) else: broadcast(...)`, which
-    are different lines but the same call; ranks outside the group; a rank that is only behind.
+    are different lines but the same call; the calls that a rank makes at the end of torch's `Join`
+    while others still have inputs; ranks outside the group; a rank that is only behind.
     """
 
     code = "DDP601"

@@ -94,11 +94,14 @@ class CallSite(Event, frozen=True, tag="call-site"):
     Attributes:
         places: innermost first; `CALLERS` at most.
         thread: the name of the thread that was there first, empty for the main one.
+        shadows: at the end of torch's `Join`, where a rank that is done answers the calls of those
+            that are not, whatever their lines.
     """
 
     id: int
     places: tuple[Place, ...]
     thread: str = ""
+    shadows: bool = False
 
 
 class CallBlock(Event, frozen=True, tag="call-block"):

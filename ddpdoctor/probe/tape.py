@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -270,9 +271,29 @@ class Tape:
         for file, line, function in lines:
             site = self.active.sites.place(file, line, function)
             places.append(Place(site=site, inside=enclosing(file, line)))
-        called = CallSite(at=time.monotonic(), id=number, places=tuple(places), thread=_thread())
+        called = CallSite(
+            at=time.monotonic(),
+            id=number,
+            places=tuple(places),
+            thread=_thread(),
+            shadows=_shadows(),
+        )
         self.active.emit(called, vital=True)
         return number
+
+
+_JOIN = os.path.join("torch", "distributed", "algorithms", "join.py"), "__exit__"
+
+
+def _shadows() -> bool:
+    """Whether torch's `Join` is at its end."""
+    file, name = _JOIN
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _thread() -> str:

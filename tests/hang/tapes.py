@@ -61,6 +61,7 @@ class Tape:
         lasts: float = 0.01,
         step: int = 0,
         thread: str = "",
+        shadows: bool = False,
         **arguments: object,
     ) -> Tape:
         """One call; it ended after `lasts` unless `state` says that the rank is still in it."""
@@ -85,8 +86,8 @@ class Tape:
             self.events += [
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
-                CallSite(at=self._clock, id=number, places=(Place(site=100 + number,
-                                                                  inside=around),), thread=thread),
+                CallSite(at=self._clock, id=number, thread=thread, shadows=shadows,
+                         places=(Place(site=100 + number, inside=around),)),
             ]  # fmt: skip
         index = -1
         if peer < 0 and op != "batch_isend_irecv":

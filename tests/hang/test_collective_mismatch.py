@@ -439,3 +439,16 @@ def test_of_two_ranks_the_one_in_the_rarer_call(tmp_path: Path, rounds: int) -> 
     else:  # it cannot be told
         assert finding.ranks == (0, 1)
         assert not {19, 29} & {r.location.line for r in finding.related}
+
+
+@pytest.mark.parametrize("shadows", [True, False])
+def test_a_rank_that_is_done_answers_the_others_calls_under_join(
+    tmp_path: Path, shadows: bool
+) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for _ in range(3 + rank):
+            tape.call(line=10)
+        for _ in range(2 - rank):
+            tape.call(line=8, shadows=shadows)
+    assert bool(found(run_of(tmp_path, made))) is not shadows
