@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from ddpdoctor.events import CallSite, Enclosing, Place
+from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
 from ._log import Made
@@ -16,11 +17,47 @@ ON_RANK = re.compile(
     r"|\bprimary\b",
 )
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
-_ARMS = ("else:", "elif ", "except")
+PAST = "past "
+_ARMS = ("else:", "elif ", "except", PAST)
+
+
+def parts(head: Enclosing) -> str:
+    """How a statement parts the ranks."""
+    if head.text.startswith(PAST):
+        return f"some ranks leave at `{opener(head)}`, before that call"
+    return f"only some ranks enter `{head.text}`"
+
+
+def leading(head: Enclosing) -> str:
+    """What is written beside it."""
+    past = head.text.startswith(PAST)
+    return "some ranks leave here" if past else "the branch that leads there"
+
+
+def unbranched(head: Enclosing, what: str) -> str:
+    """What to do with a call that a statement keeps from some ranks."""
+    if head.text.startswith(PAST):
+        return f"{what} on every rank: move it in front of `{opener(head)}`"
+    return f"{what} on every rank: move it out of `{head.text}`"
+
+
+def where(head: Enclosing) -> str:
+    """Where the ranks are that a statement lets through."""
+    if head.text.startswith(PAST):
+        return f"after `{opener(head)}`"
+    return f"under `{head.text}`"
+
+
+def head_of(spot: Location, head: Enclosing) -> Location:
+    """The line of a statement, given one beneath it."""
+    if head.text.startswith(PAST):
+        return Location(spot.file, head.opener, spot.function, opener(head))
+    text = head.text.partition("  # ")[0] if head.text.startswith("else") else head.text
+    return Location(spot.file, head.line, spot.function, text)
 
 
 def condition(made: Made) -> tuple[Place, Enclosing] | None:
-    """The statement around a call that only some ranks enter, as its text suggests."""
+    """The statement around a call (or past it) that only some ranks enter, as its text suggests."""
     for place in made.site.places if made.site else ():
         if found := on_rank(place.inside):
             return place, found
@@ -29,7 +66,7 @@ def condition(made: Made) -> tuple[Place, Enclosing] | None:
 
 def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
     """The innermost of these statements whose text says that only some ranks enter it."""
-    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ")))
+    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
     return next((e for e in heads if ON_RANK.search(_names(e.text))), None)
 
 
@@ -83,7 +120,7 @@ def opener(head: Enclosing) -> str:
         return "try:"
     if head.text.startswith(("else:", "elif ")):
         return head.text.rpartition("  # ")[2]
-    return head.text
+    return head.text.removeprefix(PAST)
 
 
 def within(made: Made, head: Enclosing) -> bool:

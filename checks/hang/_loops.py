@@ -280,7 +280,7 @@ def _leaves_out(way: Way, line: int, place: Place) -> bool:
     other_arm = any(
         arm.opener <= way.line < arm.line
         for arm in place.inside
-        if arm.opener and opener(arm).startswith("if ")
+        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
     )
     return way.first <= line <= way.last and not other_arm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.findings import Evidence, Location, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
-from ._branches import branch, condition
+from ._branches import branch, condition, head_of, leading
 from ._log import Made
 from ._loops import left_loop
 from ._mismatch import Parting, around_all, describe_sides
@@ -36,18 +36,9 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
     branched = next((h for h in heads if not around_all(parting, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
-        here, line = location, branched[1].line
-        pointed_at = here is not None and here.line == line
+        pointed_at = location is not None and location.line == branched[1].line
         if spot is not None and not pointed_at:
-            head = type(spot)(
-                file=spot.file,
-                line=line,
-                function=spot.function,
-                source=branched[1].text.partition("  # ")[0]
-                if branched[1].text.startswith("else")
-                else branched[1].text,
-            )
-            found.append(Related("the branch that leads there", head))
+            found.append(Related(leading(branched[1]), head_of(spot, branched[1])))
     if left is not None and left.place != location:
         found.append(Related(left.label, left.place))
     for side, made in describe_sides(parting):

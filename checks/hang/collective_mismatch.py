@@ -9,6 +9,7 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
+from ._branches import opener, parts, unbranched, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
@@ -206,11 +207,11 @@ def _cause(parting: Parting, stuck: bool) -> str:
         return f"{_caught(parting, parting.odd)}{made} {left_it}; {effect}"
     if branched is not None and opposed(parting, *branched):
         return (
-            f"ranks take different branches of `{branched[1].text}`, which make their collectives "
-            f"in another order, or other ones; {effect}"
+            f"ranks take different branches of `{opener(branched[1])}`, which make their "
+            f"collectives in another order, or other ones; {effect}"
         )
     if branched is not None:
-        return f"only some ranks enter `{branched[1].text}`; {effect}"
+        return f"{parts(branched[1])}; {effect}"
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
 
 
@@ -230,7 +231,7 @@ def _around(parting: Parting) -> str:
     if ways := ways_around(parting.place):
         return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:2])
     branched = entered(parting)
-    return f": only some ranks entered `{branched[1].text}`" if branched else ""
+    return f": {parts(branched[1])}" if branched else ""
 
 
 def _fix(parting: Parting) -> str:
@@ -250,15 +251,14 @@ def _fix(parting: Parting) -> str:
     if branched is not None and opposed(parting, *branched):
         return (
             f"make the same collectives in the same order on every way through "
-            f"`{branched[1].text}`, or once outside of it"
+            f"`{opener(branched[1])}`, or once outside of it"
         )
     if branched is not None and op.startswith("DDP"):
         return (
-            f"run the wrapped model on every rank, or use `model.module(...)` under "
-            f"`{branched[1].text}`"
+            f"run the wrapped model on every rank, or use `model.module(...)` {where(branched[1])}"
         )
     if branched is not None:
         here = parting.location
         what = f"call {op}" if here is None or op in here.source else "make this call"
-        return f"{what} on every rank: move it out of `{branched[1].text}`"
+        return unbranched(branched[1], what)
     return f"make every rank of the group call {op}, or none"

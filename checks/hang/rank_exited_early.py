@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite, GroupDestroyed, RankExiting
+from ddpdoctor.events import CallSite, Enclosing, GroupDestroyed, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
-from ._branches import branch, condition, is_inside, on_rank
+from ._branches import (
+    branch,
+    condition,
+    head_of,
+    is_inside,
+    leading,
+    on_rank,
+    parts,
+    unbranched,
+    where,
+)
 from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
 from ._log import Made, lines
@@ -16,6 +26,9 @@ from ._loops import How, Left, apart_since, loop_of_leaver
 from ._scene import Scene, Stand, scene
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for
+
+Only = tuple[Location, Enclosing]
+"""A statement that parts the ranks, and its line."""
 
 FIX = (
     "let all ranks do the same number of steps (`DistributedSampler`, `drop_last=True`), share the "
@@ -84,18 +97,14 @@ class RankExitedEarly(Check):
         only = _only_some(now, left[0].rank, first)
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
-        related += [Related("the branch that leads there", only)] if only else []
+        related += [Related(leading(only[1]), only[0])] if only else []
         since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
         still = all(s.waits_for_good for s in (*left, *waiting))
         who = ranks_text(ranks)
         leaves, ended = _leaving(left)
         lacks = _lacks(now, left[0], first)
-        cause = (
-            f"only some ranks enter `{only.source}`; {who} {ended} without"
-            if only
-            else f"{who} {ended} {lacks}"
-        )
+        cause = f"{parts(only[1])}; {who} {ended} without" if only else f"{who} {ended} {lacks}"
         if loop and loop.ways:
             mixed = _mixed(left, first, others) if loop.how is How.SKIPPED else ""
             cause = f"{loop.cause}{mixed}; {cause}"
@@ -161,13 +170,11 @@ def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
     )
 
 
-def _fix(only: Location | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
+def _fix(only: Only | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
     if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
-        return (
-            f"run the wrapped model on every rank, or use `model.module(...)` under `{only.source}`"
-        )
+        return f"run the wrapped model on every rank, or use `model.module(...)` {where(only[1])}"
     if only:
-        return f"call it on every rank: move it out of `{only.source}`"
+        return unbranched(only[1], "call it")
     if loop:
         return loop.fix
     if waiting.call is not None and waiting.call.index < 0:
@@ -208,9 +215,9 @@ def _waited_in(stand: Stand) -> tuple[str, Location | None]:
     return f"{name} ({here})" if here else name, here
 
 
-def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Location | None:
-    """The branch around a call that only some enter, where the rank that left never made it: its
-    text says so, or the other has made that call before."""
+def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Only | None:
+    """The branch around a call that only some enter, and its line, where the rank that left never
+    made that call: its text says so, or the other has made the call before."""
     if stand.made:
         if any(lines(leaver, site) == stand.made.text for site in leaver.of(CallSite)):
             return None
@@ -223,12 +230,12 @@ def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Location | None:
         line = found[1].line
         if any(is_inside(leaver, site, spot.file, line) for site in leaver.of(CallSite)):
             return None  # the other was in there, too
-        return Location(spot.file, line, spot.function, found[1].text)
+        return head_of(spot, found[1]), found[1]
     raised = stand.rank.exception
     for frame in reversed(raised.frames if raised else ()):
         if head := on_rank(frame.inside):
             file = shorten(frame.file, stand.rank.cwd)
-            return Location(file, head.line, frame.function, head.text)
+            return head_of(Location(file, head.line, frame.function, ""), head), head
     return None
 
 

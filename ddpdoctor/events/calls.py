@@ -59,12 +59,16 @@ class Way(Part, frozen=True):
 
 
 class Enclosing(Part, frozen=True):
-    """A statement around a line (part of `Place`).
+    """A statement around a line (part of `Place`), or one before it whose body leaves the function
+    or the round of the loop, so that all that follows is its other arm.
 
     Attributes:
+        line: of its head; of one that is past, of the statement that leaves.
+        text: its head; `else:  # if x:` of an arm of `if x:`, `past if x:` of one that is past.
         ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
         broken: of a loop, whether a statement in it ends the loop.
-        opener: of an `else` or `elif`, the line of the statement that it belongs to.
+        opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is
+            past, the line of its head.
     """
 
     line: int

@@ -15,7 +15,9 @@ _CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
 _BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
 _RETURNS = re.compile(r"(?:^|[:;]\s*)(?:return\b|(?:sys\.|os\._)?exit\()")
 _RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
+_LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
 WAYS_LIMIT = 8
+AROUND_LIMIT, PAST_LIMIT = 8, 6
 
 
 def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
@@ -23,11 +25,16 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
     lines = linecache.getlines(file)
     if not 0 < line <= len(lines):
         return ()
-    found = []
-    start = line
+    found: list[Enclosing] = []
+    past = 0
+    inner = start = line
     if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):
         start -= 1  # otherwise `if x: f()` on one line
     for number in _outwards(lines, start, _indent(lines[line - 1]) + (start == line)):
+        left = list(_past(lines, number, inner))[: PAST_LIMIT - past]
+        found += left
+        past += len(left)
+        inner = number
         head = _code(lines[number - 1])
         if head.startswith(_DEFINES):
             break
@@ -52,7 +59,7 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
                 broken=broken,
             )
         )
-    return tuple(found[:8])
+    return tuple(found[: AROUND_LIMIT + past])
 
 
 def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
@@ -62,6 +69,35 @@ def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
         if _code(text) and _indent(text) < depth:
             depth = _indent(text)
             yield number
+
+
+def _past(lines: list[str], head: int, line: int) -> Iterator[Enclosing]:
+    """The `if` without another arm that stand between the head of a block and a line of it, and
+    whose bodies leave the block; the last one first."""
+    depth = _indent(lines[line - 1])
+    arm = ""  # the statement at that depth below
+    for number in range(line - 1, head, -1):
+        text = lines[number - 1]
+        code = _code(text)
+        if not code or _indent(text) != depth:
+            continue
+        if code.startswith("if ") and not arm.startswith(("elif ", "else:")):
+            last = _last_of(lines, number)
+            if _LEAVES.search(_code(lines[last - 1])):
+                yield Enclosing(line=last, text=f"past {code}"[:200], opener=number)
+        arm = code
+
+
+def _last_of(lines: list[str], head: int) -> int:
+    """The line on which the last statement of a block begins; of `if x: f()` its own."""
+    body = [n for n in range(head + 1, _end(lines, head) + 1) if _code(lines[n - 1])]
+    depth = min((_indent(lines[n - 1]) for n in body), default=0)
+    closing = (")", "]", "}")
+    begins = (
+        n for n in reversed(body)
+        if _indent(lines[n - 1]) == depth and not _code(lines[n - 1]).startswith(closing)
+    )  # fmt: skip
+    return next(begins, head)
 
 
 def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], bool]:

@@ -81,6 +81,29 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
     assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
 
 
+def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
+    made = tapes()
+    past = (Enclosing(line=7, text="past if rank != 0:", opener=6),)
+    made[0].call(line=9, text="log(loss)", inside=past, state=State.BEGUN)
+    made[1].call("barrier", 12, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert "some ranks leave at `if rank != 0:`, before that call" in finding.cause
+    assert finding.fix == "make this call on every rank: move it in front of `if rank != 0:`"
+    (there, _) = finding.related
+    assert (there.location.line, there.location.source) == (6, "if rank != 0:")
+
+
+def test_a_call_in_the_body_that_leaves_is_the_other_arm(tmp_path: Path) -> None:
+    made = tapes()
+    body = (Enclosing(line=6, text="if rank != 0:"),)
+    past = (Enclosing(line=8, text="past if rank != 0:", opener=6),)
+    for _ in range(3):
+        made[0].call(line=9, text="broadcast(x, 0)", inside=past)
+        made[1].call(line=7, text="broadcast(y, 0)", inside=body)
+    assert found(run_of(tmp_path, made)) == []
+
+
 @pytest.mark.parametrize("text", ['if __name__ == "__main__":', "if rank in members:"])
 def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
     made = tapes()

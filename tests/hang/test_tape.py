@@ -111,7 +111,7 @@ def main():
 def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(ROUNDS)
-    tried, loop = statements.enclosing(str(path), 14)
+    tried, _, loop = statements.enclosing(str(path), 14)
     assert [(w.line, w.text) for w in tried.ways] == [(15, "except RuntimeError:")]
     assert [(w.line, w.text, w.first, w.last) for w in loop.ways] == [
         (6, "except ValueError as e:", 4, 16),
@@ -121,7 +121,7 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     assert not loop.broken
     path = tmp_path / "broken.py"
     path.write_text(ROUNDS.replace("x = None", "break"))
-    assert statements.enclosing(str(path), 14)[1].broken
+    assert statements.enclosing(str(path), 14)[-1].broken
 
 
 def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
@@ -129,3 +129,41 @@ def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
         made.point_to_point(0, "batch_isend_irecv", 1, -1, sends, (3,))
     signed = [e for e in events(made) if isinstance(e, Signature)]
     assert [(e.sends, e.receives) for e in signed] == [((1,), (3,)), ((), (3,))]
+
+
+PAST = """\
+def evaluate(net):
+    net.eval()
+    if net is None:
+        return {
+            "a": 1,
+        }
+    if rank != 0: return
+    if verbose:
+        print()
+    elif quiet:
+        return
+    for x in loader:
+        if len(x) < 2:
+            log(x)
+            continue
+        if x.any():
+            return
+        else:
+            net(x)
+        with no_grad():
+            reduce(x)
+"""
+
+
+def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PAST)
+    inside = statements.enclosing(str(path), 21)
+    assert [(e.text, e.line, e.opener) for e in inside] == [
+        ("with no_grad():", 20, 0),
+        ("past if len(x) < 2:", 15, 13),
+        ("for x in loader:", 12, 0),
+        ("past if rank != 0: return", 7, 7),
+        ("past if net is None:", 4, 3),
+    ]
