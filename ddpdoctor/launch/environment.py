@@ -66,5 +66,6 @@ def _probe_options(options: Options) -> str:
         "select": options.select,
         "ignore": options.ignore,
         "hang_after": options.hang_after,
+        "debug_level": debug_level(options),
     }
     return msgspec.json.encode(chosen).decode()

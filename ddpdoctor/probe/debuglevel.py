@@ -1,0 +1,50 @@
+"""The debug level that the doctor sets is for torch's collectives and errors: torch's own Python
+code (FSDP) would print lines in every backward at it, which nobody asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from .patching import around, replace
+from .recorder import Recorder, current
+
+LOST = "what torch prints at the debug level that the doctor sets is not held back"
+
+PRINTS = ("torch.distributed.fsdp.", "torch.distributed.optim.")
+"""Packages that print and warn at the level INFO."""
+
+
+class _State:
+    chosen = False
+    """The program has set a level."""
+
+
+_state = _State()
+
+
+def install() -> None:
+    global _state
+    dist: Any = importlib.import_module("torch.distributed")
+    _state = _State()
+    if not dist.is_available():
+        return
+    original = dist.get_debug_level
+    off, info = dist.DebugLevel.OFF, dist.DebugLevel.INFO
+
+    def get_debug_level() -> Any:
+        level = original()
+        if level != info or _state.chosen or (active := current.recorder) is None:
+            return level
+        asking = str(sys._getframe(1).f_globals.get("__name__"))
+        ours = active.options.get("debug_level") == "INFO"
+        return off if ours and asking.startswith(PRINTS) else level
+
+    replace(dist, "get_debug_level", get_debug_level)
+    for name in ("set_debug_level", "set_debug_level_from_env"):
+        around(dist, name, before=_chosen, lost=LOST)
+
+
+def _chosen(active: Recorder, args: Any, kwargs: Any) -> None:
+    _state.chosen = True

@@ -1,0 +1,47 @@
+"""The debug level that the doctor sets makes torch print nothing more."""
+
+import importlib
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe import debuglevel, patching, recorder
+from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.runfolder import EventWriter
+
+dist: Any = importlib.import_module("torch.distributed")
+OFF, INFO = dist.DebugLevel.OFF, dist.DebugLevel.INFO
+
+
+@pytest.fixture(params=["INFO", None])
+def set_by_us(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    level = dist.get_debug_level()
+    active = Recorder(
+        EventWriter(tmp_path / "r.jsonl"), tmp_path, "r", {"debug_level": request.param}
+    )
+    dist.set_debug_level(INFO)
+    monkeypatch.setattr(recorder.current, "recorder", active)
+    debuglevel.install()
+    yield request.param is not None
+    patching.restore()
+    dist.set_debug_level(level)
+
+
+def asked_in(module: str) -> Any:
+    def ask() -> Any:
+        return dist.get_debug_level()
+
+    return FunctionType(ask.__code__, {"__name__": module, "dist": dist})()
+
+
+def test_who_prints_at_it_is_not_told(set_by_us: bool) -> None:
+    assert asked_in("torch.distributed.fsdp._flat_param") == (OFF if set_by_us else INFO)
+    assert asked_in("__main__") == INFO
+    assert dist.get_debug_level() == INFO
+
+
+def test_a_level_of_the_program_is_its_own(set_by_us: bool) -> None:
+    dist.set_debug_level(INFO)
+    assert asked_in("torch.distributed.fsdp._flat_param") == INFO
