@@ -25,7 +25,7 @@ def whereabouts(run: Run, rank: Rank) -> str:
 def _in_call(rank: Rank, call: Call, at: float) -> str:
     op = next((s.op for s in rank.of(Signature) if s.id == call.signature), "a collective")
     site = next((s for s in rank.of(CallSite) if s.id == call.site), None)
-    line = rank.location(site.places[0].site) if site and site.places else None
+    line = rank.location(site.line) if site else None
     return f"in {op}{f' at {line}' if line else ''} for {at - call.began:.0f} s"
 
 

@@ -97,9 +97,9 @@ def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
 
 def arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
     """The arms of one statement that two calls stand in, where that is so."""
-    if m.site is None or n.site is None:
+    ours, theirs = (list(x.site.places) if x.site else [] for x in (m, n))
+    if not ours or not theirs:
         return None
-    ours, theirs = list(m.site.places), list(n.site.places)
     while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
         ours.pop()
         theirs.pop()

@@ -318,4 +318,4 @@ def whereabouts(rank: Rank) -> Location | None:
 
 def _line_of(rank: Rank, call: Call | None) -> Location | None:
     site = next((s for s in rank.of(CallSite) if call and s.id == call.site), None)
-    return rank.location(site.places[0].site) if site is not None else None
+    return rank.location(site.line) if site is not None else None

@@ -59,8 +59,9 @@ class Made:
 
     def location_at(self, depth: int) -> Location | None:
         """The line `depth` callers up."""
-        places = self.site.places if self.site else ()
-        return self.rank.location(places[depth].site) if depth < len(places) else None
+        if self.site is None or (depth and depth >= len(self.site.places)):
+            return None
+        return self.rank.location(self.site.places[depth].site if depth else self.site.line)
 
     @property
     def place(self) -> str:

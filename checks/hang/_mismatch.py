@@ -57,7 +57,7 @@ class Parting:
             return False
         return not self.before or any(
             made.site is None
-            or len(made.site.places) >= CALLERS
+            or len(made.site.places) in (0, CALLERS)
             or is_inside(made.rank, made.site, file, line)
             for made in self.before
         )

@@ -3,8 +3,9 @@ one makes calls in the group of the main thread."""
 
 from __future__ import annotations
 
-from ddpdoctor.events import CallSite, ThreadFailed
+from ddpdoctor.events import CallSite, Site, ThreadFailed
 from ddpdoctor.findings import Related
+from ddpdoctor.run import Rank
 
 from ._log import Made, lines
 from ._mismatch import Parting
@@ -49,6 +50,10 @@ GROUP = (
     "give the thread a group of its own (`dist.new_group()` on every rank, used by nothing else), "
     "or make the call in the main thread"
 )
+GROUP_PASSED = (
+    "make a group for it once, on every rank and used by nothing else (`own = dist.new_group()`), "
+    "and pass it to what this line starts (`async_save` takes it as `process_group=own`)"
+)
 
 
 def aside(parting: Parting) -> Made | None:
@@ -57,18 +62,32 @@ def aside(parting: Parting) -> Made | None:
     made = next((m for m in every if m.site and m.site.thread), None)
     if made is None or not any(m.site and not m.site.thread for m in every):
         return None
-    sites = ([s for s in m.rank.of(CallSite) if s.thread] for m in every)
-    everywhere = all(
-        any(lines(m.rank, site) == made.text for site in there)
-        for m, there in zip(every, sites, strict=True)
-    )
-    return made if everywhere else None
+    return made if all(_comes(m.rank, made) for m in every) else None
+
+
+def _comes(rank: Rank, made: Made) -> bool:
+    """Whether a rank makes that call in a thread too, or was at the line that starts its thread."""
+    if started(made):
+        return any(rank.location(site.id) == made.location for site in rank.of(Site))
+    return any(s.thread and lines(rank, s) == made.text for s in rank.of(CallSite))
+
+
+def started(made: Made) -> bool:
+    """Whether the line shown is not that of the call, but the one that started its thread."""
+    return made.site is not None and not made.site.places
 
 
 def order(made: Made) -> str:
     """What is wrong with such a call."""
     thread = made.site.thread if made.site else ""
+    what = f"{made.signature.op} in thread {thread}, which it starts here,"
+    what = what if started(made) else f"this call in its thread {thread},"
     return (
-        f"rank {made.rank.rank} makes this call in its thread {thread}, and its order against "
+        f"rank {made.rank.rank} makes {what} and its order against "
         "those of the main thread in the same group is not the same on all ranks"
     )
+
+
+def remedy(made: Made) -> str:
+    """What to do about it."""
+    return GROUP_PASSED if started(made) else GROUP

@@ -16,7 +16,7 @@ from ._mismatch import Parting, entered, opposed, partings
 from ._rounds import left_out
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related, sides_text
-from ._threads import GROUP, aside, order
+from ._threads import aside, order, remedy, started
 from ._waiting import across_groups, cycle, victims
 
 CONSEQUENCES = (
@@ -167,6 +167,8 @@ def _fault_of(parting: Parting) -> Left | None:
 def _label(parting: Parting) -> str:
     if outs := _ways_out(parting):
         return f"where {outs[0].event.kind} led {ranks_text(parting.odd)}"
+    if (call := aside(parting)) and started(call):
+        return f"starts a thread that calls {call.signature.op}"
     if parting.left_out:
         return f"left out by {ranks_text(parting.odd)}"
     if parting.extra:
@@ -237,8 +239,8 @@ def _around(parting: Parting) -> str:
 def _fix(parting: Parting) -> str:
     if outs := _ways_out(parting):
         return outs[0].fix
-    if aside(parting):
-        return GROUP
+    if call := aside(parting):
+        return remedy(call)
     branched = entered(parting)
     op = parting.place.signature.op
     left = left_loop(parting)

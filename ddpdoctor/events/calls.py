@@ -100,12 +100,20 @@ class CallSite(Event, frozen=True, tag="call-site"):
         thread: the name of the thread that was there first, empty for the main one.
         shadows: at the end of torch's `Join`, where a rank that is done answers the calls of those
             that are not, whatever their lines.
+        started: the line that started the thread, where none of the user's led from there: then
+            there are no places.
     """
 
     id: int
     places: tuple[Place, ...]
     thread: str = ""
     shadows: bool = False
+    started: int = -1
+
+    @property
+    def line(self) -> int:
+        """The line to show."""
+        return self.places[0].site if self.places else self.started
 
 
 class CallBlock(Event, frozen=True, tag="call-block"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
 from ..ring import RingWriter, State
-from . import answers
+from . import answers, threads
 from .recorder import Recorder
 from .sites import USER
 from .statements import enclosing
@@ -58,6 +58,7 @@ class Tape:
         self._sites: dict[Key, int] = {}
         # By identities and instructions, as in `Sites`.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
+        self._threads = threading.local()
         self._groups: dict[int, _GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
         self._runs = 0
@@ -235,10 +236,11 @@ class Tape:
         return self.at(self.active.sites.user_frame(sys._getframe(1)))
 
     def at(self, frame: FrameType | None) -> int:
-        """The number of the place that a frame of the user's is at, -1 for None."""
+        """The number of the place that a frame of the user's is at. For None, of the line that
+        started this thread; -1 where that is unknown too."""
         sites = self.active.sites
         if frame is None:
-            return -1
+            return self._of_thread()
         stack = [id(frame.f_code), frame.f_lasti]
         kinds, outer = sites.kinds, frame.f_back
         while outer is not None and len(stack) < 2 * CALLERS:
@@ -251,6 +253,16 @@ class Tape:
         if known is None:
             known = self._stacks[key] = self._tell_stack(frame)
         return known[0]
+
+    def _of_thread(self) -> int:
+        known: int | None = getattr(self._threads, "site", None)
+        if known is None:
+            started = threads.started_at()
+            known = -1 if started < 0 else self._sites.get((started,))
+            if known is None:
+                known = self._called((started,), (), started)
+            self._threads.site = known
+        return known
 
     def _tell_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
         frames, outer = [frame], frame.f_back
@@ -266,17 +278,22 @@ class Tape:
         return self._tell_site(lines) if number is None else number
 
     def _tell_site(self, lines: tuple[tuple[str, int, str], ...]) -> int:
-        number = self._sites[lines] = len(self._sites)
         places = []
         for file, line, function in lines:
             site = self.active.sites.place(file, line, function)
             places.append(Place(site=site, inside=enclosing(file, line)))
+        return self._called(lines, tuple(places))
+
+    def _called(self, key: Key, places: tuple[Place, ...], started: int = -1) -> int:
+        number = self._sites[key] = len(self._sites)
+        own = threads.current()
         called = CallSite(
             at=time.monotonic(),
             id=number,
-            places=tuple(places),
-            thread=_thread(),
+            places=places,
+            thread="" if own is None else own.name,
             shadows=_shadows(),
+            started=started,
         )
         self.active.emit(called, vital=True)
         return number
@@ -294,16 +311,6 @@ def _shadows() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _thread() -> str:
-    """The name of this thread; empty for the main one, and for those that Python did not start, as
-    autograd's."""
-    own = threading.get_ident()
-    found = next((t for t in threading.enumerate() if t.ident == own), None)
-    if found is None or isinstance(found, threading._DummyThread):
-        return ""
-    return "" if found is threading.main_thread() else found.name
 
 
 def _reduction(op: Any) -> str:

@@ -61,10 +61,12 @@ class Tape:
         lasts: float = 0.01,
         step: int = 0,
         thread: str = "",
+        started: bool = False,
         shadows: bool = False,
         **arguments: object,
     ) -> Tape:
-        """One call; it ended after `lasts` unless `state` says that the rank is still in it."""
+        """One call, or one in a thread that was `started` there; it ended after `lasts` unless
+        `state` says that the rank is still in it."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
@@ -87,7 +89,8 @@ class Tape:
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
                 CallSite(at=self._clock, id=number, thread=thread, shadows=shadows,
-                         places=(Place(site=100 + number, inside=around),)),
+                         started=100 + number if started else -1,
+                         places=() if started else (Place(site=100 + number, inside=around),)),
             ]  # fmt: skip
         index = -1
         if peer < 0 and op != "batch_isend_irecv":

@@ -81,6 +81,22 @@ def test_a_call_of_a_thread_says_nothing_of_a_loop(tmp_path: Path, everywhere: b
         assert "in another order" in finding.summary
 
 
+def test_a_call_of_a_thread_without_lines_is_where_that_was_started(tmp_path: Path) -> None:
+    made = tapes()
+    loop = ((8, "for step in range(20):"),)
+    save = "dcp.async_save(state)"
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call("gather_object", 30, save, thread="saver", started=True, root=0)
+    made[0].call(line=9, inside=loop)
+    made[1].call(line=9, inside=loop)
+    made[1].call("gather_object", 30, save, thread="saver", started=True, root=0)
+    (finding,) = found(run_of(tmp_path, made))
+    assert (str(finding.location), finding.ranks) == ("train.py:30", (0, 1))
+    assert "gather_object in thread saver, which it starts here, and its order" in finding.cause
+    assert "`process_group=own`" in finding.fix
+
+
 def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=5, text="if short:", first=6, last=12)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ddpdoctor.events import CallBlock, CallRun, Event, Signature
-from ddpdoctor.probe import answers, statements, tape
-from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site
+from ddpdoctor.probe import answers, patching, statements, tape, threads
+from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.ring import State, read_ring
 from ddpdoctor.runfolder import EventWriter, Lines
 
@@ -167,3 +168,19 @@ def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
         ("past if rank != 0: return", 7, 7),
         ("past if net is None:", 4, 3),
     ]
+
+
+def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tape.Tape) -> None:
+    set_recorder(made.active)
+    try:
+        threads.install()
+        pool = ThreadPoolExecutor(1, "saver")
+        sites = [pool.submit(made.here).result() for _ in range(2)]
+        pool.shutdown()
+    finally:
+        patching.restore()
+        set_recorder(None)
+    (called,) = [e for e in events(made) if isinstance(e, CallSite)]
+    (started,) = [e for e in events(made) if isinstance(e, Site) and e.id == called.started]
+    assert "pool.submit(made.here)" in started.text
+    assert (sites, called.places, called.thread) == ([called.id] * 2, (), "saver_0")

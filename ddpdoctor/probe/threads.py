@@ -1,0 +1,39 @@
+"""Who started a thread. One of torch's own, as `async_save` has, makes calls like any other, and no
+line of the user's is in it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .patching import around
+from .recorder import Recorder
+
+LOST = "which line started a thread"
+
+_started: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
+
+
+def install() -> None:
+    _started.clear()
+    around(threading.Thread, "start", before=_starting, lost=LOST)
+
+
+def _starting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    here = active.sites.here()
+    _started[args[0]] = here if here >= 0 else started_at()
+
+
+def current() -> threading.Thread | None:
+    """This thread; None for the main one, and those that Python did not start, as autograd's."""
+    own = threading.get_ident()
+    found = next((t for t in threading.enumerate() if t.ident == own), None)
+    foreign = isinstance(found, threading._DummyThread)
+    return None if foreign or found is threading.main_thread() else found
+
+
+def started_at() -> int:
+    """The user's line that started this thread, or the thread that did; -1 where unknown."""
+    own = current()
+    return -1 if own is None else _started.get(own, -1)
