@@ -322,8 +322,8 @@ def _fault(
             return (x, tuple(sorted(one))) if new[0] else (y, tuple(sorted(other)))
         return x, tuple(sorted(made))
     odd_x, odd_y = (
-        _oddness(x, logs[other[0]], known, index),
-        _oddness(y, logs[one[0]], known, index),
+        _oddness(x, y, logs[other[0]], known, index),
+        _oddness(y, x, logs[one[0]], known, index),
     )
     if odd_x == odd_y and len(one) == len(other):
         often_x, often_y = (_often(m, logs, one + other, known, index) for m in (x, y))
@@ -345,9 +345,9 @@ def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:
     )
 
 
-def _oddness(made: Made, others: Log, known: Book, index: int) -> int:
+def _oddness(made: Made, other: Made, others: Log, known: Book, index: int) -> int:
     """How much a call looks like the one that should not be there (or not alone)."""
-    branches = condition(made) is not None
+    branches = condition(made) is not None or (_avoided(made, other) and not arms(made, other))
     seen = any(
         m.text == made.text
         for m in known.window(others, max(0, index - WINDOW), min(index, WINDOW))
@@ -384,8 +384,7 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     if said is not None:
         return said
     rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    plain = found[1].text.startswith(("if ", "elif "))
-    return found if plain and rest and all(_passed(m, place, found[0]) for m in rest) else None
+    return found if rest and all(_avoided(place, m) for m in rest) else None
 
 
 def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
@@ -410,6 +409,16 @@ def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
     return spot is not None and all(
         is_inside(made.rank, made.site, spot.file, statement.line) for made in parting.made.values()
     )
+
+
+def _avoided(call: Made, made: Made) -> bool:
+    """Whether a rank is past the branch around a call, without that call."""
+    _, head = branch(call) or (None, None)
+    if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
+        return False
+    # The outermost: a generator expression under the branch is a function of its own.
+    inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
+    return _passed(made, call, inside[-1])
 
 
 def _passed(made: Made, call: Made, inside: Place) -> bool:

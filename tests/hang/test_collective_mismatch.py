@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from msgspec.structs import replace
 from recordings import site
 from tapes import START, run_of, tapes
 
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
+    CallSite,
     Enclosing,
     ExceptionPassed,
     FlightEntry,
     FlightLog,
+    Place,
+    Site,
     Way,
 )
 from ddpdoctor.findings import Finding
@@ -79,6 +83,30 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
     expected = text if names else "if boss:"
     assert f"only some ranks enter `{expected}`" in finding.cause
     assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
+
+
+@pytest.mark.parametrize("expression", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
+    tmp_path: Path, zero: int, expression: bool
+) -> None:
+    made = tapes()
+    branch = (Enclosing(line=7, text="if R == 0:"),)
+    tape = made[zero].call("DDP forward", 8, "loss = sum(model(x) for x in loader)", inside=branch)
+    if expression:  # a generator expression is a function of its own, called by the other
+        call, line = tape.events.pop(), tape.events[-1]
+        assert isinstance(call, CallSite)
+        assert isinstance(line, Site)
+        tape.events += [
+            replace(line, id=50, function="<genexpr>"),
+            replace(call, places=(Place(site=50, inside=branch), *call.places)),
+        ]
+    made[1 - zero].call("barrier", 12)
+    (finding,) = found(run_of(tmp_path, made))
+    assert (finding.ranks, str(finding.location)) == ((zero,), "train.py:8")
+    assert finding.fix == (
+        "run the wrapped model on every rank, or use `model.module(...)` under `if R == 0:`"
+    )
 
 
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
