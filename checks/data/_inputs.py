@@ -109,6 +109,8 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
     whole = list(_agreeing(sequences, len(common), FEWEST))
     for ranks, begin in whole or _agreeing(sequences, LATER, LATER):
         first, same = given.by_rank[ranks[0]], common[begin:]
+        if begin and any(first[n].carried for n in same):
+            continue  # the state that it was carried on from may be another one
         yield Alike(
             ranks,
             same,

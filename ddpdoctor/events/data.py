@@ -246,6 +246,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         drawn: random numbers drawn from global generators since the step before, at least;
             -1 where unknown.
         training: the model was in `train()` mode.
+        carried: some of the input was the output of the forward before (a recurrent state), and is
+            not counted.
     """
 
     model: int
@@ -258,6 +260,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     drawn: int = -1
     training: bool = True
     begins: int = 0
+    carried: bool = False
 
 
 class ShardedOver(Event, frozen=True, tag="sharded-over"):

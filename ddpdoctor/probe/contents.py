@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import time
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..events import ContentRead, RowsRead
@@ -37,6 +38,9 @@ WINDOW = 64
 WINDOWS = 4
 PADDED = 512
 """Bytes of a row of whole numbers (tokens, say) that are looked at."""
+
+PIECES = 32
+"""Of a tensor that is a slice of another one's columns, or transposed."""
 
 DEEPEST = 3
 
@@ -164,10 +168,25 @@ def samples(inputs: tuple[Any, ...]) -> int:
     return first_dimension(inputs) or 0
 
 
-def size_of(inputs: tuple[Any, ...]) -> int:
-    """How many numbers there are in all tensors and arrays, 0 where there are too many of those."""
+def size_of(inputs: tuple[Any, ...], without: Collection[Any] = ()) -> int:
+    """How many numbers there are in all tensors and arrays, but those in some memory; 0 where there
+    are too many parts."""
     parts = list(itertools.islice(_walk(inputs, None, 0, LEAVES), LEAVES))
-    return sum(map(_size, parts)) if len(parts) < LEAVES else 0
+    kept = [p for p in parts if memory(p) not in without] if without else parts
+    return sum(map(_size, kept)) if len(parts) < LEAVES else 0
+
+
+def memory(leaf: Any) -> Any:
+    """What stands for a tensor's memory, also when that is freed; None for anything else."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    plain = _bytes(leaf) > 0
+    return StorageWeakRef(leaf.untyped_storage()) if plain else None
+
+
+def memories(value: Any) -> set[Any]:
+    """Of all tensors in a model's inputs or output."""
+    return {found for leaf in _walk(value, None, 0) if (found := memory(leaf)) is not None}
 
 
 def _size(leaf: Any) -> int:
@@ -175,9 +194,13 @@ def _size(leaf: Any) -> int:
     return int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
 
 
-def leaves(batch: Any, size: int | None) -> Iterator[Any]:
-    """The first parts of a batch that hold one entry per sample (any part where `size` is None)."""
-    yield from itertools.islice(_walk(batch, size, 0), PARTS)
+def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Iterator[Any]:
+    """The first parts of a batch that hold one entry per sample (any part where `size` is None),
+    but those in some memory."""
+    parts = _walk(batch, size, 0)
+    if without:
+        parts = (part for part in parts if memory(part) not in without)
+    yield from itertools.islice(parts, PARTS)
 
 
 def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * PARTS) -> Iterator[Any]:
@@ -221,7 +244,10 @@ def digest(part: Any, row: int | None) -> tuple[int, int]:
 
     if type(part) in (torch.Tensor, torch.nn.Parameter):
         width = part.element_size() if part.dtype in (torch.int64, torch.int32) else 0
-        return _of_memory(*_place(part, row), width)
+        address, size = _place(part, row)
+        if not size and row is None:
+            return _of_pieces(part)
+        return _of_memory(address, size, width)
     if isinstance(part, (list, tuple)):
         entry = part[row] if row is not None and row < len(part) else part
         while isinstance(entry, (dict, list, tuple)) and entry:
@@ -280,6 +306,32 @@ def _place(tensor: Any, row: int | None) -> tuple[int, int]:
     if not address or start < 0 or not count or not inside:
         return 0, 0
     return address + start * width, count * width
+
+
+def _of_pieces(tensor: Any) -> tuple[int, int]:
+    """Of a whole tensor that is not dense: the beginnings of some of the pieces that are."""
+    import torch
+
+    if not tensor.numel() or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return 0, 0
+    address, width = tensor.data_ptr(), tensor.element_size()
+    outer = [(n, by) for n, by in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in outer)
+    if not address or (last + 1) * width > tensor.untyped_storage().nbytes():
+        return 0, 0
+    piece = 1
+    while outer and outer[-1][1] == piece:
+        piece *= outer.pop()[0]
+    count = math.prod(size for size, _ in outer)
+    head, body = 0, tensor.numel()
+    for n in dict.fromkeys(i * (count - 1) // (PIECES - 1) for i in range(PIECES)):
+        start = 0
+        for size, stride in reversed(outer):
+            n, at = divmod(n, size)
+            start += at * stride
+        content = ctypes.string_at(address + start * width, min(piece * width, WINDOW))
+        head, body = head or zlib.crc32(content), zlib.crc32(content, body)
+    return head, body
 
 
 def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:

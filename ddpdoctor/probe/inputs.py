@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from ..events import ForwardInput
 from . import data, moments, randomness
-from .contents import begins, digest, leaves, samples, size_of
+from .contents import begins, digest, leaves, memories, samples, size_of
 from .models import Model
 from .moments import Backward, Forward, Step, Subscriptions
 from .randomness import Position
@@ -30,6 +31,7 @@ class _Model:
         due: the next forward is looked at.
         positions: of the generators when the last step or backward ended.
         fed: a loader delivered before the last forward, so that nobody needs the generators.
+        own: memory that the last forward's output lies in: a recurrent state comes back detached.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class _Model:
         self.delivered = 0
         self.positions: tuple[Position, ...] | None = None
         self.fed = False
+        self.own: set[Any] = set()
 
 
 _models: defaultdict[Model, _Model] = defaultdict(_Model)
@@ -50,6 +53,7 @@ def install() -> None:
     _ends[:] = (
         moments.backward_ends.subscribe(_backward_ended, lost=LOST),
         moments.step_ends.subscribe(_step_ended, lost=LOST),
+        moments.forward_ends.subscribe(_forward_ended, lost=LOST),
     )
 
 
@@ -75,7 +79,8 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     batches = data.delivered()
     known.fed, known.delivered = batches > known.delivered, batches
     inputs = (*forward.args, *forward.kwargs.values())
-    digested, numbers = content(inputs)
+    own = known.own & memories(inputs) if known.own else known.own
+    digested, numbers = content(inputs, own)
     before, known.positions = known.positions, None
     active.emit(
         ForwardInput(
@@ -87,6 +92,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             numbers=numbers,
             rows=samples(inputs),
             begins=begins(inputs),
+            carried=bool(own),
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
             training=bool(getattr(forward.wrapper, "training", True)),
@@ -94,16 +100,23 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     )
 
 
-def content(inputs: tuple[Any, ...]) -> tuple[int, int]:
-    """A digest of the first of the inputs, 0 where one is out of reach; and how many numbers all of
-    them hold."""
+def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
+    """A digest of the first of the inputs that do not lie in memory of the model's `own`, 0 where
+    one is out of reach; and how many numbers all of them hold."""
     total = 0
-    for leaf in leaves(inputs, None):
+    for leaf in leaves(inputs, None, without=own):
         head, body = digest(leaf, None)
         if not body:
-            return 0, size_of(inputs)
+            return 0, size_of(inputs, own)
         total = total * 31 + head + 7 * body & 0xFFFFFFFF
-    return total, size_of(inputs)
+    return total, size_of(inputs, own)
+
+
+def _forward_ended(active: Recorder, forward: Forward) -> None:
+    known = _models.get(forward.model)
+    if known is not None and known.due and forward.grad_enabled:
+        given = memories((*forward.args, *forward.kwargs.values()))
+        known.own = memories(forward.output) - given
 
 
 def _backward_ended(active: Recorder, backward: Backward) -> None:

@@ -83,6 +83,16 @@ def test_inputs_that_become_the_same() -> None:
     assert not examine(inputs([1, 2, 3, 7, 7, 7, 7]), inputs([4, 5, 6, 7, 7, 7, 7]))
 
 
+def test_a_state_carried_on_from_another_one_is_not_known_to_be_the_same() -> None:
+    """The first of each rollout shows the state that it begins with."""
+    mine, same = inputs([1, 2, 3, 4, 5, 6]), inputs([0, 2, 3, 4, 5, 6], carried=True)[1:]
+    (finding,) = examine([mine[0], *same], [mine[0], *same])
+    assert finding.severity is Severity.ERROR
+    (other, *_) = inputs([11])
+    assert examine(mine, [other, *mine[1:]])
+    assert not examine([mine[0], *same], [other, *same])
+
+
 def test_inputs_that_differ_or_are_out_of_sight() -> None:
     assert not examine(inputs([1, 2, 3, 4]), inputs([5, 6, 7, 8]))
     assert not examine(inputs([0] * 5), inputs([0] * 5))

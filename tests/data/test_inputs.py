@@ -1,0 +1,79 @@
+"""What the forwards of wrapped models are given, as it is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpdoctor.events import ForwardInput
+from ddpdoctor.probe import inputs, modules, moments, patching
+from ddpdoctor.probe.moments import Forward
+from ddpdoctor.probe.recorder import Recorder, set_recorder
+from ddpdoctor.runfolder import EventWriter
+
+torch = pytest.importorskip("torch")
+
+Fed = Callable[..., ForwardInput]
+
+
+@pytest.fixture
+def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
+    """Feeds a model once, and says what was recorded."""
+    modules.install()
+    inputs.install()
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    active = Recorder(writer, tmp_path, "rank-0", {})
+    set_recorder(active)
+    told: list[Any] = []
+    monkeypatch.setattr(active, "emit", told.append)
+
+    class Model(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    model = Model(number=0, forwards=0)
+
+    def feed(*args: Any, output: Any = None) -> ForwardInput:
+        model.forwards += 1
+        forward = Forward(model, None, -1, True, True, args, {})  # type: ignore[arg-type]
+        moments.forward_due.happens(active, forward)
+        forward.output = output
+        moments.forward_ends.happens(active, forward)
+        assert not active.off
+        return told[-1]  # type: ignore[no-any-return]
+
+    yield feed
+    set_recorder(None)
+    moments.forget()
+    patching.restore()
+    writer.close()
+
+
+def test_slices_of_columns_and_transposed_tensors_are_read() -> None:
+    text = torch.arange(800.0).view(8, 100)
+    for view in (text[:, 10:20], text.t(), text[:, 10], text[None, :, ::2]):
+        seen, _ = inputs.content((view,))
+        other = text.clone().as_strided(view.shape, view.stride(), view.storage_offset())
+        assert seen and inputs.content((other,))[0] == seen
+        other[..., -1] += 1
+        assert inputs.content((other,))[0] != seen
+
+
+def test_a_recurrent_state_of_the_model_itself_is_not_counted(fed: Fed) -> None:
+    """It differs where the ranks draw their dropout for themselves."""
+    x, start = torch.arange(12.0).view(3, 4), (torch.zeros(1, 3), torch.zeros(1, 3))
+    first = fed(x, start, output=(x.sum(), state := (torch.rand(1, 3), torch.rand(1, 3))))
+    assert (first.numbers, first.carried) == (18, False)
+    second = fed(x, tuple(v.detach() for v in state), output=(x.sum(), state := torch.rand(1, 3)))
+    assert (second.numbers, second.carried) == (12, True)
+    assert fed(x).digest == second.digest != fed(x, state).digest
+
+
+def test_what_a_model_hands_back_of_its_input_is_no_state(fed: Fed) -> None:
+    data = torch.arange(12.0).view(3, 4)
+    fed(data[0], output={"x": data[0], "y": torch.zeros(2)})
+    second = fed(data[1])
+    assert second.digest and not second.carried
