@@ -34,6 +34,7 @@ def replica(
     left_out: str = "",
     names: Sequence[str] = NAMES,
     norm: str = "BatchNorm1d",
+    device: str = "cuda:0",
 ) -> list[Event]:
     """A model that was wrapped and an optimizer that holds it; `norm` holds the buffers."""
     return [
@@ -45,6 +46,7 @@ def replica(
             kind="Net",
             group=0,
             site=WRAP,
+            device=device,
             parameters=tuple(Tensor(name=n, shape=(2,), dtype="float32") for n in names),
             buffers=tuple(
                 Tensor(name=n, shape=(2,), dtype="int64" if "calls" in n else "float32")

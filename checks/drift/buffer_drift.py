@@ -184,7 +184,10 @@ REDUCE = (
 
 
 def _made_alike(group: Replicas, names: list[str]) -> str:
-    """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only."""
+    """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only, and not
+    on the CPU."""
+    if group.any.wrapped.device == "cpu":
+        return REDUCE
     kinds = {m.name: m.kind for m in group.any.wrapped.modules}
     norm = [_of_batch_norm(kinds, name) for name in names]
     return (

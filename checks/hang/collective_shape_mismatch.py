@@ -8,6 +8,7 @@ from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
+from ._buffers import Apart, apart
 from ._mismatch import Parting, describe_sides, partings
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related
@@ -36,7 +37,8 @@ class CollectiveShapeMismatch(Check):
     At one number of one group all ranks make the same call, but with another number of elements,
     dtype, kind of device, root or reduce operation. Found from the arguments, whether the run
     hangs, aborts, or goes on. The same of DDP's own averaging, where the ranks gave a model
-    different communication hooks and came to a stop in a backward.
+    different communication hooks and came to a stop in a backward, and of its broadcast of buffers
+    that a forward has made as large as the rank's own batch.
 
     ## Why it hurts
     On gloo a different dtype or reduce operation ends with wrong numbers and no error; a different
@@ -58,7 +60,7 @@ class CollectiveShapeMismatch(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+        return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         parted = partings(run)
@@ -68,6 +70,8 @@ class CollectiveShapeMismatch(Check):
                 yield self._tell(run, parting)
         if not parted and (hooked := _hooked_apart(run)):
             yield self._tell_hooks(scene(run), *hooked)
+        for sent in apart(run):
+            yield self._tell_buffers(sent)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
@@ -94,6 +98,34 @@ class CollectiveShapeMismatch(Check):
             at=min((m.rank.wall(m.call.began) for m in parting.made.values() if m.call),
                    default=run.started),
         )  # fmt: skip
+
+    def _tell_buffers(self, found: Apart) -> Finding:
+        """DDP broadcasts the buffers at the begin of a forward, whatever their shapes."""
+        odd = found.odd
+        told = "; ".join(
+            f"rank {r}: " + ", ".join(f"{n} {shape}" for n, shape in found.shapes(r).items())
+            for r in (found.root, odd[0])
+        )
+        return self.finding(
+            ranks=odd,
+            steps=Steps.of([found.event.step]),
+            subjects=tuple({**found.shapes(odd[0]), **found.shapes(found.root)}),
+            location=found.rank.location(found.event.site),
+            label=f"broadcasts the buffers of rank {found.root}",
+            summary=f"DDP broadcasts buffers of {found.kind} that have other shapes on other "
+            f"ranks: {told}",
+            cause=f"at the begin of each forward DDP sends the buffers of rank {found.root} to "
+            "all, and checks no shapes: the values land where they do not belong, or the run "
+            "crashes; what a forward makes or replaces is as large as the rank's own batch asks",
+            fix="keep what depends on the batch out of the buffers (a plain attribute, or made "
+            "anew in `forward`), or make it as large as it can get in `__init__`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "shapes": {str(r): found.shapes(r) for r in found.sent},
+                "forward": found.event.forward,
+            },
+            at=found.rank.wall(found.event.at),
+        )
 
     def _tell_hooks(self, now: Scene, waiting: Stand, hooks: dict[int, CommHook | None]) -> Finding:
         """Ranks average one model's gradients with different hooks, and stopped in doing so."""

@@ -76,6 +76,24 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         return f"wrapped {self.kind} in {self.wrapper} ({len(self.parameters)} parameters)"
 
 
+class SentBuffers(Event, frozen=True, tag="sent-buffers"):
+    """The buffers that DDP is about to broadcast from rank 0 at the begin of a forward, where they
+    are not shaped as at the wrap, or at the last such event. Looked at in some forwards, the same
+    on every rank.
+
+    Attributes:
+        forward: number of the forward with gradients, per model.
+        step: steps of the model's optimizer before it; `total` of all optimizers.
+    """
+
+    model: int
+    forward: int
+    step: int
+    total: int
+    site: int
+    buffers: tuple[Tensor, ...]
+
+
 class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     """After a backward that should have synchronised: which parameters got no local gradient.
 

@@ -1,20 +1,22 @@
-"""Buffers that a model got after it was wrapped: masks, statistics. DDP never copies them."""
+"""Buffers that a model got after it was wrapped, or that changed their shapes: masks, statistics.
+DDP broadcasts what it finds at each forward, if the model had any buffers at the wrap."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
-from ..events import LateBuffers
+from ..events import LateBuffers, SentBuffers
 from ..events.drift import full
 from ..events.pack import pack
-from . import moments
+from . import holdings, moments
 from .digests import capturing, sums
-from .models import Model
-from .moments import Step
+from .models import Model, buffer_of
+from .moments import Forward, Step
 from .recorder import Recorder
 from .rows import Waiting
 
@@ -22,16 +24,51 @@ LOST = "buffers that came after the wrap"
 
 TOLD_AT_MOST = 500
 
+FIRST, OFTEN = 16, 64
+"""Forwards whose broadcast is looked at: the first ones, powers of two, and one in so many."""
+
 
 class _Late:
     waiting: list[tuple[LateBuffers, Waiting]] = []
+    shapes: WeakKeyDictionary[Model, dict[str, tuple[int, ...]]]
 
 
 def install() -> None:
     _Late.waiting = []
+    _Late.shapes = WeakKeyDictionary()
+    moments.forward_due.subscribe(_forward_due, lost=LOST)
     moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_due(active: Recorder, forward: Forward) -> None:
+    model, number = forward.model, forward.model.forwards - 1
+    if number >= FIRST and number & (number - 1) and number % OFTEN:
+        return
+    inner = model.inner()
+    if inner is None or not forward.wrapper.will_sync_module_buffers():
+        return
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    now = {n: b for n, b in inner.named_buffers() if n not in ignored}
+    shapes = {n: tuple(b.shape) for n, b in now.items()}
+    before = _Late.shapes.get(model)
+    if before is None:
+        before = {n: s for n, s in model.buffers.items() if n not in ignored}
+    if shapes == before:
+        return
+    _Late.shapes[model] = shapes
+    active.emit(
+        SentBuffers(
+            at=time.monotonic(),
+            model=model.number,
+            forward=number,
+            step=holdings.steps_of(model),
+            total=active.step,
+            site=forward.site,
+            buffers=tuple(buffer_of(n, b) for n, b in now.items()),
+        )
+    )
 
 
 def _step_begins(active: Recorder, step: Step) -> None:

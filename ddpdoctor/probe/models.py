@@ -38,7 +38,7 @@ class Model:
         names, trainable: of its parameters as they were given.
         parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
             positions of those that DDP synchronises, `ignored` of those it was told to ignore.
-        buffers: names of those it was given.
+        buffers: names and shapes of those it was given.
         superseded: a later wrapper has taken the module, and this one is not called any more.
         sample: a few of the expected ones, which tell whether a backward reached the model;
             `sampled` are references to them.
@@ -62,7 +62,7 @@ class Model:
         self.inner = weakref.ref(module)
         self.group = -1
         self.names: list[str] = []
-        self.buffers: frozenset[str] = frozenset()
+        self.buffers: dict[str, tuple[int, ...]] = {}
         self.trainable: list[bool] = []
         self.parameters = [Reference(p) for p in parameters]
         self.expected = expected
@@ -235,7 +235,7 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool
     model = Model(len(_models.all), module, [p for _, p in named], expected)
     model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
     model.names = [n for n, _ in named]
-    model.buffers = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
+    model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
     model.trainable = [p.requires_grad for _, p in named]
     model.group = groups.number_of(_group(given))
     _models.all.append(model)
@@ -324,6 +324,10 @@ def _tensor(name: str, value: Any, trainable: bool, ignored: bool, site: int = -
         ignored=ignored,
         site=site,
     )
+
+
+def buffer_of(name: str, buffer: Any) -> Tensor:
+    return _tensor(name, buffer, False, False)
 
 
 def tensor_of(name: str, parameter: Any) -> Tensor:

@@ -111,6 +111,8 @@ def test_sync_batch_norm_is_proposed_for_batch_norm_only():
     assert "buffer norm.running_mean of Net differs between" in finding.summary
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, norm="RunningNorm"))
     assert "SyncBatchNorm" not in finding.fix
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, device="cpu"))
+    assert "SyncBatchNorm" not in finding.fix, "it refuses tensors on the CPU"
     assert "dist.all_reduce(buffer)" in finding.fix
     assert "broadcast_buffers" in finding.fix
 
@@ -197,3 +199,29 @@ def test_which_buffers_came_after_the_wrap():
     inner[0].register_buffer("cache", torch.ones(2), persistent=False)
     inner[0].register_buffer("seen", torch.zeros((), dtype=torch.int64))
     assert [name for name, _ in latebuffers._late(model)] == ["0.mask"]
+
+
+def test_what_ddp_broadcasts_is_told_where_its_shapes_change():
+    inner = torch.nn.Linear(2, 2)
+    inner.register_buffer("mask", torch.ones(2, 2))
+    model = SimpleNamespace(
+        inner=lambda: inner, buffers={"mask": (2, 2)}, forwards=1, number=0, group=0
+    )
+    told = []
+    active = SimpleNamespace(emit=told.append, step=7)
+    wrapper = SimpleNamespace(will_sync_module_buffers=lambda: True)
+    forward = SimpleNamespace(model=Known(model), wrapper=wrapper, site=3)
+    latebuffers.install()
+    for size, number in ((2, 1), (3, 2), (3, 3), (4, 18), (4, 33), (5, 65)):
+        inner.mask = torch.ones(size, size)
+        model.forwards = number
+        latebuffers._forward_due(active, forward)
+    shapes = [(e.forward, e.total, [(b.name, b.shape) for b in e.buffers]) for e in told]
+    assert shapes == [(n, 7, [("mask", (size, size))]) for size, n in ((3, 1), (4, 32), (5, 64))]
+
+
+class Known:
+    """A model that weak references can be made to."""
+
+    def __init__(self, fields):
+        self.__dict__ = fields.__dict__

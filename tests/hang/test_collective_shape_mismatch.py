@@ -10,7 +10,15 @@ from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMisma
 from recordings import site
 from tapes import START, Tape, run_of
 
-from ddpdoctor.events import CommHook, Event, ExceptionRaised, Wrapped
+from ddpdoctor.events import (
+    CommHook,
+    Event,
+    ExceptionRaised,
+    SentBuffers,
+    StepDone,
+    Tensor,
+    Wrapped,
+)
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -125,3 +133,41 @@ def test_communication_hooks_that_differ(
         assert finding.location is not None
         assert finding.location.line == 9
         assert "communication hooks" in finding.summary
+
+
+def mask(size: int, *, ignored: bool = False) -> Tensor:
+    return Tensor("mask", (size, size), "bool", False, ignored)
+
+
+@pytest.mark.parametrize(
+    ("sent", "steps", "ranks"),
+    [
+        (((12, 0), (13, 0)), 9, (1,)),
+        (((12, 0), (12, 0)), 9, None),
+        (((12, 2), (13, 4)), 9, (1,)),
+        (((12, 2), (12, 4)), 9, (1,)),
+        (((12, 4), (4, 4)), 4, None),
+        (((4, 4), (12, 4)), 5, (1,)),
+    ],
+)
+def test_buffers_that_grow_with_the_ranks_own_batch(
+    tmp_path: Path, sent: tuple[tuple[int, int], ...], steps: int, ranks: tuple[int, ...] | None
+) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    more: dict[int, list[Event]] = {}
+    for rank, (size, step) in enumerate(sent):
+        more[rank] = [
+            Wrapped(at=START, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=-1, buffers=(mask(4), Tensor("own", (rank,), "int64", False, True))),
+            site(70, "train.py", 9, "out = model(x)"),
+            SentBuffers(at=START + 2, model=0, forward=step, step=step, total=step, site=70,
+                        buffers=(mask(size),)),
+            StepDone(at=START + 9, optimizer=0, step=steps - 1, site=-1, wall_s=0.1),
+        ]  # fmt: skip
+    told = found(run_of(tmp_path, made, more=more))
+    assert [f.ranks for f in told] == ([ranks] if ranks else [])
+    for finding in told:
+        assert finding.location is not None
+        assert finding.location.line == 9
+        assert finding.subjects == ("mask",)
+        assert f"{sent[1][0]}x{sent[1][0]}" in finding.summary or sent[1][1] > sent[0][1]
