@@ -16,7 +16,8 @@ class LossScaleMismatch(Check):
 
     ## What it finds
     A loss reduced with `sum` while the ranks' batches of one step have different sizes. The
-    reduction is read from autograd's graph, the sizes from the inputs of the wrapped forward.
+    reduction is read from autograd's graph, the size from that input of the wrapped forward whose
+    samples are summed.
 
     ## Why it hurts
     DDP averages over ranks, not over samples: the step is the sum over all samples divided by the
@@ -28,8 +29,9 @@ class LossScaleMismatch(Check):
     `loss = local_sum * world_size / global_count`.
 
     ## When it stays quiet
-    Mean-reduced losses; batches of equal size; gradients that the program rescales itself before
-    the step by what may be the global count: a constant is none where the counts vary.
+    Mean-reduced losses; sums over anything but samples, such as the losses of several tasks;
+    batches of equal size; gradients that the program rescales itself before the step by what may
+    be the global count: a constant is none where the counts vary.
     """
 
     code = "DDP410"

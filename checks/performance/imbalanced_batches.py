@@ -125,7 +125,8 @@ def _weighted(run: Run, model: int) -> bool:
     unequal = 0
     for moment in moments:
         batches = [t[moment] for t in tables]
-        shares = [e.weight / (e.size if e.reduction == "mean" else 1) for e in batches if e.size]
+        known = [e for e in batches if e.size and e.reduction]
+        shares = [e.weight / (e.size if e.reduction == "mean" else 1) for e in known]
         if len(shares) < len(batches) or max(shares) - min(shares) > 0.01 * abs(max(shares)):
             return False
         unequal += len({e.size for e in batches}) > 1

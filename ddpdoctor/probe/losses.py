@@ -34,6 +34,7 @@ is a new line."""
 
 BATCHES_AT_MOST = 300
 REDUCTION = {1: "mean", 2: "sum"}
+SIZES = "_saved_self_sym_sizes"
 
 OWN, COPY = "own", "copy"
 """What a collective is made on: gradients themselves, or copies of them."""
@@ -78,14 +79,9 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         _losses.following = anomaly_mode(True)
         _losses.followed += 1
     if forward.error is None:
-        forward.model.batch_size = _leading_size((*forward.args, *forward.kwargs.values()))
-
-
-def _leading_size(values: tuple[Any, ...]) -> int:
-    for value in values:
-        if hasattr(value, "untyped_storage") and value.dim():
-            return int(value.shape[0])
-    return -1
+        given = (*forward.args, *forward.kwargs.values())
+        tensors = [v for v in given if hasattr(v, "untyped_storage") and v.dim()]
+        forward.model.leading = tuple(int(t.shape[0]) for t in tensors)
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
@@ -100,7 +96,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         if _losses.idle == ENOUGH:
             _sizing.rest()
             for model in models.live():
-                model.batch_size = -1
+                model.leading = ()
         return
     if looked < LOOKED_AT or suspected:
         _losses.idle = 0
@@ -113,20 +109,20 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     for root in backward.roots:
         node = getattr(root, "grad_fn", None)
         if node is not None:
-            reduction, weight = _look(active, backward, node, pending)
+            reduction, weight, rows = _look(active, backward, node, pending)
             for model in pending:
-                _tell_batch(active, backward, model, reduction, weight)
+                _tell_batch(active, backward, model, reduction, weight, rows)
 
 
 def _look(
     active: Recorder, backward: Backward, node: Any, pending: list[Model]
-) -> tuple[str, float]:
-    """Walk from the root while the loss is one number: how it was reduced, and what it was
-    multiplied by since."""
+) -> tuple[str, float, int]:
+    """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
+    by since, and the leading size of what was reduced (0 where unknown)."""
     sizes = {_group_size(m): m for m in pending}
     divided: list[tuple[Any, float, Model]] = []
     undone = False
-    reduction, weight = "", 1.0
+    reduction, weight, rows = "", 1.0, 0
     for _ in range(NODES):
         name = node.name()
         divisor = divisor_of(node)
@@ -136,17 +132,35 @@ def _look(
         # Multiplied by the world size too, or a sum over the ranks that autograd knows of.
         undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
         undone |= "AllReduce" in name or "AllGather" in name
-        if name.startswith(("Sum", "Mean")):
-            reduction = "sum" if name.startswith("Sum") else "mean"
-        else:
-            reduction = REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
+        reduction = _reduction(node)
         ahead = [n for n, _ in node.next_functions if n is not None]
+        if reduction:
+            rows = _rows(node)
         if len(ahead) != 1 or reduction:
             break
         node = ahead[0]
     if divided and not undone:
         _suspect(active, backward, divided, reduction == "mean")
-    return reduction, weight
+    return reduction, weight, rows
+
+
+def _reduction(node: Any) -> str:
+    """How a node makes one number of many, where it does."""
+    kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
+    if kind:
+        return "" if getattr(node, SIZES, None) == () else kind
+    return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
+
+
+def _rows(node: Any) -> int:
+    """The leading size of what a node reduces; 0 where unknown."""
+    sizes = getattr(node, SIZES, None)
+    if sizes is None:
+        try:
+            sizes = saved(node, "_saved_self").shape
+        except (LookupError, AttributeError):
+            return 0
+    return int(sizes[0]) if sizes else 0
 
 
 def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
@@ -215,11 +229,15 @@ def _group_size(model: Model) -> int:
 
 
 def _tell_batch(
-    active: Recorder, backward: Backward, model: Model, reduction: str, weight: float
+    active: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
 ) -> None:
-    size = model.batch_size
+    if not model.leading or not reduction:
+        return
+    size = model.leading[0]
+    if reduction == "sum":
+        size, reduction = _summed(rows, model.leading)
     now = size, reduction, weight
-    if size < 0 or not reduction or _losses.batches.get(model) == now or not isfinite(weight):
+    if _losses.batches.get(model) == now or not isfinite(weight):
         return
     if _losses.batches_told >= BATCHES_AT_MOST:
         return
@@ -236,6 +254,15 @@ def _tell_batch(
             site=backward.site,
         )
     )
+
+
+def _summed(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:
+    """The size of the input whose samples a sum is over. Of a sum over anything else, as over the
+    losses of several tasks, nothing can be told."""
+    over = [n for n in leading if n == rows or (n > 1 and rows and not rows % n)]
+    if not over:
+        return leading[0], ""
+    return (rows if rows in over else over[0]), "sum"
 
 
 def _called(active: Recorder, call: Call) -> None:

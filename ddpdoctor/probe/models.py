@@ -86,7 +86,7 @@ class Model:
         self.backward_step = -1
         self.unsynced = 0
         self.unsynced_site = -1
-        self.batch_size = -1
+        self.leading: tuple[int, ...] = ()
         self.next_examined = -1
 
     def ddp(self) -> Any:

@@ -1,5 +1,7 @@
 """DDP410 on literal events."""
 
+from unittest import mock
+
 import pytest
 import torch
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
@@ -7,7 +9,7 @@ from replicas import LINE, run_of
 
 from ddpdoctor.events import BatchSeen, Edited
 from ddpdoctor.findings import Severity
-from ddpdoctor.probe.losses import _look
+from ddpdoctor.probe.losses import _look, _tell_batch
 
 
 def batch(forward, size, reduction="sum"):
@@ -74,5 +76,35 @@ def test_how_a_loss_was_reduced_and_weighted(reduction):
         (loss * 16 / 24, 2 / 3),
         (2 * loss / torch.tensor(8), 1 / 4),
     ):
-        found, by = _look(None, None, weighted.grad_fn, [])
-        assert (found, by) == (reduction, pytest.approx(weight))
+        found = _look(None, None, weighted.grad_fn, [])
+        assert found == (reduction, pytest.approx(weight), 16)
+
+
+def test_a_sum_of_one_number_reduces_nothing():
+    losses = torch.ones(16, 3, requires_grad=True)
+    assert _look(None, None, losses.mean().sum().grad_fn, []) == ("mean", 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("loss", "leading", "told"),
+    [
+        (lambda x: x.mean(1)[:3].sum(), (41, 12, 12), (41, "")),  # over three tasks
+        (lambda x: x.mean(1).sum(), (41, 12, 12), (12, "sum")),
+        (lambda x: x.flatten().sum(), (12,), (12, "sum")),
+        (lambda x: torch.nn.functional.mse_loss(x, x * 2, reduction="sum"), (41, 12), (12, "sum")),
+        (lambda x: x.mean(1)[:3].mean(), (41, 12, 12), (41, "mean")),
+    ],
+)
+def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
+    reduction, weight, rows = _look(
+        None, None, loss(torch.ones(12, 5, requires_grad=True)).grad_fn, []
+    )
+    events = []
+    active, model = mock.Mock(emit=events.append), mock.Mock(leading=leading, number=0, forwards=1)
+    _tell_batch(active, mock.Mock(site=LINE), model, reduction, weight, rows)
+    assert [(e.size, e.reduction) for e in events] == [told]
+
+
+def test_where_some_batches_are_of_unknown_size():
+    ranks = {n: [batch(0, 8), batch(1, 40 + n, "")] for n in range(2)}
+    assert not list(LossScaleMismatch().examine(run_of(ranks)))
