@@ -213,7 +213,7 @@ class Book:
         )
         tokens = tuple(
             UNKNOWN
-            if what == UNKNOWN or (m.site is not None and m.site.shadows)
+            if what == UNKNOWN or not _by_lines(m)
             else self._tokens.setdefault((m.what, m.text), len(self._tokens))
             for m, what in zip(made, whats, strict=True)
         )
@@ -269,6 +269,12 @@ def _consume(parts: list[tuple[int, tuple[int, ...], int]], at: int, times: int)
         return at + 1
     parts[at] = (first + times * len(values), values, repeat - times)
     return at
+
+
+def _by_lines(made: Made) -> bool:
+    """Whether its lines say which call it is: a callback of a communication hook has none where one
+    of the backend's threads runs it."""
+    return bool(made.text) and not (made.site is not None and made.site.shadows)
 
 
 def _in_ring(log: Log, index: int) -> Call | None:

@@ -66,7 +66,8 @@ class Tape:
         **arguments: object,
     ) -> Tape:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
-        `state` says that the rank is still in it."""
+        `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
+        backend's makes it."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
@@ -80,6 +81,8 @@ class Tape:
                 Signature(at=self._clock, id=self._signatures[key], op=op, **fields)  # type: ignore[arg-type]
             )
         place = (line, text)
+        if line < 0:
+            self._sites[place] = -1
         if place not in self._sites:
             number = self._sites[place] = len(self._sites)
             around = tuple(

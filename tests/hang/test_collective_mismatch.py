@@ -503,3 +503,12 @@ def test_a_rank_that_is_done_answers_the_others_calls_under_join(
         for _ in range(2 - rank):
             tape.call(line=8, shadows=shadows)
     assert bool(found(run_of(tmp_path, made))) is not shadows
+
+
+def test_a_callback_that_a_thread_of_the_backend_runs_has_no_lines(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for threads in ((), (0,), (), (1,), ()):  # `fut.then(lambda f: dist.all_reduce(q))`
+            tape.call(line=10)
+            tape.call(line=-1 if rank in threads else 10, numel=2)
+    assert not found(run_of(tmp_path, made))
