@@ -54,6 +54,9 @@ class ReadyTwice(Check):
         if other.check == "first-failure":
             text = str(other.evidence)
             return "ready only once" in text or "onnection" in text
+        if other.check == "unused-parameter":  # by the first of the backwards over one forward
+            again = bool(mine.evidence["backwards over them before"])
+            return again and _first(mine) == _first(other) and _wrap(mine) == _wrap(other)
         return other.check in ("rank-missing", "stall", "rank-exited-early")
 
     def _tell(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
@@ -87,6 +90,14 @@ class ReadyTwice(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _first(finding: Finding) -> int:
+    return finding.steps.first if finding.steps else -1
+
+
+def _wrap(finding: Finding) -> Location | None:
+    return next((r.location for r in finding.related if "wrapped" in r.label), None)
 
 
 def _why(event: Record) -> str:

@@ -2,8 +2,9 @@
 
 import pytest
 from ddpdoctor.checks.model.ready_twice import ReadyTwice
+from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, site
-from wraps import codes, rank
+from wraps import codes, rank, unused, use
 
 from ddpdoctor.events import ReadyTwice as Record
 
@@ -34,3 +35,14 @@ def test_the_cause(facts, label, line):
 
 def test_a_run_that_works():
     assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "backwards", "folded"), [(2, 1, True), (1, 1, False), (2, 0, False)]
+)
+def test_what_the_first_of_two_backwards_leaves_to_the_second(step, backwards, folded):
+    left = unused([4, 5], step=step, backward=step + 1, called=("", "body", "head", "aux"))
+    events = rank(left, use(step + 1, {4: 1, 5: 1}), twice(backwards=backwards))
+    run = make_run(dict.fromkeys((0, 1), events))
+    (mine,), (other,) = CHECK.examine(run), UnusedParameter().examine(run)
+    assert CHECK.explains(mine, other) is folded
