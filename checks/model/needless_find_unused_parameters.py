@@ -30,7 +30,8 @@ class NeedlessFindUnusedParameters(Check):
     `static_graph=True` is cheaper.
 
     ## When it stays quiet
-    Any rank left a parameter out in any backward examined; fewer than five were examined.
+    Any rank left a parameter out in any backward examined; fewer than five were examined; a run
+    that ended badly, perhaps in the first backward that leaves one out.
     """
 
     code = "DDP303"
@@ -42,6 +43,8 @@ class NeedlessFindUnusedParameters(Check):
         return None if models.numbers(run) else models.NO_DDP
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        if run.outcome() in ("failed", "hung", "killed"):
+            return
         for model in models.numbers(run):
             ranks = [r for r in run.ranks.values() if models.wrap_of(r, model) is not None]
             uses = [models.use_of(r, model) for r in ranks]
@@ -57,16 +60,24 @@ class NeedlessFindUnusedParameters(Check):
         wrapped = models.wrap_of(rank, model)
         use = models.use_of(rank, model)
         assert wrapped is not None and use is not None
+        unseen = use.backwards - use.examined
         return self.finding(
             ranks=tuple(r.rank for r in ranks),
             subjects=(wrapped.kind,),
             location=rank.location(wrapped.site),
             label="the search finds nothing",
             summary=f"find_unused_parameters=True, but all {len(wrapped.parameters)} parameters of "
-            f"{wrapped.kind} were used in each of {use.examined} backwards examined",
+            f"{wrapped.kind} were used in each of {use.examined} backwards examined"
+            + (f" of {use.backwards}" if unseen > 0 else ""),
             cause="DDP searches the autograd graph in every step for parameters that are not used, "
             "and there are none; the graph was the same in every step examined",
-            fix="leave the option out: `DDP(model)`",
+            fix="leave the option out: `DDP(model)`"
+            + (
+                ", if no batch can skip a part of the model, on any rank: "
+                f"{unseen} backwards were not looked at, and one such batch would end the run"
+                if unseen > 0
+                else ""
+            ),
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards examined": use.examined,

@@ -1,5 +1,7 @@
 """DDP303: the option is needless only where every rank looked, and nothing was unused."""
 
+import msgspec
+import pytest
 from ddpdoctor.checks.model.needless_find_unused_parameters import NeedlessFindUnusedParameters
 from recordings import make_run
 from wraps import codes, rank, unused, use
@@ -37,3 +39,16 @@ def test_a_rank_that_was_not_watched():
 def test_without_the_option():
     run = make_run({r: rank(unused([]), use(10)) for r in (0, 1)})
     assert codes(run, CHECK) == []
+
+
+@pytest.mark.parametrize(("backwards", "all_seen"), [(10, True), (17, False)])
+def test_backwards_that_were_not_looked_at_are_told(backwards, all_seen):
+    seen = msgspec.structs.replace(use(10), backwards=backwards)
+    (found,) = CHECK.examine(make_run({r: rank(unused([], **ASKED), seen) for r in (0, 1)}))
+    assert (found.fix == "leave the option out: `DDP(model)`") is all_seen
+    assert ("7 backwards were not looked at" in found.fix) is not all_seen
+
+
+def test_a_run_that_ended_badly_perhaps_where_one_was_left_out():
+    events = rank(unused([], **ASKED), use(10))
+    assert codes(make_run({0: events, 1: events}, ended={0: 0, 1: 1}), CHECK) == []
