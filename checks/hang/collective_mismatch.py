@@ -9,7 +9,7 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
-from ._branches import opener, parts, unbranched, where
+from ._branches import condition, opener, parts, unbranched, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
@@ -142,10 +142,20 @@ def _judged(parting: Parting) -> Parting:
         return replace(parting, odd=every, place=made, depth=0, shifted=True, extra=False)
     outs = _ways_out(parting)
     if not outs or len(outs) == len(parting.made):
-        return blamed(parting)
+        return _even(blamed(parting))
     place = parting.made[outs[0].rank.rank]
     odd = tuple(sorted(out.rank.rank for out in outs))
     return replace(parting, odd=odd, place=place, depth=0, left_out=0)
+
+
+def _even(parting: Parting) -> Parting:
+    """The same, with all ranks at fault where half of them left a loop too early, or the other half
+    too late: nothing tells which."""
+    left = left_loop(parting)
+    told = parting.extra or parting.left_out or condition(parting.place) is not None
+    if left is None or left.surely or told or 2 * len(left.ranks) != len(parting.made):
+        return parting
+    return replace(parting, odd=tuple(sorted(parting.made)))
 
 
 def _other_call(parting: Parting) -> bool:

@@ -42,6 +42,7 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "left the loop at train.py:8" in finding.cause
     assert 8 in [r.location.line for r in finding.related]
+    assert finding.ranks == (0, 1), "too early on the one, or too late on the other"
 
 
 @pytest.mark.parametrize("between", [True, False])
