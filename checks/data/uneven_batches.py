@@ -31,7 +31,8 @@ class UnevenBatches(Check):
 
     ## How to fix it
     Give every rank equally many samples (`DistributedSampler` pads or drops) and the same
-    `batch_size`, stop all ranks after the shortest, or train inside `with Join([model]):`.
+    `batch_size`, stop all ranks after the shortest, or train inside `with Join([model]):`. `Join`
+    does not copy the optimizer's state from the rank with more batches to the others.
 
     ## When it stays quiet
     Equal counts; loops inside `Join`; evaluation of each rank by itself; loops that count steps
@@ -96,6 +97,7 @@ class UnevenBatches(Check):
         longest = tuple(r for r, n in counts.items() if n == most)
         shortest = tuple(r for r, n in counts.items() if n == least)
         over = any(e.exhausted for e in epochs.values())
+        told = {r: n if _known(epochs) else _reached(epochs[r], n) for r, n in counts.items()}
         undivided = _undivided(epochs)
         reader = next(r for r in readers if not undivided or r.rank.rank in undivided)
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
@@ -105,7 +107,7 @@ class UnevenBatches(Check):
         sizes = _sizes(epochs, counts)
         ahead = _ahead(readers, shortest, number + 1)
         fix = f"give every rank equally many samples{by}, stop all after {least} batches, or train "
-        fix += "inside `with Join([model]):`"
+        fix += "inside `with Join([model]):`, which does not copy the optimizer's state"
         if sizes:
             cause = f"the ranks' batches differ in size: batch_size {_listed(sizes)}"
             fix = "the same batch_size on every rank"
@@ -136,11 +138,11 @@ class UnevenBatches(Check):
             else "not equally many batches on each rank",
             related=related(reader),
             summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
-            f"{shortest[0]}, {most} on rank {longest[0]}",
+            f"{shortest[0]}, {told[longest[0]]} on rank {longest[0]}",
             cause=cause,
             fix=fix,
             evidence={
-                "batches": counts,
+                "batches": told,
                 "delivered": {r: e.batches for r, e in epochs.items()},
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),
@@ -235,6 +237,11 @@ def _consumed(epochs: dict[int, Epoch]) -> dict[int, int]:
     least = min(dry.values())
     behind = [r for r, n in counts.items() if n < least]
     return counts if len(set(counts.values())) > 1 and not behind else {}
+
+
+def _reached(epoch: Epoch, count: int) -> int | str:
+    """What is known of the number of batches of a rank that may have more to come."""
+    return count if epoch.exhausted else f"at least {count}"
 
 
 def _listed(lengths: dict[int, int]) -> str:

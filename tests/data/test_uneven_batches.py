@@ -31,6 +31,7 @@ def test_lengths_that_differ_are_told_before_the_hang() -> None:
 
 def test_and_explained_after_it() -> None:
     (finding,) = examine(part(36, ended=False), part(24))
+    assert "6 on rank 1, 9 on rank 0" in finding.summary, "by the lengths of the loaders"
     assert finding.confidence is Confidence.PROVEN
     assert finding.ranks == (1,)
     assert finding.evidence["waits"] == [0]
@@ -49,7 +50,8 @@ def test_batches_of_different_sizes() -> None:
 def test_streams_are_told_by_what_they_delivered() -> None:
     long = [*_unknown_length(36, ended=False), *steps(6, first=2)]
     (finding,) = examine(long, _unknown_length(24))
-    assert "6 on rank 1" in finding.summary
+    assert "6 on rank 1, at least 9 on rank 0" in finding.summary, "it may have more to come"
+    assert finding.evidence["batches"] == {0: "at least 9", 1: 6}
     assert finding.cause.startswith(finding.subjects[0])
 
 
