@@ -379,6 +379,12 @@ def _tables(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]
     return tables
 
 
+def by_step(member: Member, kind: str, count: int) -> dict[int, tuple[dict[int, int], int]]:
+    """By step, the digests by position and the averaging backwards until then."""
+    rows = _rows(member, kind, "step")
+    return {key: (_by_position(row, key, count), row[2]) for key, row in rows.items()}
+
+
 def _wall(member: Member, kind: str, point: str, key: int) -> float:
     for event in _events(member, kind, point):
         if key in event.keys:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
-from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _causes, _loads
+from . import _causes, _joined, _loads
 from ._replicas import (
     NO_COPIES,
     Divergence,
@@ -34,7 +34,8 @@ class OptimizerStateDrift(Check):
     ## What it finds
     Momentum, second moments or step counts that differ between ranks which train copies of one
     model: typically an optimizer that was resumed from a checkpoint, cleared or made anew on one
-    rank only. Digests of the state are recorded at some steps and compared afterwards.
+    rank only; or torch's `Join`, which copies the model to ranks that took fewer steps, not the
+    optimizer. Digests of the state are recorded at some steps and compared afterwards.
 
     ## Why it hurts
     The same gradients then give different updates, and the models drift apart although every
@@ -46,7 +47,8 @@ class OptimizerStateDrift(Check):
 
     ## When it stays quiet
     Sharded state (`ZeroRedundancyOptimizer`, FSDP), and any that a rank does not hold; state that
-    differs because the gradients did is told with those.
+    differs because the gradients did is told with those. Under `Join`, as long as the parameters
+    are not seen to move apart.
     """
 
     code = "DDP404"
@@ -74,6 +76,7 @@ class OptimizerStateDrift(Check):
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:
+            yield from self._under_join(group)
             return
         parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
         if not parted:
@@ -142,6 +145,56 @@ class OptimizerStateDrift(Check):
             evidence={"of_its_own": True, "parameters_differ": _WHEN[points[0]]},
             at=member.rank.wall(event.at),
         )
+
+    def _under_join(self, group: Replicas) -> Iterator[Finding]:
+        """The model is copied at the end of each `Join`, the optimizer's state is not."""
+        state = [kind.partition(":")[2] for kind in kinds(group, "state:")]
+        apart = _joined.moved_apart(group) if state else None
+        if apart is None:
+            return
+        rank = group.any.rank
+        taken = {n: e.step for n, e in apart.began.items()}
+        epoch = apart.began[rank.rank].epoch
+        first = min(taken.values())
+        last = max(m.last_step for m in group.members.values())
+        kind, site = next(
+            (
+                (e.kind, e.site)
+                for e in rank.of(OptimizerSeen)
+                if e.optimizer == group.any.optimizer
+            ),
+            ("optimizer", -1),
+        )
+        every = group.names("parameters")
+        loop = rank.location(apart.began[rank.rank].site)
+        yield self.finding(
+            ranks=tuple(taken),
+            steps=Steps(first, last, last - first + 1),
+            subjects=tuple(every),
+            location=rank.location(site) or loop,
+            label="`Join` does not copy its state",
+            related=(Related("takes its steps here", loop),) if site >= 0 and loop else (),
+            summary=f"the state of {kind} ({', '.join(state)}) is not the same on all ranks from "
+            f"epoch {epoch} on: {_listed(taken)} steps before it",
+            cause="inside `Join` a rank without more batches takes no steps; at its end the model "
+            "is copied, the optimizer's state is not, so that equal gradients give other updates: "
+            f"in epoch {epoch} the copies began equal and were apart after {apart.steps} "
+            f"{'step' if apart.steps == 1 else 'steps'}",
+            fix="give every rank equally many batches, or stop all after the shortest "
+            "(`Join([model], throw_on_early_termination=True)` raises on every rank); or send the "
+            "optimizer's state of a rank that took every step to all others after each `Join`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "steps_before_the_epoch": taken,
+                "differ": f"{len(apart.positions)} of {len(every)} parameters, "
+                f"after {apart.steps} of its steps",
+            },
+            at=rank.wall(apart.began[rank.rank].at),
+        )
+
+
+def _listed(taken: dict[int, int]) -> str:
+    return ", ".join(f"rank {n} took {count}" for n, count in list(taken.items())[:4])
 
 
 _WHEN = {"eval": "at evaluation", "end": "at the end"}

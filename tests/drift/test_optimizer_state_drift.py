@@ -11,7 +11,7 @@ from recordings import START, make_run, steps
 from replicas import LINE, OTHER, STEP, digests, equal, replica, run_of
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Edited, Hyperparameters, Loaded, OptimizerSeen, Replica
+from ddpdoctor.events import Edited, EpochBegan, Hyperparameters, Loaded, OptimizerSeen, Replica
 from ddpdoctor.probe import edits
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
@@ -180,3 +180,49 @@ def test_lists_of_tensors_in_a_state_are_not_spelled_out():
     before = edits._standing(optimizer, parameter)
     optimizer.state[parameter]["n_iter"] = 2
     assert edits._standing(optimizer, parameter) != before
+
+
+LEFT_OUT = "its ranks take as many steps as they have inputs (`Join`)"
+
+
+def under_join(
+    *, equal_before=True, state=True, gradients=(7, 7), after=(5, 6), joined=True, then=4
+):
+    """Two epochs: rank 0 takes two steps in the first, rank 1 one; both take two in the second."""
+    ranks = {}
+    for n, begin in enumerate((2, 1)):
+        values = {begin: 1 if equal_before else n, begin + 1: after[n]}
+        ranks[n] = [
+            *(EpochBegan(at=0, loader=0, epoch=e, step=s, site=OTHER, joined=joined)
+              for e, s in ((0, 0), (1, begin), (2, begin + then))),
+            digests("parameters", {k: [9, 9, 9, v] for k, v in values.items()},
+                    backwards=tuple(k + 1 for k in values)),
+            digests("gradients", {begin: [1, 1, 1, gradients[n]]}, backwards=(begin + 1,)),
+            *([digests("state:exp_avg", {1: [1, 2, 3, n]})] if state else []),
+            *steps(begin + 2, site=STEP),
+        ]  # fmt: skip
+    return list(OptimizerStateDrift().examine(run_of(ranks, count=0, left_out=LEFT_OUT)))
+
+
+def test_join_copies_the_model_and_not_the_state():
+    (finding,) = under_join()
+    assert finding.ranks == (0, 1)
+    assert "rank 0 took 2, rank 1 took 1 steps before it" in finding.summary
+    assert "from epoch 1 on" in finding.summary and "`Join`" in finding.cause
+    assert finding.evidence["differ"] == "1 of 4 parameters, after 1 of its steps"
+    assert finding.location.line == 35
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"after": (5, 5)},
+        {"equal_before": False},
+        {"state": False},
+        {"gradients": (7, 8)},
+        {"joined": False},
+        {"then": 1},
+    ],
+)
+def test_join_where_the_copies_stay_equal_or_other_things_part_them(facts):
+    assert under_join(**facts) == []
