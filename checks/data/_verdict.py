@@ -66,7 +66,8 @@ def _merged(found: list[Fault]) -> list[Fault]:
         known = by_loader.setdefault((fault.check, id(fault.loader)), fault)
         if known is not fault:
             known.ranks = tuple(sorted({*known.ranks, *fault.ranks}))
-            known.readers = [*known.readers, *fault.readers]
+            readers = (*known.readers, *fault.readers)
+            known.readers = sorted(readers, key=lambda reader: reader.rank.rank)
     return list(by_loader.values())
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import SamplerRefused
+from ddpdoctor.events import GroupReady, SamplerRefused
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._loaders import Reader
 from ._verdict import Fault, of_check
@@ -14,6 +14,9 @@ from ._words import dataset, figures, no_loader, related, whom
 
 FIX = "leave both out (torch asks the group), or name them: `DistributedSampler(dataset, \
 num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
+
+FIX_SMALLER = "name the group over which the gradients are averaged, torch asks the default one: \
+`DistributedSampler(dataset, num_replicas=dist.get_world_size(group), rank=dist.get_rank(group))`"
 
 
 class SamplerRankMismatch(Check):
@@ -101,6 +104,10 @@ class SamplerRankMismatch(Check):
         audit, reader = fault.audit, _odd(fault)
         assert audit is not None
         given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
+        among = f"among {ranks_text(audit.epochs)}, " if len(audit.epochs) < len(given) else ""
+        default = run.ranks[reader.rank.rank].default_group
+        smaller = default is not None and set(audit.epochs) < set(default.ranks)
+        beside = _beside(reader.rank, set(audit.epochs)) if smaller else ()
         return self.finding(
             ranks=fault.ranks,
             subjects=(reader.seen.dataset,),
@@ -109,11 +116,12 @@ class SamplerRankMismatch(Check):
             related=(*_default(run.ranks[reader.rank.rank]), *related(reader, sampler=False)),
             summary=f"the sampler of {dataset(reader)} divides it over {reader.seen.replicas} "
             f"replicas as {_places(fault)} on {whom(run, fault.ranks)}: "
-            f"{len(audit.shared)} samples read by several ranks"
+            f"{among}{len(audit.shared)} samples read by several ranks"
             + (f", {audit.never} by none" if audit.complete else ""),
             cause=f"{len(audit.epochs)} ranks average their gradients; each needs a rank of its "
-            f"own below num_replicas={len(audit.epochs)}",
-            fix=FIX,
+            f"own below num_replicas={len(audit.epochs)}"
+            + (f", the same on {ranks_text(beside)} if these share one model" if beside else ""),
+            fix=FIX_SMALLER if smaller else FIX,
             evidence={"(num_replicas, rank)": given, **figures(audit)},
             at=reader.rank.wall(reader.epochs[0].began.at),
         )
@@ -126,6 +134,12 @@ def _odd(fault: Fault) -> Reader:
 def _places(fault: Fault) -> str:
     taken = [r.seen.sampler_rank for r in fault.readers]
     return f"rank {taken[0]}" if len(set(taken)) == 1 else f"ranks {', '.join(map(str, taken[:8]))}"
+
+
+def _beside(rank: Rank, averaging: set[int]) -> tuple[int, ...]:
+    """A group of ranks of which one averages gradients with these: the model may be split there."""
+    groups = (g.ranks for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1)
+    return next((ranks for ranks in groups if averaging & set(ranks) == {rank.rank}), ())
 
 
 def _default(rank: Rank) -> tuple[Related, ...]:

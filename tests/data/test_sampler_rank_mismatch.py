@@ -9,7 +9,7 @@ from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import SITES, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ExceptionRaised, SamplerRefused, ShardedOver
+from ddpdoctor.events import Event, ExceptionRaised, GroupReady, SamplerRefused, ShardedOver
 from ddpdoctor.findings import Finding, Severity
 
 EVERYTHING = list(range(100))
@@ -54,6 +54,7 @@ def test_a_world_of_one() -> None:
     (finding,) = examine(sampled(1, 0), sampled(1, 0))
     assert "100 samples read by several ranks" in finding.summary
     assert "num_replicas=2" in finding.cause
+    assert "num_replicas=dist.get_world_size(), rank=dist.get_rank()" in finding.fix
 
 
 def test_ranks_that_share_one_model_share_its_data() -> None:
@@ -81,6 +82,22 @@ def test_data_parallel_ranks_of_a_mesh() -> None:
         pair = (0, 1) if r < 2 else (2, 3)
         events[r] = [*prologue(4, group=pair)[:-1], *prologue(4)[-1:], *sampled(2, r // 2)]
     assert not found(SamplerRankMismatch(), make_run(events))
+
+
+def test_the_world_instead_of_the_data_parallel_ranks_of_a_mesh() -> None:
+    """Gradients are averaged over (0, 2) and (1, 3); (0, 1) and (2, 3) share a model each."""
+    events = {}
+    for r in range(4):
+        pair = (0, 1) if r < 2 else (2, 3)
+        split = GroupReady(
+            at=0, group=2, name="2", backend="gloo", ranks=pair, member=True, site=-1
+        )
+        alone = sampled(4, r, ends={"collectives": 0})  # in the groups, none over all ranks
+        events[r] = [*prologue(4, group=(r % 2, r % 2 + 2)), split, *alone]
+    (finding,) = found(SamplerRankMismatch(), make_run(events))
+    assert "as ranks 0, 1, 2, 3 on all 4 ranks: among ranks 0,2, 0 samples" in finding.summary
+    assert "num_replicas=2, the same on ranks 0-1 if these share one model" in finding.cause
+    assert "num_replicas=dist.get_world_size(group), rank=dist.get_rank(group)" in finding.fix
 
 
 def sharded_over_a_mesh(place: Callable[[int], int], *, sharing: int = 0) -> list[Finding]:
