@@ -97,6 +97,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: the ranks at fault, where that can be told; all ranks where it is everyone's.
         subjects: names the user knows (parameters, data sets, files, devices).
+        optimizers: numbers of those that step what it is about, where that is known.
         location: the user's line; `label` says what is wrong there, in a few words.
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
@@ -116,6 +117,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     steps: Steps | None = None
     subjects: tuple[str, ...] = ()
+    optimizers: tuple[int, ...] = ()
     location: Location | None = None
     label: str = ""
     related: tuple[Related, ...] = ()

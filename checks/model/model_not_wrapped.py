@@ -82,9 +82,14 @@ class ModelNotWrapped(Check):
             yield _with(first, others)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        return mine.severity is Severity.ERROR and other.check in (
+        if mine.severity is not Severity.ERROR or other.check not in (
             "gradient-drift", "parameter-drift", "unsynced-step"
-        )  # fmt: skip
+        ):  # fmt: skip
+            return False
+        if not other.optimizers or not set(mine.optimizers).isdisjoint(other.optimizers):
+            return True
+        # What is stepped apart from it differs with it only by what every rank does to it.
+        return other.evidence.get("edited_by_hand_on") == sorted(mine.ranks)
 
     def _judge(self, run: Run, optimizer: int, alike: dict[Rank, Unwrapped]) -> Iterator[Finding]:
         states = {r: {s.step: s for s in _states(r, optimizer)} for r in alike}
@@ -177,6 +182,7 @@ class ModelNotWrapped(Check):
             ranks=tuple(r.rank for r in alike),
             steps=Steps(0, max(steps - 1, common[-1]), max(steps, 1)),
             subjects=tuple(p.name for p in event.parameters),
+            optimizers=tuple(sorted({e.optimizer for e in alike.values()})),
             location=stepped if late and stepped else spot or stepped,
             label="before the gradients are exchanged" if late else "never wrapped",
             related=models.related(rank, (("stepped here", event.step_site),) if not late else ()),
@@ -195,8 +201,10 @@ def _with(first: Finding, others: list[Finding]) -> Finding:
     """Models that one line makes, one after the other, are told together."""
     if not others:
         return first
+    numbers = {n for f in (first, *others) for n in f.optimizers}
     return msgspec.structs.replace(
         first,
+        optimizers=tuple(sorted(numbers)),
         summary=f"{first.summary}; and so with {len(others)} more that this line makes",
         evidence=first.evidence | {"models": len(others) + 1},
     )

@@ -2,11 +2,14 @@
 
 import msgspec
 import pytest
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
 from recordings import make_run, site, steps
+from replicas import digests, replica
 from wraps import codes, group, parameters
 
-from ddpdoctor.events import OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import Edited, OptimizerSeen, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Severity
 
 CHECK = ModelNotWrapped()
@@ -190,6 +193,29 @@ def test_models_that_one_line_makes_are_one_finding():
     (found,) = CHECK.examine(make_run({r: both(r) for r in (0, 1)}))
     assert "and so with 1 more that this line makes" in found.summary
     assert found.steps.count == 9
+
+
+def with_a_wrapped_one(rank, optimizer):
+    """Beside it a wrapped model in this optimizer, whose parameters rank 0 edits before step 1."""
+    values = {n: [10 * n + i + 100 * (rank == 0 < n) for i in range(4)] for n in range(3)}
+    held = {"model": 0, "optimizer": optimizer}
+    edit = Edited(at=0, kind="parameters", step=1, changed=True, **held)
+    return [
+        *loose(state(0, 10 + rank, 7), state(1, 20 + rank, 30 + rank)),
+        *replica((0, 1), **held),
+        digests("parameters", values, **held),
+        *([edit] if rank == 0 else []),
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "apart"), [(1, True), (0, False)])
+def test_drift_of_another_model_is_no_consequence(optimizer, apart):
+    run = make_run({r: with_a_wrapped_one(r, optimizer) for r in (0, 1)})
+    told = diagnose(run, [CHECK, ParameterDrift()]).findings
+    (lone, *others) = told
+    assert lone.code == "DDP305"
+    assert [f.code for f in others] == ["DDP402"] * apart
+    assert len(lone.consequences) == (not apart)
 
 
 def test_optimizers_that_step_inside_the_backward_are_not_examined():
