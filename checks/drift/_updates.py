@@ -43,17 +43,22 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
             yield _told(copies, found)
 
 
+def agree(looks: list[Look]) -> bool:
+    """Whether every gradient is the same on all ranks at all looks, of which the first is before
+    any step."""
+    if len(looks) < _unshared.LOOKS_AT_LEAST or looks[0].step:
+        return False
+    return all(look.agree(i) for look in looks for i in range(len(look.gradients[0])))
+
+
 def _equal_gradients(looks: list[Look]) -> list[int]:
     """Positions of parameters that begin equal and have a gradient before every step that is the
     same on all ranks; empty where any gradient is another one on some rank."""
-    if len(looks) < _unshared.LOOKS_AT_LEAST or looks[0].step:
-        return []
-    count = len(looks[0].gradients[0])
-    if not all(look.agree(i) for look in looks for i in range(count)):
+    if not agree(looks):
         return []
     return [
         i
-        for i in range(count)
+        for i in range(len(looks[0].gradients[0]))
         if looks[0].equal(i)
         and all(look.everywhere(i) for look in looks)
         and any(look.gradients[0][i] != _unshared.ALL_ZERO for look in looks)

@@ -6,12 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
-from ddpdoctor.events import Hyperparameters, OptimizerSeen, SchedulerStep, StepDone
+from ddpdoctor.events import (
+    Hyperparameters,
+    OptimizerSeen,
+    Replica,
+    SchedulerStep,
+    StepDone,
+    Unwrapped,
+    Wrapped,
+)
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from . import _loads, _options
+from . import _by_hand, _loads, _options, _unshared, _updates
 from ._causes import Cause
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
@@ -59,13 +67,13 @@ class HyperparameterSkew(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        if not replicas(run):
+        if not _copies(run):
             return NO_COPIES
         return None if run.any(Hyperparameters) else "no optimizer's options were seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         told: set[object] = set()
-        for group in replicas(run):
+        for group in _copies(run):
             key = (tuple(group.members), group.any.optimizer)
             if key not in told and not group.left_out:
                 for finding in self._judge(group):
@@ -74,6 +82,9 @@ class HyperparameterSkew(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
+            return False
+        apart = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
+        if mine.optimizers and apart and other.check == "parameter-drift":
             return False
         if other.steps is None or mine.steps is None:
             return True
@@ -102,6 +113,7 @@ class HyperparameterSkew(Check):
             ranks=why.ranks or ranks,
             steps=_extent(group, tables, skewed),
             subjects=tuple(dict.fromkeys(name for name, _ in options)),
+            optimizers=(group.any.optimizer,),
             location=why.location,
             label=why.label,
             related=why.related,
@@ -120,6 +132,24 @@ class HyperparameterSkew(Check):
             | why.evidence,
             at=at,
         )
+
+
+def _copies(run: Run) -> list[Replicas]:
+    return [*replicas(run), *_exchanged_by_hand(run)]
+
+
+def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
+    """Copies without a wrapper, to which the same gradients are applied from the first step on."""
+    for copies in _by_hand.trained_by_all(run):
+        alike = _unshared.steady(copies) and _updates.agree(_unshared.close_looks(copies))
+        if alike and not _by_hand.kept_equal(copies):
+            yield Replicas({n: _unwrapped(*pair) for n, pair in copies.members.items()})
+
+
+def _unwrapped(rank: Rank, event: Unwrapped) -> Member:
+    seen = Replica(at=event.at, model=-1, optimizer=event.optimizer, ranks=(), parameters="")
+    origin = Wrapped(at=event.at, model=-1, wrapper="", kind=event.kind, group=-1, site=event.site)
+    return Member(rank, seen, origin)
 
 
 def _extent(

@@ -241,6 +241,8 @@ def test_copies_that_drift_after_it_are_its_consequence(skew, drift, explained):
         summary="copies differ", cause="", fix="", steps=Steps.of([drift])
     )
     assert HyperparameterSkew().explains(mine, other) is explained
+    mine, other = (msgspec.structs.replace(f, optimizers=(n,)) for n, f in enumerate((mine, other)))
+    assert not HyperparameterSkew().explains(mine, other), "another optimizer steps them"
 
 
 @pytest.mark.parametrize(

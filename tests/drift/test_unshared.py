@@ -47,15 +47,19 @@ def found_in(ranks=(0, 1), change=None, **kwargs):
     return found_with(rows)
 
 
-def found_with(rows):
+def run_with(rows):
     made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()"),
             site(3, "train.py", 8, "dist.all_reduce(flat)")]  # fmt: skip
     event = Unwrapped(
         at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(LAYERS)
     )
-    run = make_run(
+    return make_run(
         {r: [*made, group(tuple(rows)), event, *told, *steps(8)] for r, told in rows.items()}
     )
+
+
+def found_with(rows):
+    run = run_with(rows)
     check = ParameterDrift()
     told = list(check.examine(run))
     assert not told or check.unobserved(run) is None

@@ -2,8 +2,12 @@
 
 import msgspec
 import pytest
-from test_unshared import found_with, states
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from test_unshared import found_with, run_with, states
 
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import Hyperparameters
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
 
@@ -56,3 +60,25 @@ def test_updates_that_differ():
 ])  # fmt: skip
 def test_traps(kwargs):
     assert found_in(**kwargs) == []
+
+
+def told_with_rates(*rates, **kwargs):
+    """All gradients are exchanged by hand; ranks step with these learning rates."""
+    rows = {}
+    for rank, lr in enumerate(rates):
+        rate = Hyperparameters(at=0, optimizer=0, step=0, groups=({"lr": lr},), site=2)
+        looks_ = looks(rank, every=True, **kwargs)
+        rows[rank] = [rate, *(msgspec.structs.replace(s, exchanged="gradients") for s in looks_)]
+    return diagnose(run_with(rows), [ParameterDrift(), HyperparameterSkew()]).findings
+
+
+def test_a_rate_of_its_own_on_each_rank_explains_what_differs():
+    (found,) = told_with_rates(0.1, 0.2)
+    assert (found.check, found.steps.first) == ("hyperparameter-skew", 0)
+    assert "0.1 on rank 0, 0.2 on rank 1" in found.summary
+    assert [c.code for c in found.consequences] == ["DDP402"]
+    assert [f.code for f in told_with_rates(0.1, 0.1)] == ["DDP402"]
+
+
+def test_rates_of_ranks_whose_gradients_differ_are_their_own_affair():
+    assert [f.code for f in told_with_rates(0.1, 0.2, own=(1,))] == ["DDP402"]
