@@ -58,7 +58,7 @@ class Look:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(steady(c) or _running(c) for c in _by_hand.trained_by_all(run))
+    return any(steady(c) or _running(c) or _agreed(c) for c in _by_hand.trained_by_all(run))
 
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
@@ -67,9 +67,11 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         if (differ := _running(copies)) is not None:
             yield _told_running(copies, differ)
             continue
-        if not steady(copies):
-            continue
         looks = close_looks(copies)
+        if not steady(copies):
+            if _agreed(copies) and (apart := _never_equal(copies, looks)) is not None:
+                yield _told_apart(copies, looks, apart)
+            continue
         if (mixed := _mixed(looks)) is not None:
             yield _told_mixed(copies, *mixed)
         elif (apart := _never_equal(copies, looks)) is not None:
@@ -97,6 +99,18 @@ def steady(copies: Copies) -> bool:
         s.exchanged == "gradients" and s.shared == s.step + 1 and s.averaged == first.averaged
         for s, first in states
     ) and all(s.averaged == copies.looks[0][n].averaged for n, s in (copies.end or {}).items())
+
+
+def _agreed(copies: Copies) -> bool:
+    """Whether gradients were the same on all ranks at every look, others each time, and so much was
+    exchanged in each step that they were, by whatever means: there may have been no backward."""
+    looks = close_looks(copies)
+    if len(looks) < LOOKS_AT_LEAST or any(len(set(look.gradients)) > 1 for look in looks):
+        return False
+    size = sum(_sizes(copies))
+    return len({look.gradients[0] for look in looks}) == len(looks) and all(
+        s.elements >= ENOUGH * size * s.step for s in copies.looks[-1].values()
+    )
 
 
 def close_looks(copies: Copies) -> list[Look]:
@@ -148,7 +162,7 @@ def _mixed(looks: list[Look]) -> tuple[Look, list[int]] | None:
 def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
     """Parameters that differ from the first step on, although the same gradients are applied to
     them on all ranks: those of all parameters are exchanged."""
-    if not all(s.complete for look in copies.looks for s in look.values()):
+    if not (all(s.complete for look in copies.looks for s in look.values()) or _agreed(copies)):
         return None
     count = len(_parameters(copies))
     alike = all(
@@ -347,7 +361,7 @@ def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str
         "subjects": tuple(names[i] for i in apart),
         "location": rank.location(event.site) or rank.location(event.step_site),
         "label": "differs between ranks from the start",
-        "related": related(rank, "stepped here", event.step_site),
+        "related": related(rank, "stepped here", event.step_site if event.kind else -1),
         "summary": f"{some(names, apart)} of {kind} {verb(apart)} before the first step, and for "
         "ever: only gradients are exchanged",
         "cause": "the ranks start from values of their own (another seed, weights loaded on some "

@@ -139,6 +139,37 @@ def test_traps(kwargs):
     assert found_in(**kwargs) == []
 
 
+def without_a_backward(*, elements=40, repeated=False, **kwargs):
+    """The exchange is not known to be of gradients, which are the same everywhere all the same;
+    each step exchanges so many elements (40 are all)."""
+    rows = {rank: list(states(rank, **kwargs)) for rank in (0, 1)}
+    for rank, told in rows.items():
+        for i, s in enumerate(told):
+            each = unpack(told[0].each)[:4] + unpack(s.each)[4:] if repeated else unpack(s.each)
+            rows[rank][i] = msgspec.structs.replace(
+                s, exchanged="parameters" if i else "", complete=False, completed=0, shared=0,
+                averaged=s.step + 1, elements=elements * s.step, each=pack(each),
+            )  # fmt: skip
+    return found_with(rows)
+
+
+def test_copies_that_were_never_equal_under_gradients_made_without_a_backward():
+    (found,) = without_a_backward(apart=(0, 1, 2, 3))
+    assert (found.severity.value, found.location.line, found.steps.first) == ("error", 3, 0)
+    assert "apply the same gradients" in found.cause
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({}, id="equal"),
+    pytest.param({"apart": (0,), "clipped": True}, id="gradients of their own"),
+    pytest.param({"local": (1,), "apart": (0,)}, id="some gradients of their own"),
+    pytest.param({"apart": (0,), "elements": 10}, id="too little is exchanged to be gradients"),
+    pytest.param({"apart": (0,), "repeated": True}, id="gradients that are constants"),
+])  # fmt: skip
+def test_copies_that_need_not_be_equal(kwargs):
+    assert without_a_backward(**kwargs) == []
+
+
 def mixed(ranks=(0, 1), hands=None, **kwargs):
     """Ranks hand over the gradients that they have, or those at `hands`."""
     none = ((2,), (3,))
