@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run
@@ -70,36 +72,52 @@ class UnusedParameter(Check):
         if wrapped is None:
             return
         allowed = event.find_unused or event.static_graph
-        names = models.names_of(wrapped, event.indices)
+        # Others in their stead, later: torch raises before that where it is not told to expect it.
+        later = _later(rank, model, event) if allowed else []
+        names = models.names_of(wrapped, [i for e in (event, *later) for i in e.indices])
         parts = models.parts_of(wrapped, event.indices)
         why = _why(event, parts[0], _share(rank, model, event))
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(
-                s for r, e in seen.items() for s in graphs.steps_with(r, model, e.indices)
+                s
+                for r, e in seen.items()
+                for s in graphs.steps_with(r, model, () if later else e.indices)
             ),
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),
             label=why,
             related=_related(rank, wrapped, event, parts[0]),
-            summary=f"{models.some(names)} of {wrapped.kind} got no gradient at step {event.step} "
-            f"{models.on_ranks(run, (r.rank for r in seen))}",
+            summary=f"{models.some(names)} of {wrapped.kind} got no gradient "
+            + (f"in some steps, {len(event.indices)} of them " if later else "")
+            + f"at step {event.step} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(parts[0], why, allowed),
             fix=_fix(parts[0], why, allowed),
             fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
-                    {"module": p.module or "(root)", "class": p.kind, "called": _called(event, p)}
-                    for p in parts
+                    {"module": p.module or "(root)", "class": p.kind, "called": _called(e, p)}
+                    for e in (event, *later)
+                    for p in models.parts_of(wrapped, e.indices)
                 ],
                 "unused": f"{len(names)} of {len(wrapped.parameters)} parameters",
                 "backward": event.backward,
-                "unused in": _share(rank, model, event),
+                "unused in": _share(rank, model, event) + f" ({names[0]})" * bool(later),
                 "find_unused_parameters": event.find_unused,
             },
             at=rank.wall(event.at),
         )
+
+
+def _later(rank: Rank, model: int, event: UnusedParameters) -> list[UnusedParameters]:
+    """Records that tell of more than this one and those before, and of that only."""
+    found, told = [], set(event.indices)
+    for other in models.sets_of(rank, model):
+        if more := tuple(i for i in other.indices if i not in told):
+            found.append(msgspec.structs.replace(other, indices=more))
+            told.update(more)
+    return found
 
 
 NEVER = "never called"

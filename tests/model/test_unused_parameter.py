@@ -107,6 +107,16 @@ def test_steps_in_which_others_are_unused_in_their_stead_do_not_count():
     assert (found.steps.first, found.steps.last, found.steps.count) == (0, 2, 3)
 
 
+def test_a_note_names_all_that_are_unused_at_some_time():
+    parts = [unused([4, 5], find_unused=True), *steps(3)]
+    parts += [unused([0, 4], backward=4, step=3, find_unused=True), *steps(5, first=3)]
+    (found,) = find(*parts)
+    assert found.subjects == ("aux.weight", "aux.bias", "body.weight")
+    assert "in some steps, 2 of them at step 0" in found.summary
+    assert found.steps.count == 8
+    assert [row["module"] for row in found.evidence["modules"]] == ["aux", "body"]
+
+
 def test_a_model_all_of_whose_parameters_are_used():
     assert find(unused([]), use(9), *steps(9)) == []
 
