@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ddpdoctor.events import CallBlock, CallRun, CallSite, GroupReady, Signature
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    CallSite,
+    GroupReady,
+    Signature,
+    StepDone,
+)
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Call, Rank, Run, State
 
@@ -126,6 +134,7 @@ class Book:
         self._whats: dict[What, int] = {}
         self._tokens: dict[tuple[What, Text], int] = {}
         self._known: dict[int, dict[tuple[int, int], Made]] = {}
+        self._steps: dict[int, list[tuple[int, int]]] = {}
         for rank in run.ranks.values():
             self._read(rank)
 
@@ -138,7 +147,8 @@ class Book:
         if segment.whats[place] == UNKNOWN:
             return None
         known = self._made(log.rank, *segment.codes[place], log.group)
-        step = segment.step + times * segment.every if log.rank.steps else -1
+        taken = segment.step + times * segment.every
+        step = self._step(log.rank, taken) if log.rank.steps else -1
         call = segment.call or _in_ring(log, index)
         return Made(
             log.rank, index, known.signature, known.site, step, known.what, known.text, call
@@ -162,6 +172,14 @@ class Book:
             return GroupKey("new_group", tuple(range(self.run.world_size)))
         ready = next((g for g in rank.of(GroupReady) if g.group == group and g.member), None)
         return GroupKey(ready.name, ready.ranks, ready.backend) if ready else None
+
+    def _step(self, rank: Rank, taken: int) -> int:
+        """After so many steps of all optimizers together: how many they are as they are told."""
+        known = self._steps.get(rank.rank)
+        if known is None:
+            known = self._steps[rank.rank] = _steps(rank)
+        own = known[min(bisect_left(known, (taken, 0)), len(known) - 1)][1] if known else taken
+        return min(taken, own)
 
     def _read(self, rank: Rank) -> None:
         blocks = {b.id: b.codes for b in rank.of(CallBlock)}
@@ -261,6 +279,22 @@ def first_difference(a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]])
         if end_y <= end_x:
             j = _consume(ys, j, 1)
     return None
+
+
+def _steps(rank: Rank) -> list[tuple[int, int]]:
+    """Steps of all optimizers together, and of the one that had taken the most by then; of each of
+    those that follow each other."""
+    told = rank.of(StepDone)
+    last = {e.optimizer: e.at for e in told}
+    found, every, before, most = [(0, 0)], 0, 0, 0
+    begun: set[int] = set()
+    for event in told:
+        if event.optimizer not in begun and all(last[o] < event.at for o in begun):
+            before, most = before + most, 0
+        begun.add(event.optimizer)
+        every, most = every + event.count, max(most, event.step + 1)
+        found.append((every, before + most))
+    return found if len(last) > 1 else []
 
 
 def _consume(parts: list[tuple[int, tuple[int, ...], int]], at: int, times: int) -> int:

@@ -20,6 +20,7 @@ from ddpdoctor.events import (
     FlightLog,
     Place,
     Site,
+    StepDone,
     Way,
 )
 from ddpdoctor.findings import Finding
@@ -512,3 +513,20 @@ def test_a_callback_that_a_thread_of_the_backend_runs_has_no_lines(tmp_path: Pat
             tape.call(line=10)
             tape.call(line=-1 if rank in threads else 10, numel=2)
     assert not found(run_of(tmp_path, made))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_steps_of_several_optimizers(tmp_path: Path, in_turn: bool) -> None:
+    """One that steps another, or one after the other: as the table of ranks has them."""
+    order = (0, 0, 0, 1, 1, 1) if in_turn else (1, 0, 1, 0, 1, 0)
+    steps = [
+        StepDone(at=START + n / 10, optimizer=o, step=order[:n].count(o), site=-1, wall_s=0.1)
+        for n, o in enumerate(order)
+    ]
+    made = tapes()
+    for tape in made.values():
+        tape.call(step=0)
+    made[0].call("barrier", 20, step=6)
+    made[1].call(line=30, step=6)
+    (finding,) = found(run_of(tmp_path, made, more=dict.fromkeys(made, steps)))
+    assert finding.steps is not None and finding.steps.first == (6 if in_turn else 3)
