@@ -12,7 +12,7 @@ from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Se
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
-from . import _spread
+from . import _partly, _spread
 
 GROUP = "gradients of a group"
 ENOUGH = 0.5
@@ -114,7 +114,10 @@ class ModelNotWrapped(Check):
         ):
             return  # parameter-drift tells what the exchange leaves out
         if common and len(apart) == len(common):
-            yield self._tell(run, alike, Severity.ERROR, common, moved)
+            told = self._tell(run, alike, Severity.ERROR, common, moved)
+            late = any(s.late for r in states for s in _states(r, optimizer))
+            where = models.on_ranks(run, (r.rank for r in alike))
+            yield told if late else _partly.named(told, alike, where)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
 

@@ -81,6 +81,30 @@ def test_another_model_that_is_averaged_excuses_nothing():
     assert codes(run, CHECK) == ["DDP305 error"]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_optimizer_that_keeps_the_rest_of_the_model_equal(kept):
+    def events(rank):
+        both = [
+            *loose(*(state(n, 10 * n + rank, 7 + n * rank) for n in range(3)), layers=("head",)),
+            *anew(
+                *(state(n, 50 * n + rank, 90 + n * (not kept) * rank) for n in range(3)),
+                layers=("body",),
+            ),
+        ]
+        both = [msgspec.structs.replace(e, root=0) if isinstance(e, Unwrapped) else e for e in both]
+        made = site(2, "train.py", 5, "adam = AdamW(net.head.parameters())")
+        return [*both, made, OptimizerSeen(at=0, optimizer=0, kind="AdamW", site=2)]
+
+    found, *_ = CHECK.examine(make_run({r: events(r) for r in (0, 1)}))
+    few, every = len(parameters(("head",))), len(parameters(("body", "head")))
+    if kept:
+        assert found.summary.startswith(f"{few} of the {every} parameters of Net")
+        assert found.location.line == 5
+        assert "DistributedDataParallel" not in found.fix and "as well" in found.fix
+    else:
+        assert found.location.line == 3 and "DistributedDataParallel" in found.fix
+
+
 def test_ranks_that_agree_without_exchanging_anything_are_a_note():
     run = make_run({r: loose(state(0, 1, 2), state(1, 3, 4), state(2, 5, 6)) for r in (0, 1)})
     assert codes(run, CHECK) == ["DDP305 note"]
