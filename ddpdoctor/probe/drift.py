@@ -150,7 +150,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
 
 def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
     _look_for_join(active, watch)
-    gradients = [] if step.closure else [_kind_of_gradients(watch.holding.model)]
+    gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
     kinds = ["parameters", *gradients]
     watch.whole_next = False
     if not watch.broadcast and _drift.forwards is not None:
@@ -195,7 +195,7 @@ def _closure_ends(active: Recorder, step: Step) -> None:
     for holding in step.holdings:
         watch = _watch(active, holding)
         stride = watch.pace.stride
-        kind = _kind_of_gradients(holding.model)
+        kind = _kind_of_gradients(holding)
         _record(active, watch, kind, step.number, 1 if step.number in EARLY else stride)
         _flush(active, watch, soon=step.number < 10)
 
@@ -222,8 +222,8 @@ def _held(model: Model) -> bool:
     return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
 
 
-def _kind_of_gradients(model: Model) -> str:
-    return "gradients" if sync.averaged(model) else "local"
+def _kind_of_gradients(holding: Holding) -> str:
+    return "gradients" if sync.averaged(holding.model, holding.optimizer) else "local"
 
 
 def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:

@@ -52,6 +52,8 @@ class Sync:
             synchronisation on or off (`flag`), switched off at `off_site`.
         functional: the line of an `autograd.grad` on its parameters since the last step.
         carried: `exchanges.carried()` when the last of these, or the last backward, began.
+        last: whether the last backward averaged, None where that is not known; `stepped` are the
+            optimizers that have stepped since.
     """
 
     def __init__(self, model: Model) -> None:
@@ -63,6 +65,8 @@ class Sync:
         self.off_site = -1
         self.functional = -1
         self.carried = 0
+        self.last: bool | None = None
+        self.stepped: set[int] = set()
         self.after: list[tuple[int, int]] = []
         self.backward_s = 0.0
         self.told: dict[int, tuple[Any, ...]] = {}
@@ -102,15 +106,17 @@ def install() -> None:
     moments.interrupted.subscribe(_interrupted, lost=LOST)
 
 
-def averaged(model: Model) -> bool | None:
+def averaged(model: Model, optimizer: int | None = None) -> bool | None:
     """Whether the last backward into a model's gradients averaged them; None where there was
-    none since the last step."""
+    none since the last step (of that optimizer, if given: several may share a backward)."""
     if routine.averaged(model):
         return True
     sync = _syncs.get(model)
-    if sync is None or not sync.contributions:
+    if sync is not None and sync.contributions:
+        return sync.contributions[-1].synced
+    if sync is None or optimizer is None or optimizer in sync.stepped:
         return None
-    return sync.contributions[-1].synced
+    return sync.last
 
 
 def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,7 +129,7 @@ def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(active)
-            _syncs[model].functional = active.site()
+            _syncs[model].functional, _syncs[model].last = active.site(), None
             _syncs[model].carried = exchanges.carried()
     Captures.depth += 1
     return derivatives.begins(args, kwargs)
@@ -151,6 +157,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
 def _interrupted(active: Recorder, step: Expected) -> None:
     """What has passed of a step that was a routine one so far."""
     sync, wrapper = _syncs[step.model], step.wrapper()
+    sync.last = None
     for one in step.passed():
         if one.forward is not None:
             sync.forwards += 1
@@ -226,6 +233,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         if new.reason == NOT_REDUCED:
             unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
+    sync.last = new.synced
+    sync.stepped.clear()
     sync.carried = _syncs.carried
     sync.forwards = 0
 
@@ -259,6 +268,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         sync = _syncs[holding.model]
         sync.contributions.clear()
         sync.functional = -1
+        sync.stepped.add(holding.optimizer)
 
 
 def _judge(active: Recorder, step: Step, holding: Holding) -> None:
