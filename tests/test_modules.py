@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdoctor.probe import modules
+from ddpdoctor.probe import modules, patching
 
 
 def line_of(text: str) -> int:
@@ -42,3 +44,18 @@ def test_what_brought_in_a_parameter_that_the_model_did_not_have(
     made.later = nn.Parameter(torch.ones(1))
     hooked.remove()
     assert modules.added_site(made, "later") == line_of("made.later =")
+
+
+def test_copies_are_known_though_no_constructor_makes_them() -> None:
+    modules.install()
+    try:
+        model = nn.Sequential(nn.Linear(2, 2))
+        copied = copy.deepcopy(model)
+        unpickled = pickle.loads(pickle.dumps(model))
+        held = [*copied.parameters(), *unpickled.parameters()]
+        names, roots = modules.named_roots(held)
+        assert [names[id(p)] for p in held] == ["0.weight", "0.bias"] * 2
+        assert {id(m) for m in roots} == {id(copied), id(unpickled)}
+        assert all(modules.in_some_module(p) for p in held)
+    finally:
+        patching.restore()

@@ -17,7 +17,11 @@ LOST = "the lines that make modules"
 
 class _Births:
     """The user's line that called a module's class, by module. Known also from before the
-    process became a rank, so lines are numbered only when asked for."""
+    process became a rank, so lines are numbered only when asked for.
+
+    Attributes:
+        copies: modules that no constructor made: copied or unpickled ones.
+    """
 
     def __init__(self) -> None:
         self.lines: weakref.WeakKeyDictionary[Any, tuple[CodeType, int]] = (
@@ -26,6 +30,7 @@ class _Births:
         self.parameters: weakref.WeakKeyDictionary[Any, dict[str, tuple[CodeType, int]]] = (
             weakref.WeakKeyDictionary()
         )
+        self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         self.registrations = 0
         self.user_code: dict[CodeType, bool] = {}
 
@@ -45,6 +50,7 @@ def install() -> None:
 
     _births.lines.clear()
     _births.parameters.clear()
+    _births.copies.clear()
     _births.registrations = 0
     original = torch.nn.Module.__init__
 
@@ -60,8 +66,26 @@ def install() -> None:
             raise
 
     replace(torch.nn.Module, "__init__", passed_over(__init__, original))
+    _watch_copies(torch.nn.Module)
     hooks = torch.nn.modules.module
     on_restore(hooks.register_module_parameter_registration_hook(_registered).remove)
+
+
+def _watch_copies(kind: Any) -> None:
+    original = kind.__setstate__
+
+    def __setstate__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
+        try:
+            _births.copies.add(self)
+        except Exception as error:
+            _missed(error)
+
+    replace(kind, "__setstate__", passed_over(__setstate__, original))
 
 
 def birth_line(module: Any) -> tuple[CodeType, int] | None:
@@ -112,7 +136,7 @@ def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
 
 def living() -> list[Any]:
     """All modules that exist, as far as they are known."""
-    return list(_births.lines)
+    return [*_births.lines, *(m for m in _births.copies if m not in _births.lines)]
 
 
 def in_some_module(parameter: Any) -> bool:
