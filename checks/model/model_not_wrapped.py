@@ -12,7 +12,7 @@ from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Se
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
-from . import _partly, _spread
+from . import _partly, _sequences, _spread
 
 GROUP = "gradients of a group"
 ENOUGH = 0.5
@@ -28,7 +28,9 @@ class ModelNotWrapped(Check):
     since the first step, or only after they were applied: each rank trains a model of its own. That
     one rank gave its parameters to the others before it makes them equal once, and does not keep
     them so. Beside tensor parallelism it is suspected where the parameters were sent over a group
-    before the first step, and that group exchanges next to nothing afterwards (losses).
+    before the first step, and that group exchanges next to nothing afterwards (losses); and beside
+    all_to_all in forward and backward (sequence parallelism) where all parameters begin alike on
+    all ranks, each gets another gradient on each rank, and nothing is exchanged before a step.
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that
@@ -77,6 +79,10 @@ class ModelNotWrapped(Check):
             if found := _spread.apart(run, optimizer):
                 together.setdefault(("of a group", optimizer), []).append(
                     self._of_group(run, found)
+                )
+            if copies := _sequences.apart(run, optimizer):
+                together.setdefault(("in parts", optimizer), []).append(
+                    self._of_parts(run, *copies)
                 )
         for first, *others in together.values():
             yield _with(first, others)
@@ -162,6 +168,20 @@ class ModelNotWrapped(Check):
                 "groups": [{"ranks": group} for group in groups],
                 "numbers exchanged in them since": max(each.exchanged for each in found),
             },
+        )
+
+    def _of_parts(self, run: Run, alike: dict[Rank, Unwrapped], steps: list[int]) -> Finding:
+        """Copies that work on one batch together, each with the gradients of its part."""
+        told = self._tell(run, alike, Severity.WARNING, steps, steps[1:])
+        return msgspec.structs.replace(
+            told,
+            confidence=Confidence.SUSPECTED,
+            cause="the ranks begin with the same parameters, and each applies gradients of its "
+            "own: the all_to_all in forward and backward exchange what the model computes, not the "
+            "gradients of its parameters, and between backward and step nothing is exchanged",
+            fix="add up the gradients of the ranks' parts before the step: `for p in "
+            "model.parameters(): dist.all_reduce(p.grad)` (divided by their number where each rank "
+            "takes the mean of its part)",
         )
 
     def _tell(

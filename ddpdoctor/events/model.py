@@ -272,6 +272,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             first step of all, -1 for none; where it is a part of the world, `numbers` are what was
             handed over so far, of any kind, by group.
         elements: floating-point numbers handed to collectives so far, first step not included.
+        swaps: `all_to_all` of such numbers so far, outside of backwards and inside.
         wrapped: backwards so far in which DDP averaged the gradients of some wrapped model.
         each: digests one by one, of the gradients and then of the parameters, in the order of
             `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
@@ -296,6 +297,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     spread: int = -1
     numbers: dict[int, int] = {}
     elements: int = 0
+    swaps: tuple[int, ...] = ()
     wrapped: int = 0
     each: str = ""
     handed: str = ""

@@ -80,6 +80,7 @@ class _Window:
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
         special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
+        swaps: `all_to_all` of floating-point numbers, ever: outside of backwards, and inside.
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
             after that.
@@ -102,6 +103,7 @@ class _Window:
         self.sequence = -1
         self.latest: tuple[Exchange, ...] = ()
         self.special = ""
+        self.swaps = [0, 0]
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
         self.owners: dict[int, Reference] | None = None
@@ -163,6 +165,7 @@ def _called(active: Recorder, call: Call) -> None:
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 _window.special = "all-to-all"
+                _window.swaps[autograd.running()] += tensor is call.tensors[0]
             elif autograd.running():
                 _window.special = "in backward"
                 _window.inside.append(exchange)
@@ -211,6 +214,11 @@ def latest() -> tuple[Exchange, ...]:
 def special() -> str:
     """What this rank ever did that replicas do not do; empty for nothing."""
     return _window.special
+
+
+def swaps() -> tuple[int, ...]:
+    """How often `all_to_all` carried numbers outside of backwards, and inside; empty for never."""
+    return tuple(_window.swaps) if any(_window.swaps) else ()
 
 
 def unseen() -> bool:

@@ -181,6 +181,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         spread=known.spread,
         numbers=exchanges.numbers() if known.spread > 0 else {},
         elements=exchanges.elements(),
+        swaps=exchanges.swaps(),
         wrapped=autograd.synced(),
         each=EACH if closely else "",
         handed=pack(known.handed.positions) if closely else "",

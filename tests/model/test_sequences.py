@@ -1,0 +1,86 @@
+"""DDP305 beside `all_to_all`: copies that compute a batch together and never add up gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
+from recordings import make_run, site, steps
+from wraps import group, parameters
+
+from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events.pack import pack
+from ddpdoctor.probe import exchanges
+
+CHECK = ModelNotWrapped()
+LOOKS = (0, 1, 2, 4, 8)
+
+
+def rank(n, *, kind="LM", wrapped=0, apart=LOOKS[1:], agree=(), none=(), back=4, looks=LOOKS,
+         more=None, other=False):  # fmt: skip
+    """At the looks `apart` the parameters differ; the gradients at the positions `agree` do not,
+    and there are none at `none`; of four `all_to_all` in a forward, `back` have a backward."""
+    yield site(1, "train.py", 3, "model = LM()")
+    yield group((0, 1))
+    told = parameters(("body", "head"))
+    yield Unwrapped(at=0, optimizer=0, kind=kind, parameters=told, wrapped=wrapped, site=1)
+    if other:
+        yield Unwrapped(at=0, optimizer=1, kind="Dense", parameters=told[:1], site=1)
+    for step in looks:
+        own = [100 * (n + 1) * (i not in agree) for i in range(4)]
+        gradients = [0 if i in none else 50 + step + i + own[i] for i in range(4)]
+        values = [70 + step + i + 9 * n * (step in apart) for i in range(4)]
+        yield UnwrappedState(
+            at=0,
+            optimizer=0,
+            step=step,
+            gradients=sum(gradients),
+            parameters=sum(values),
+            swaps=(4 * (step + 1), back * (step + 1)),
+            each=pack([*gradients, *values]),
+            **({"exchanged": "all-to-all"} | (more or {})),
+        )
+    yield from steps(9)
+
+
+def found_in(**kwargs):
+    return list(CHECK.examine(make_run({n: list(rank(n, **kwargs)) for n in (0, 1)})))
+
+
+@pytest.mark.parametrize("none", [(), (3,)])
+def test_gradients_of_parts_of_a_batch_that_are_never_added_up(none):
+    (found,) = found_in(none=none)
+    assert (found.severity.value, found.confidence.value) == ("warning", "suspected")
+    assert (found.ranks, found.location.line, found.steps.first) == ((0, 1), 3, 0)
+    assert "dist.all_reduce(p.grad)" in found.fix
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"back": 3}, id="nothing is trained before the first: experts alone"),
+    pytest.param({"back": 0}, id="no backward"),
+    pytest.param({"agree": (1,)}, id="a gradient that is exchanged"),
+    pytest.param({"wrapped": 1}, id="the rest is wrapped"),
+    pytest.param({"other": True}, id="the rest has an optimizer of its own"),
+    pytest.param({"kind": ""}, id="parameters of no module"),
+    pytest.param({"apart": LOOKS}, id="parts of their own from the start"),
+    pytest.param({"apart": ()}, id="equal all the time"),
+    pytest.param({"apart": (1, 2, 4)}, id="equal again"),
+    pytest.param({"looks": (0, 1, 2)}, id="too short"),
+    pytest.param({"more": {"handed": pack([0])}}, id="a gradient is handed over"),
+    pytest.param({"more": {"other": 40}}, id="something is handed over before the step"),
+    pytest.param({"more": {"exchanged": "in backward"}}, id="hooks"),
+    pytest.param({"more": {"late": 1}}, id="after the step"),
+])  # fmt: skip
+def test_parts_that_may_be_meant_to_differ(kwargs):
+    assert found_in(**kwargs) == []
+
+
+def test_all_to_all_is_counted_inside_and_outside_of_backwards(monkeypatch):
+    monkeypatch.setattr(exchanges, "_window", exchanges._Window())
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    assert exchanges.swaps() == ()
+    for running, kind in ((False, torch.float), (True, torch.float), (False, torch.long)):
+        monkeypatch.setattr(exchanges.autograd, "running", lambda value=running: value)
+        tensors = (torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind))
+        exchanges._called(SimpleNamespace(step=1), exchanges.Call("all_to_all", 0, False, tensors))
+    assert exchanges.swaps() == (1, 1)
