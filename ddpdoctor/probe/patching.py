@@ -91,14 +91,15 @@ def around(
         token: Any = None
         failure: Exception | None = None
         run = run_hook
-        expected = usual is not None and (token := usual.begins(active, args, kwargs)) is not None
+        given = args or _named_self(kwargs)
+        expected = usual is not None and (token := usual.begins(active, given, kwargs)) is not None
         if not expected:
             if compiler is not None:
                 compiler.now = compiler.ask()
                 if compiler.now is not None:
                     run = hidden
             if before is not None:
-                token = run(active, part, None, before, args, kwargs)
+                token = run(active, part, None, before, given, kwargs)
                 if type(token) is Failure:
                     token, failure = None, token.error
         try:
@@ -128,6 +129,11 @@ def around(
     for holder in holders:
         if vars(holder).get(name) is original:
             replace(holder, name, new)
+
+
+def _named_self(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`."""
+    return (kwargs["self"],) if "self" in kwargs else ()
 
 
 def hide_hooks() -> None:
