@@ -61,7 +61,8 @@ def members(rank: Rank, wrapped: Wrapped) -> tuple[str, tuple[int, ...]]:
 
 
 def sets_of(rank: Rank, model: int) -> list[UnusedParameters]:
-    return [e for e in rank.of(UnusedParameters) if e.model == model]
+    """One for a backward: another one over the same forward may have brought what it left out."""
+    return list({e.backward: e for e in rank.of(UnusedParameters) if e.model == model}.values())
 
 
 def use_of(rank: Rank, model: int) -> ParameterUse | None:

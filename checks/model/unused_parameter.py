@@ -35,9 +35,10 @@ class UnusedParameter(Check):
 
     ## When it stays quiet
     Frozen parameters; parameters that DDP was told to ignore; micro-batches under `no_sync`; a
-    model whose backward is still to come; parameters that some ranks use and others do not
-    (`rank-dependent-graph`). With `find_unused_parameters=True`, or a static graph, the run is
-    right and this is a note with the names.
+    model whose backward is still to come; several backwards over one forward that bring all
+    gradients together, each parameter's in one of them; parameters that some ranks use and others
+    do not (`rank-dependent-graph`). With `find_unused_parameters=True`, or a static graph, the run
+    is right and this is a note with the names.
     """
 
     code = "DDP301"

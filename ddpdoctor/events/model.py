@@ -97,7 +97,9 @@ class SentBuffers(Event, frozen=True, tag="sent-buffers"):
 class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     """After a backward that should have synchronised: which parameters got no local gradient.
 
-    Recorded when the set changes, so an empty `indices` means "all are used again".
+    Recorded when the set changes, so an empty `indices` means "all are used again". A later record
+    of the same backward takes the place of the one before: another backward over its forward
+    brought more.
 
     Attributes:
         model: number of the wrapper.

@@ -78,7 +78,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for model in (*models.live(), *models.discarded()):
         look = Look(model)
         backward.looks.append(look)
-        if look.firing is not None and model.pending_sync:
+        if look.firing is not None and (model.pending_sync or model.unfinished):
             look.firing.on_complete = partial(_complete, active, backward, model)
     moments.backward_begins.happens(active, backward)
     backward.frame = None
@@ -225,14 +225,19 @@ def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> Non
         backward.synced.add(model.number)
     if not touched and not (alone and look.expected and communicated):
         return  # this backward was of another model: its own is still to come
-    if not look.expected:
-        model.reached(step, communicated)
+    untouched = look.untouched()
+    model.reached(step, communicated)
+    if look.expected:
+        backward.models.append(model)
+        backward.expected_sync[model.number] = model.pending_sync
+        if model.pending_sync:
+            model.waits_for(untouched, communicated)
+        model.answered()
+    elif model.unfinished:
+        backward.continued.append(model)
+        model.waits_for(untouched, communicated)
+    else:
         backward.unannounced.append((model, communicated))
         return
-    backward.models.append(model)
-    backward.expected_sync[model.number] = model.pending_sync
-    model.reached(step, communicated)
-    model.answered()
-    untouched = look.untouched()
     if untouched is not None:
         backward.untouched[model.number] = untouched

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .accumulators import FiringWatch
 from .gradients import versions
 from .models import Model
@@ -20,12 +22,13 @@ class Look:
             unknown.
         communicated: the group did meanwhile, for this model; touched: the backward reached
             parameters of the model. Both are known after it.
-        firing: what becomes ready, where the backward is examined whole.
+        watched: positions of the parameters that are watched, where the backward is examined
+            whole, or the one before it over the same forward was; firing: what becomes ready.
     """
 
     __slots__ = (
         "after", "before", "communicated", "expected", "firing", "group", "model", "sequence",
-        "sequence_after", "touched", "wrapper",
+        "sequence_after", "touched", "watched", "wrapper",
     )  # fmt: skip
 
     def __init__(self, model: Model) -> None:
@@ -37,10 +40,11 @@ class Look:
         self.group = None if wrapper is None else wrapper.process_group
         self.sequence = self.sequence_after = sequence_number(self.group)
         self.firing: FiringWatch | None = None
-        parameters = model.live_parameters() if self.expected and model.examined() else None
+        whole = self.expected and model.examined()
+        self.watched: Sequence[int] = model.expected if whole else model.left
+        parameters = model.live_parameters() if self.watched else None
         if parameters is not None:
-            chosen = [parameters[i] for i in model.expected]
-            self.firing = FiringWatch(chosen, model.expected)
+            self.firing = FiringWatch([parameters[i] for i in self.watched], self.watched)
 
     def again(self) -> None:
         """After the backward."""
@@ -60,4 +64,4 @@ class Look:
         """Positions whose gradient never became ready; None where that was not watched."""
         if self.firing is None:
             return None
-        return tuple(p for p in self.model.expected if p not in self.firing.counts)
+        return tuple(p for p in self.watched if p not in self.firing.counts)

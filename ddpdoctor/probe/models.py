@@ -49,6 +49,8 @@ class Model:
             the next forward with gradients.
         armed: a forward has told DDP to average in the next backward, and none has done so yet.
         backwards: those that reached it; `synced_backwards` that should have synchronised.
+        unfinished: a backward that was to average them left DDP waiting for gradients, of those at
+            `left` where it was examined; another one over the same forwards may bring them.
         next_examined: the number of `synced_backwards` at which `examined` holds next.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
@@ -76,6 +78,8 @@ class Model:
         self.forwards = 0
         self.pending = 0
         self.pending_sync = self.armed = False
+        self.unfinished = False
+        self.left: tuple[int, ...] = ()
         self.backwards = 0
         self.synced_backwards = 0
         self.forward_site = -1
@@ -102,6 +106,7 @@ class Model:
         self.forwards += 1
         self.pending += 1
         self.pending_sync = forward.sync
+        self.unfinished, self.left = False, ()
         self.armed |= forward.sync
         self.forward_site = forward.site
         if self.backwards_now:
@@ -125,6 +130,12 @@ class Model:
         """That was the backward of the forwards that were pending."""
         self.synced_backwards += self.pending_sync
         self.pending, self.pending_sync = 0, False
+
+    def waits_for(self, left: tuple[int, ...] | None, averaged: bool) -> None:
+        """What DDP does after a backward; it left gradients at these positions out, if known."""
+        expects = not self.find_unused and not self.static_graph
+        self.unfinished = bool(left) if expects and left is not None else not averaged
+        self.left = left or ()
 
     def examined(self) -> bool:
         """Whether its next backward that synchronises is examined whole."""

@@ -179,6 +179,7 @@ class Backward:
         fired: by model number, how often the gradient at a position became ready; only for models
             examined whole, also where the backward failed.
         nested: backwards inside it so far: re-entrant checkpointing runs them.
+        continued: at the end, the models whose forward an earlier one left unfinished.
         unannounced: at the end, models whose parameters it reached although no forward of theirs
             was pending, and whether their group communicated meanwhile.
     """
@@ -195,6 +196,7 @@ class Backward:
     untouched: dict[int, tuple[int, ...]] = field(default_factory=dict)
     fired: dict[int, dict[int, int]] = field(default_factory=dict)
     nested: int = 0
+    continued: list[Model] = field(default_factory=list)
     unannounced: list[tuple[Model, bool]] = field(default_factory=list)
     error: BaseException | None = None
 

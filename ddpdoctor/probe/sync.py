@@ -206,7 +206,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         sync = _syncs[model]
         sync.after = look.after
         touched = look.touched_positions()
-        if touched or model in backward.models:
+        if touched or model in backward.models or model in backward.continued:
             _contributed(active, sync, backward, look, touched)
 
 
@@ -215,7 +215,7 @@ def _contributed(
 ) -> None:
     now = look.sequence_after
     communicated = look.communicated or now < 0
-    own_forward = sync.forwards > 0
+    own_forward = sync.forwards > 0 or look.model in backward.continued
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
     wrapper = look.wrapper
     if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
@@ -230,7 +230,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
     if not new.synced:
         new.reason, new.blame = _reason(sync, backward, own_forward)
-        if new.reason == NOT_REDUCED:
+        examined = sync.model.number in backward.untouched  # and told of as such
+        if new.reason == NOT_REDUCED and not examined:
             unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
     sync.last = new.synced

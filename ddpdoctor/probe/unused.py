@@ -36,6 +36,7 @@ class Watched:
         called: submodules called in the forwards that the next backward is for; None where that
             was not observed. `seeing` are those of them that were called with gradients on.
             `watches` is how many forwards may still be watched.
+        shared: sets that a backward left out and another one over the same forward then brought.
         examined: synchronising backwards looked at; `counts` in how many of them the parameter at
             a position got no gradient.
     """
@@ -49,6 +50,7 @@ class Watched:
         self.due = WATCHED_FORWARDS
         self.watches = WATCHES
         self.told = 0
+        self.shared: set[tuple[int, ...]] = set()
         self.examined = 0
         self.counts: dict[int, int] = {}
 
@@ -177,14 +179,16 @@ def kept_waiting(model: Model, site: int) -> None:
         return
     waiting = ((i, model.parameters[i]()) for i in model.expected)
     unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
-    if unused and unused != watched.unused:
+    if unused and unused != watched.unused and unused not in watched.shared:
+        model.left = unused
         _tell(active, model, unused, model.synced_backwards, site)
 
 
 def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
     backward, model = moment
-    watched = _watched[model]
-    if watched.unused != ():
+    if model.unfinished:
+        _continued(active, model, (), backward.site)
+    elif _watched[model].unused != ():
         _tell(active, model, (), model.synced_backwards + 1, backward.site)
 
 
@@ -195,11 +199,38 @@ def _backward_examined(active: Recorder, backward: Backward) -> None:
             continue
         watched = _watched[model]
         watched.examined += 1
-        _count(watched, untouched)
-        if untouched != watched.unused:
-            _tell(active, model, untouched, model.synced_backwards, backward.site)
-        if watched.examined & (watched.examined - 1) == 0:
-            _tell_use(active, model, watched)
+        if untouched not in watched.shared:
+            _found(active, model, untouched, backward.site)
+        _use_seen(active, model, watched)
+    for model in backward.continued:
+        if (untouched := backward.untouched.get(model.number)) is not None:
+            _continued(active, model, untouched, backward.site)
+
+
+def _continued(active: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
+    """Another backward over the same forward brought what the one before it had left out."""
+    watched = _watched[model]
+    before = watched.unused
+    if not before or before == untouched or not set(before).issuperset(untouched):
+        return  # known to be shared
+    watched.shared.add(before)
+    for position in before:
+        if (count := watched.counts.pop(position, 0) - 1) > 0:
+            watched.counts[position] = count
+    _found(active, model, untouched, site)
+    _use_seen(active, model, watched)
+
+
+def _found(active: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
+    watched = _watched[model]
+    _count(watched, untouched)
+    if untouched != watched.unused:
+        _tell(active, model, untouched, model.synced_backwards, site)
+
+
+def _use_seen(active: Recorder, model: Model, watched: Watched) -> None:
+    if watched.examined & (watched.examined - 1) == 0:
+        _tell_use(active, model, watched)
 
 
 def _count(watched: Watched, unused: tuple[int, ...]) -> None:

@@ -84,6 +84,13 @@ def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     assert found.steps.first == 4
 
 
+def test_another_backward_over_the_same_forward_brings_the_rest():
+    first = unused([2, 3, 4, 5], called=("", *ALL))
+    assert find(first, unused([]), use(1)) == []
+    (found,) = find(first, unused([4, 5], called=("", *ALL)), use(1, {4: 1, 5: 1}))
+    assert found.subjects == ("aux.weight", "aux.bias")
+
+
 def test_frozen_later():
     (found,) = find(unused([4, 5], frozen=(4, 5)), use(1, {4: 1, 5: 1}))
     assert found.label == "frozen after the wrap"
