@@ -167,15 +167,11 @@ def each_model(
 def _joined(told: Sequence[Told]) -> Finding:
     """The worst of them, the first in time, with the ranks, subjects and optimizers of all."""
     findings = sorted((f for _, f in told), key=lambda f: (f.severity.rank, f.at))
-    ranks = {r for f in findings for r in f.ranks}
-    subjects = dict.fromkeys(s for f in findings for s in f.subjects)
-    known = {n for group, f in told for n in (*f.optimizers, group.any.optimizer)} - {UNHELD}
-    return msgspec.structs.replace(
-        findings[0],
-        ranks=tuple(sorted(ranks)),
-        subjects=tuple(subjects),
-        optimizers=tuple(sorted(known)),
-    )
+    ranks = tuple(sorted({r for f in findings for r in f.ranks}))
+    subjects = tuple(dict.fromkeys(s for f in findings for s in f.subjects))
+    numbers = {n for group, f in told for n in (*f.optimizers, group.any.optimizer)}
+    held = tuple(sorted(numbers - {UNHELD}))
+    return msgspec.structs.replace(findings[0], ranks=ranks, subjects=subjects, optimizers=held)
 
 
 def _of_models(told: Sequence[Told]) -> Finding:

@@ -8,7 +8,7 @@ be blamed on the rank that made it, and on the line.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from ..events import Clipped, Edited
@@ -51,9 +51,18 @@ class Taken:
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
         self.positions = positions
         self.numbers = self.latest = digests(tensors)
-        self.values = some_values(tensors) if sampled else []
+        self.values = [some_values([t]) for t in tensors] if sampled else []
         self.versions = [] if sampled else [_version(t) for t in tensors]
         self.beside = False
+
+    def only(self, positions: Set[int]) -> Taken:
+        """The same of those of them that are among these."""
+        kept = [n for n, position in enumerate(self.positions) if position in positions]
+        part = Taken([self.positions[n] for n in kept], [], sampled=True)
+        part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
+        part.values = [self.values[n] for n in kept]
+        part.beside = self.beside
+        return part
 
 
 class Followed:
@@ -260,12 +269,15 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
             _tell(active, step, holding, "state", before, _state(step, holding, before.positions))
         taken = followed.gradients
-        held = taken is not None and holding.held.issuperset(taken.positions)
-        followed.whole &= held or taken is None
-        if taken is not None and held and not step.closure:
-            grads = [_gradient(holding.model, p) for p in taken.positions]
-            _tell(active, step, holding, "gradients", taken, Taken(taken.positions, grads, True))
         followed.gradients = None
+        if taken is not None:
+            mine = taken.only(holding.held)
+            if mine.positions and not step.closure:
+                grads = [_gradient(holding.model, p) for p in mine.positions]
+                now = Taken(mine.positions, grads, sampled=True)
+                _tell(active, step, holding, "gradients", mine, now)
+            if rest := set(taken.positions).difference(mine.positions):
+                followed.whole, followed.gradients = False, taken.only(rest)
         _edits.spent_ns += time.perf_counter_ns() - began
 
 
@@ -393,8 +405,11 @@ def some_values(tensors: list[Any]) -> list[float]:
 
 def _ratio(before: Taken, now: Taken) -> float:
     """The one number that the values were multiplied by, 0 where there is none."""
-    pairs = [(a, b) for a, b in zip(before.values, now.values, strict=False) if a != 0]
-    if len(before.values) != len(now.values) or not pairs:
+    if [len(row) for row in before.values] != [len(row) for row in now.values]:
+        return 0.0
+    rows = zip(before.values, now.values, strict=True)
+    pairs = [(a, b) for row in rows for a, b in zip(*row, strict=True) if a != 0]
+    if not pairs:
         return 0.0
     ratios = [b / a for a, b in pairs]
     middle = sorted(ratios)[len(ratios) // 2]

@@ -82,3 +82,27 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     edits._tell(active, step, holding, "gradients", before, now)
     assert edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
+
+
+def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told of those that it holds, at its own step."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    model: Any = SimpleNamespace(
+        number=0, expected=[0, 1, 2], parameters=[weakref.ref(p) for p in parameters]
+    )
+    model = type("Model", (), vars(model))()
+    told: list[Any] = []
+    active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
+    edits._backward_ends(active, SimpleNamespace(error=None, models=[model]))  # type: ignore[arg-type]
+    parameters[0].grad.mul_(0.5)
+    parameters[2].grad.mul_(0.25)
+    for optimizer, positions in enumerate(({0}, {1}, {2})):
+        holding = SimpleNamespace(model=model, optimizer=optimizer, held=frozenset(positions))
+        step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
+        edits._step_begins(active, step)
+    assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
+    assert edits._followed(model).gradients is None
