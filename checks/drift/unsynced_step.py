@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import StepDone, SyncPattern
+from ddpdoctor.events import KeptBack, OptimizerSeen, StepDone, SyncPattern
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
@@ -53,6 +53,9 @@ TAKE_OUT = (
 ENOUGH = 0.5
 """Numbers exchanged per number of a gradient that may be the gradients."""
 
+STEPS_AT_LEAST = 4
+"""In a row that apply nothing; a loop may call `step` at each micro-batch."""
+
 LABELS = {
     "no_sync": "still off for the micro-batch that steps",
     "forward only": "covers the forward only",
@@ -68,8 +71,9 @@ class UnsyncedStep(Check):
     ## What it finds
     Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
     under `no_sync`, synchronisation switched between forward and backward, a second backward over
-    one forward, gradients from `torch.autograd.grad`. Whether a backward communicated is read from
-    the process group's own counter.
+    one forward, gradients from `torch.autograd.grad`; also `fully_shard` that never reduces any, so
+    that the steps apply nothing. Whether a backward of DDP's communicated is read from the process
+    group's own counter.
 
     ## Why it hurts
     Every rank takes a step of its own. The models drift apart and nothing raises; the checkpoint
@@ -91,12 +95,16 @@ class UnsyncedStep(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
+        if run.any(KeptBack):
+            return None
         if not replicas(run):
             return NO_COPIES
         return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        return each_model(run, self._judge)
+        yield from each_model(run, self._judge)
+        for optimizer in sorted({e.optimizer for r in run.ranks.values() for e in r.of(KeptBack)}):
+            yield from self._never_reduced(run, optimizer)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if parts_them(mine, other):
@@ -148,6 +156,35 @@ class UnsyncedStep(Check):
                 **_difference(group, differ),
             },
             at=rank.wall(pattern.at),
+        )
+
+    def _never_reduced(self, run: Run, optimizer: int) -> Iterator[Finding]:
+        """Under `fully_shard` the steps apply nothing then."""
+        told = {
+            r: [e for e in r.of(KeptBack) if e.optimizer == optimizer] for r in run.training_ranks()
+        }
+        steps = min((r.steps_of(optimizer) for r in told), default=0)
+        if steps < STEPS_AT_LEAST or any(not e or any(k.applied for k in e) for e in told.values()):
+            return
+        rank, (event, *_) = next(iter(told.items()))
+        made = next((o for o in rank.of(OptimizerSeen) if o.optimizer == optimizer), None)
+        kind = made.kind if made else "the optimizer"
+        yield self.finding(
+            ranks=tuple(r.rank for r in told),
+            steps=Steps(event.step, steps - 1, steps - event.step),
+            subjects=(kind,),
+            location=rank.location(event.site),
+            label="finds no gradient to apply",
+            summary=f"none of the {steps} steps of {kind} had a gradient to apply: `fully_shard` "
+            f"reduced no gradient of its {event.parameters} parameters",
+            cause="synchronisation was switched off at every backward "
+            "(`set_requires_gradient_sync(False)`): each rank keeps whole gradients to itself and "
+            "adds to them, and the sharded parameters, which the optimizer holds, get none",
+            fix="switch it on for the last backward before each step: "
+            "`model.set_requires_gradient_sync(i == accumulation - 1)` with `i` from 0",
+            fix_kind=FixKind.CHECK,
+            evidence={"steps": steps, "sharded parameters": event.parameters},
+            at=rank.wall(event.at),
         )
 
 

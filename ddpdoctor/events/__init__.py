@@ -102,7 +102,7 @@ from .process import (
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
 from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
-from .sync import BatchSeen, Carried, GradientReduced, LossScaled, SyncPattern
+from .sync import BatchSeen, Carried, GradientReduced, KeptBack, LossScaled, SyncPattern
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""
@@ -147,6 +147,7 @@ __all__ = [
     "Hyperparameters",
     "IndicesRead",
     "InitEntered",
+    "KeptBack",
     "Loaded",
     "LateBuffers",
     "Layer",

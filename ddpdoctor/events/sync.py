@@ -114,3 +114,19 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     reduction: str = ""
     weight: float = 1.0
     site: int = -1
+
+
+class KeptBack(Event, frozen=True, tag="kept-back"):
+    """An optimizer whose parameters `fully_shard` shards found no gradient to apply, though
+    backwards had made some: they were kept whole, and not reduced. Recorded once, and once more
+    when a step has some to apply after all (`applied`).
+
+    Attributes:
+        parameters: how many of the optimizer's are sharded; site: of the step.
+    """
+
+    optimizer: int
+    step: int
+    parameters: int
+    applied: bool = False
+    site: int = -1

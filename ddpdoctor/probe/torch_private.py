@@ -19,6 +19,7 @@
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
 | `FSDPModule._get_fsdp_state` | 2.6-2.15 | the same, where it also replicates; its optimizer |
+| `FSDPParam.unsharded_accumulated_grad` | 2.6-2.13 | `fully_shard` that never reduces gradients |
 | `torch.jit._builtins._find_builtin`, `._get_builtin_table` | 2.13 | scripts that save fail |
 | `torch.utils.weakref` | 2.13 | tensors that the probe knows cannot be swapped |
 | `SavedTensor.unpack_hook` | 2.13 | what made the first NaN; losses divided by the world size |
@@ -58,11 +59,29 @@ def fully_sharded(module: Any) -> bool:
 def sharding_mesh(module: Any) -> Any:
     """The mesh that `fully_shard` was given for a module with parameters, None for others."""
     try:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        return groups[0].mesh_info.mesh
+        return _shard_groups(module)[0].mesh_info.mesh
     except (AttributeError, IndexError):
         return None
+
+
+def _shard_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+
+
+def shards(module: Any) -> list[Any]:
+    """torch's records of the parameters that `fully_shard` shards with a module."""
+    try:
+        return [shard for group in _shard_groups(module) for shard in group.fsdp_params]
+    except AttributeError:
+        return []
+
+
+def kept_back(shard: Any) -> bool:
+    """Whether such a parameter has a whole gradient that was not reduced."""
+    whole = getattr(shard, "_unsharded_param", None)
+    grads = getattr(shard, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)
+    return any(grad is not None for grad in grads)
 
 
 def may_share_inputs(parameter: Any, meshes: list[Any]) -> bool:

@@ -1,14 +1,15 @@
 """DDP407 on literal events."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
-from ddpdoctor.events import SyncPattern
-from ddpdoctor.probe import autograd
+from ddpdoctor.events import KeptBack, SyncPattern
+from ddpdoctor.probe import autograd, keptback
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -151,3 +152,36 @@ def test_what_the_program_exchanges_in_a_backward_averages_nothing(armed, expect
     )
     autograd._credit([look])
     assert look.communicated is credited
+
+
+@pytest.mark.parametrize("later", [None, 3])
+def test_gradients_that_fully_shard_never_reduces(later):
+    def kept(step, applied=False):
+        return KeptBack(at=0, optimizer=0, step=step, parameters=7, applied=applied, site=LINE)
+
+    told = [kept(0), *([kept(later, applied=True)] if later else [])]
+    found = list(UnsyncedStep().examine(run_of(dict.fromkeys(range(2), told))))
+    assert [(f.ranks, f.location.line, f.steps.count) for f in found] == (
+        [] if later else [((0, 1), 33, 4)]
+    )
+
+
+def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced():
+    whole, part = mock.Mock(grad="whole"), mock.Mock(grad=None)
+    shard = mock.Mock(sharded_param=part, _unsharded_param=whole, unsharded_accumulated_grad=None)
+    known = mock.Mock(notes={keptback.Waiting: keptback.Waiting([shard])})
+    events = []
+    active = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
+
+    def step(number):
+        keptback._step_begins(active, mock.Mock(number=number, known=known))
+
+    step(0)
+    step(1)
+    part.grad = "zeros of torch's own, to make the state"
+    step(2)
+    assert events == [(0, False)]
+    whole.grad, part.grad = None, "reduced"
+    step(3)
+    step(4)
+    assert events == [(0, False), (3, True)] and not known.notes
