@@ -188,7 +188,8 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
 
 def _cause(event: NonFinite, rank: Rank) -> str:
     if event.kind == "input":
-        rows = f", in rows {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
+        row = "row" if len(event.rows) == 1 else "rows"
+        rows = f", in {row} {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
         return f"{', '.join(event.names)} held it before the forward{rows}"
     if event.kind == "loss" and event.entered:
         into = f" of {event.module}" if event.module else ""

@@ -50,6 +50,8 @@ def test_an_input_and_its_rows() -> None:
     (finding,) = found([bad("input", 3, names=("argument 0",), rows=(2, 7))], [bad("parameter", 4)])
     assert finding.ranks == (0,)
     assert "rows 2, 7" in finding.cause
+    (finding,) = found([bad("input", 3, names=("argument 0",), rows=(7,))])
+    assert "in row 7 of the batch" in finding.cause
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
