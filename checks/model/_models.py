@@ -44,6 +44,11 @@ class Part:
         words = self.module.split(".") if self.module else []
         return "model" + "".join(f"[{w}]" if w.isdecimal() else f".{w}" for w in words)
 
+    @property
+    def wrapped_code(self) -> str:
+        """The same, where `model` is the wrapper: beside the loss."""
+        return self.code.replace("model", "model.module", 1)
+
 
 def numbers(run: Run) -> list[int]:
     """The models of a run; ranks number theirs alike where they wrap alike."""

@@ -183,6 +183,6 @@ def _fix(parts: list[models.Part], idle: list[str], allowed: bool) -> str:
     return (
         f"use {what} on every rank{also}, with weight zero where {where} not wanted: "
         "`loss = loss + 0.0 * sum(p.sum() for p in "
-        f"{parts[0].code if alone else 'model'}.parameters())`; "
+        f"{parts[0].wrapped_code if alone else 'model'}.parameters())`; "
         "or `DDP(model, find_unused_parameters=True)`"
     )

@@ -94,7 +94,7 @@ class UnusedParameter(Check):
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"at step {event.step} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(parts[0], why, allowed),
-            fix=_fix(parts[0], why, allowed),
+            fix=_fix(parts[0], why, allowed, _called(event, parts[0])),
             fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
@@ -188,7 +188,7 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
     return f"{text}; gradients that share a bucket with it are applied without being averaged"
 
 
-def _fix(part: Part, why: str, allowed: bool) -> str:
+def _fix(part: Part, why: str, allowed: bool, called: str) -> str:
     freeze = (
         f"`{part.code}.requires_grad_(False)`"
         if part.module
@@ -198,6 +198,12 @@ def _fix(part: Part, why: str, allowed: bool) -> str:
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
     if allowed:
         return "nothing to change; `find_unused_parameters=True` is needed for this model"
+    if why == SOMETIMES and called == "yes":
+        return (
+            "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
+            f"sum(p.sum() for p in {part.wrapped_code}.parameters())`; "
+            "`find_unused_parameters=True` does not help where the wrapper's output depends on it"
+        )
     return {
         NEVER: f"call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some "
         "steps only: `DDP(model, find_unused_parameters=True)`",

@@ -84,7 +84,7 @@ def test_one_module_of_which_each_rank_uses_its_own_parameters():
     ]
     assert (found.location.line, found.label) == (10, "takes no part in the loss on rank 0")
     assert "lora.a takes part in the loss on some ranks only" in found.cause
-    assert "model.lora.parameters()" in found.fix
+    assert "model.module.lora.parameters()" in found.fix
 
 
 def test_what_no_rank_used_needs_the_same():

@@ -82,6 +82,15 @@ def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     assert found.evidence["unused in"] == "1 of 5 backwards examined"
     assert found.related[0].location.line == 20
     assert found.steps.first == 4
+    assert found.fix.startswith("`DDP(model, find_unused_parameters=True)`")
+
+
+def test_what_is_called_and_left_out_in_some_steps_is_not_found_by_a_search_of_the_output():
+    late = unused([5], backward=5, step=4, called=("", *ALL))
+    (found,) = find(unused([]), *steps(4), late, use(5, {5: 1}))
+    assert found.label == "used in some steps only"
+    assert found.fix.startswith("let it take part with weight zero")
+    assert "in model.module.aux.parameters()" in found.fix
 
 
 def test_another_backward_over_the_same_forward_brings_the_rest():
