@@ -395,8 +395,7 @@ def _wall(member: Member, kind: str, point: str, key: int) -> float:
 def _differing(rows: dict[int, Row], key: int, count: int, *, parts: bool) -> list[int]:
     """Positions that every rank of the moment looked at and that are not equal on all. With
     `parts`, a rank need not hold all of it: what it has not is no other value."""
-    first, *others = rows.values()
-    if all(other == first for other in others):
+    if len(set(rows.values())) == 1:
         return []
     found = []
     tables = [_by_position(row, key, count) for row in rows.values()]
