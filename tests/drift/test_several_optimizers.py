@@ -10,7 +10,7 @@ import pytest
 
 from ddpdoctor.probe import sync
 
-ANY: Any = SimpleNamespace(began=0.0, site=0)
+ANY: Any = SimpleNamespace(began=0.0, site=0, untouched={})
 
 
 class Model(SimpleNamespace):
