@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import autograd, models, moments, optimizers
+from .gradients import memory_of
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
 from .references import Reference
@@ -154,7 +155,7 @@ def _called(active: Recorder, call: Call) -> None:
     amid = _amid(active.step)
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
-            memory = tensor.untyped_storage().data_ptr()
+            memory = memory_of(tensor)
             gathered, inner = call.op in GATHER, amid or tensor.requires_grad
             exchange = Exchange(call.group, tensor.numel(), memory, gathered, inner)
             _window.latest += (exchange,)
@@ -243,8 +244,8 @@ def parameters_exchanged(parameters: Sequence[Any]) -> bool:
     themselves, and not their gradients."""
     if not _window.earlier:
         return False
-    gradients = {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
-    own = {p.untyped_storage().data_ptr() for p in parameters}
+    gradients = {memory_of(p.grad) for p in parameters if p.grad is not None}
+    own = {memory_of(p) for p in parameters}
     kept = [e for e in _window.earlier if e.memory in own or not e.amid]
     return _covers([e for e in kept if e.memory not in gradients], parameters)
 
@@ -274,8 +275,8 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any], *, plain: bool
     gradients = {
         i: p.grad for i, p in enumerate(parameters) if p is not None and p.grad is not None
     }
-    own = {p.untyped_storage().data_ptr() for p in parameters if p is not None}
-    memory = {i: g.untyped_storage().data_ptr() for i, g in gradients.items()}
+    own = {memory_of(p) for p in parameters if p is not None}
+    memory = {i: memory_of(g) for i, g in gradients.items()}
     held: Counter[int] = Counter()
     for i, gradient in gradients.items():
         held[memory[i]] += gradient.numel()
@@ -314,7 +315,7 @@ def apply(parameters: Sequence[Reference]) -> bool:
     for reference in parameters:
         parameter = reference()
         if parameter is not None and parameter.grad is not None:
-            _window.applied[parameter.grad.untyped_storage().data_ptr()] = reference
+            _window.applied[memory_of(parameter.grad)] = reference
             late |= id(parameter) in _window.late
     return late
 
@@ -325,7 +326,7 @@ def _applied(memory: int) -> int:
     reference = _window.applied.get(memory)
     parameter = None if reference is None else reference()
     gradient = None if parameter is None else parameter.grad
-    there = gradient is not None and gradient.untyped_storage().data_ptr() == memory
+    there = gradient is not None and memory_of(gradient) == memory
     return id(parameter) if there else 0
 
 
@@ -335,7 +336,7 @@ def parameters_averaged(parameters: Sequence[Any]) -> bool:
         return True
     if not _window.recent:
         return False
-    own = {p.untyped_storage().data_ptr() for p in parameters}
+    own = {memory_of(p) for p in parameters}
     return any(e.memory in own for e in _window.recent)
 
 
@@ -357,7 +358,7 @@ def numbers() -> dict[int, int]:
 def spread(parameters: Sequence[Any]) -> int:
     """The one group that these parameters themselves, all of them, were handed to since the last
     step, -1 for none."""
-    sizes = {p.untyped_storage().data_ptr(): p.numel() for p in parameters}
+    sizes = {memory_of(p): p.numel() for p in parameters}
     every = [e for e in (*_window.recent, *_window.earlier) if sizes.get(e.memory) == e.elements]
     groups = {e.group for e in every if not e.gathered}
     whole = len(groups) == 1 and sizes.keys() == {e.memory for e in every}
@@ -389,7 +390,7 @@ def values_exchanged(parameters: Sequence[Any], *, gathered: bool = True) -> boo
     if not _covers(every, parameters):
         return False
     gradients = [p.grad for p in parameters if p.grad is not None]
-    own = {t.untyped_storage().data_ptr() for t in (*parameters, *gradients)}
+    own = {memory_of(t) for t in (*parameters, *gradients)}
     return _covers(_without_others(every, own), parameters)
 
 
@@ -418,7 +419,7 @@ def _held(memory: int) -> bool:
 def _places(parameter: Any) -> list[int]:
     """Where its value and its gradient lie."""
     tensors = () if parameter is None else (parameter, parameter.grad)
-    return [t.untyped_storage().data_ptr() for t in tensors if t is not None]
+    return [memory_of(t) for t in tensors if t is not None]
 
 
 def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
@@ -426,7 +427,7 @@ def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
     total = sum(t.numel() for t in tensors)
     if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
         return False
-    memory = {t.untyped_storage().data_ptr() for t in tensors}
+    memory = {memory_of(t) for t in tensors}
     sizes = Counter(t.numel() for t in tensors)
     elements = other = 0
     for exchange in exchanges:

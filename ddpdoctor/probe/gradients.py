@@ -1,4 +1,4 @@
-"""Whether gradients changed: cheap to ask of a few of them, without reading a value."""
+"""Where gradients lie, and whether they changed: cheap to ask, without reading a value."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def some(every: Sequence[T]) -> list[T]:
     """A few of them, spread evenly, with the last."""
     step = max(1, -(-len(every) // LOOKED_AT))
     return [*every[:-1:step], *every[-1:]]
+
+
+def memory_of(tensor: Any) -> int:
+    """The address of a tensor's memory; of a sparse one that of its values. What has none is only
+    equal to itself."""
+    try:
+        dense = tensor._values() if tensor.is_sparse else tensor
+        return int(dense.untyped_storage().data_ptr())
+    except (RuntimeError, AttributeError):
+        return -id(tensor)
 
 
 def versions(parameters: Iterable[Any]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..ring import State
 from . import autograd, exchanges, moments
 from .exchanges import ENOUGH, Exchange
+from .gradients import memory_of
 from .moments import Backward, Issued, Step, Subscriptions
 from .recorder import Recorder
 from .tape import tape
@@ -73,7 +74,7 @@ def _issued(active: Recorder, call: Issued) -> None:
 def step_begins(gradients: Sequence[Any]) -> None:
     """These are about to be applied."""
     if _flights.issued:
-        held = {g.untyped_storage().data_ptr() for g in gradients}
+        held = {memory_of(g) for g in gradients}
         flat = ENOUGH * sum(g.numel() for g in gradients)
         _flights.running = [
             flight

@@ -10,6 +10,7 @@ from typing import Any
 from ..events import BatchSeen, GradientReduced, LossScaled
 from . import autograd, edits, models, moments, sync
 from .divisors import divided_by_world_size
+from .gradients import memory_of
 from .models import Model
 from .moments import Backward, Call, Forward, Subscriptions
 from .recorder import Recorder
@@ -325,7 +326,7 @@ def _is_gradient(model: Model, tensor: Any) -> str:
         return ""  # most often: a loss or a count
     held = (model.parameters[position]() for position in model.expected)
     grads = [p.grad for p in held if p is not None and p.grad is not None]
-    if any(g is tensor or g.untyped_storage().data_ptr() == wanted for g in grads):
+    if any(g is tensor or memory_of(g) == wanted for g in grads):
         return OWN
     return COPY if whole and _copied(tensor, grads) else ""
 
