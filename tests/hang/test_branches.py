@@ -1,0 +1,181 @@
+"""DDP601 where a branch of the program parts the ranks, and where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from msgspec.structs import replace
+from tapes import run_of, tapes
+
+from ddpdoctor.events import (
+    CallSite,
+    Enclosing,
+    Place,
+    Site,
+)
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+ON_ZERO = ((7, "if rank == 0:"),)
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CollectiveMismatch().examine(run))
+
+
+@pytest.mark.parametrize(("line", "certain"), [(12, True), (6, False)])
+def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: bool) -> None:
+    made = tapes()
+    branch = ((7, "if boss:"),)
+    made[0].call(line=8, numel=1, inside=branch, state=State.BEGUN)
+    made[1].call("barrier", line, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert ("only some ranks enter `if boss:`" in finding.cause) is certain
+    assert 7 in [r.location.line for r in finding.related]
+    assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("if fabric.is_global_zero:", True),
+        ('if mode == "a" and os.environ["LOCAL_RANK"] == "0":', True),
+        ('if cfg["dist"]["rank"] == 0:', True),
+        ("if os.environ.get('RANK', '0') == '0':", True),
+        ('if mode == "rank0reduce":', False),
+        ("if mode in ('rank0', 'rank1') and it % 2:", False),
+    ],
+)
+def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool) -> None:
+    made = tapes()
+    around = ((8, "if it % 3 == 0:" if names else "if boss:"), (7, text))
+    around = around[::-1] if names else around
+    made[0].call(line=9, text="log(loss)", inside=around, state=State.BEGUN)
+    made[1].call("barrier", 12, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    expected = text if names else "if boss:"
+    assert f"only some ranks enter `{expected}`" in finding.cause
+    assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
+
+
+@pytest.mark.parametrize("expression", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
+    tmp_path: Path, zero: int, expression: bool
+) -> None:
+    made = tapes()
+    branch = (Enclosing(line=7, text="if R == 0:"),)
+    tape = made[zero].call("DDP forward", 8, "loss = sum(model(x) for x in loader)", inside=branch)
+    if expression:  # a generator expression is a function of its own, called by the other
+        call, line = tape.events.pop(), tape.events[-1]
+        assert isinstance(call, CallSite)
+        assert isinstance(line, Site)
+        tape.events += [
+            replace(line, id=50, function="<genexpr>"),
+            replace(call, places=(Place(site=50, inside=branch), *call.places)),
+        ]
+    made[1 - zero].call("barrier", 12)
+    (finding,) = found(run_of(tmp_path, made))
+    assert (finding.ranks, str(finding.location)) == ((zero,), "train.py:8")
+    assert finding.fix == (
+        "run the wrapped model on every rank, or use `model.module(...)` under `if R == 0:`"
+    )
+
+
+def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
+    made = tapes()
+    past = (Enclosing(line=7, text="past if rank != 0:", opener=6),)
+    made[0].call(line=9, text="log(loss)", inside=past, state=State.BEGUN)
+    made[1].call("barrier", 12, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert "some ranks leave at `if rank != 0:`, before that call" in finding.cause
+    assert finding.fix == "make this call on every rank: move it in front of `if rank != 0:`"
+    (there, _) = finding.related
+    assert (there.location.line, there.location.source) == (6, "if rank != 0:")
+
+
+def test_a_call_in_the_body_that_leaves_is_the_other_arm(tmp_path: Path) -> None:
+    made = tapes()
+    body = (Enclosing(line=6, text="if rank != 0:"),)
+    past = (Enclosing(line=8, text="past if rank != 0:", opener=6),)
+    for _ in range(3):
+        made[0].call(line=9, text="broadcast(x, 0)", inside=past)
+        made[1].call(line=7, text="broadcast(y, 0)", inside=body)
+    assert found(run_of(tmp_path, made)) == []
+
+
+@pytest.mark.parametrize("text", ['if __name__ == "__main__":', "if rank in members:"])
+def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
+    made = tapes()
+    made[0].call(line=8, numel=1, inside=((7, text),), state=State.BEGUN)
+    made[1].call("barrier", 10, inside=((7, text),), state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert "only some ranks" not in finding.cause
+    assert 7 not in [r.location.line for r in finding.related]
+
+
+@pytest.mark.parametrize(("opener", "opposed"), [(5, True), (18, False)])
+def test_both_arms_of_one_branch_make_calls(tmp_path: Path, opener: int, opposed: bool) -> None:
+    made = tapes()
+    other = (Enclosing(line=20, text="else:  # if rank == 0:", opener=opener),)
+    made[0].call("barrier", 6, inside=((5, "if rank == 0:"),), state=State.BEGUN)
+    made[1].call(line=21, numel=1, inside=other, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert ("different branches of `if rank == 0:`" in finding.cause) is opposed
+    assert ("on every way through" in finding.fix) is opposed
+
+
+def test_swap_inside_the_arms_of_one_branch(tmp_path: Path) -> None:
+    made = tapes()
+    one, other = ((5, "if rank == 0:"),), ((8, "else:  # if rank == 0:"),)
+    made[0].call(line=6, text="r(a)", inside=one).call(line=7, text="r(b)", inside=one)
+    made[1].call(line=9, text="r(b)", inside=other).call(line=10, text="r(a)", inside=other)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+
+
+def test_two_lines_for_one_broadcast(tmp_path: Path) -> None:
+    made = tapes()
+    for _ in range(4):
+        made[0].call("broadcast", 8, "broadcast(x)", numel=4, dtype="float32", root=0)
+        made[1].call("broadcast", 10, "broadcast(y)", numel=4, dtype="float32", root=0)
+        for tape in made.values():
+            tape.call(line=12)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_arms_that_ranks_take_in_turn(tmp_path: Path) -> None:
+    made = tapes()
+    for step in range(8):
+        for rank, tape in made.items():
+            if (step + rank) % 3:
+                tape.call(line=6, text="r(x)", inside=((5, "if has_data:"),))
+            else:
+                tape.call(line=8, text="r(zeros)", inside=((7, "else:  # if has_data:"),))
+            tape.call("barrier", 9)
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_arms_of_two_branches_are_no_alternatives(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=6, text="r(grad)", inside=((5, "if not skip():"),), numel=64)
+        tape.call(line=10, text="r(loss)", inside=((9, "else:  # if swapped(x):"),), numel=1)
+    made[1].call(line=6, text="r(grad)", numel=64, inside=((5, "if not skip():"),))
+    made[0].call(line=10, text="r(loss)", numel=1, inside=((9, "else:  # if swapped(x):"),))
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.evidence["differs"] == ["numel"]
+
+
+def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
+    made = tapes()
+    guard = ((30, 'if __name__ == "__main__":'),)
+    made[0].call("barrier", 8, inside=guard, state=State.BEGUN)
+    made[1].call(line=10, state=State.BEGUN)  # its callers are cut off
+    (finding,) = found(run_of(tmp_path, made))
+    assert 30 not in [r.location.line for r in finding.related]
