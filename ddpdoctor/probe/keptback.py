@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from ..events import KeptBack
-from . import moments
+from . import moments, optimizers
 from .modules import living
 from .moments import Step, Subscriptions
 from .recorder import Recorder
@@ -60,6 +60,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
     applied = not all(map(kept_back, given))
     if applied:
         del step.known.notes[Waiting]
+        _following.wake(any(Waiting in known.notes for known in optimizers.known()))
     kept = not given and not waiting.told and any(map(kept_back, every))
     if kept or (applied and waiting.told):
         waiting.told = True

@@ -166,10 +166,13 @@ def test_gradients_that_fully_shard_never_reduces(later):
     )
 
 
-def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced():
+def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypatch):
     whole, part = mock.Mock(grad="whole"), mock.Mock(grad=None)
     shard = mock.Mock(sharded_param=part, _unsharded_param=whole, unsharded_accumulated_grad=None)
     known = mock.Mock(notes={keptback.Waiting: keptback.Waiting([shard])})
+    monkeypatch.setattr(keptback.optimizers, "known", lambda: [known])
+    keptback.install()
+    keptback._following.wake()
     events = []
     active = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
 
@@ -180,8 +183,9 @@ def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced():
     step(1)
     part.grad = "zeros of torch's own, to make the state"
     step(2)
-    assert events == [(0, False)]
+    assert events == [(0, False)] and keptback._following[0].awake
     whole.grad, part.grad = None, "reduced"
     step(3)
     step(4)
     assert events == [(0, False), (3, True)] and not known.notes
+    assert not keptback._following[0].awake, "nothing is left to wait for"
