@@ -29,6 +29,7 @@ class Cause:
 
     Attributes:
         everybody: all ranks do something of the kind, `ranks` in another way.
+        trained: the steps that were surely taken since, where copies were compared only after them.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Cause:
     related: tuple[Related, ...] = ()
     evidence: dict[str, object] = field(default_factory=dict)
     everybody: bool = False
+    trained: Steps | None = None
 
 
 def edited(group: Replicas, kind: str, first: int) -> Cause | None:
@@ -105,7 +107,7 @@ _MOMENT = {
 
 def _goes_on(member: Member, kind: str, step: int) -> bool:
     """Whether it is edited before every step after this one, too."""
-    later = {e.step: e.changed for e in _edits(member, kind) if e.step > step}
+    later = {e.step: e.changed for e in edits_of(member, kind) if e.step > step}
     return bool(later) and all(later.values())
 
 
@@ -162,7 +164,7 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
     hand some time before that was seen: not every tensor is compared at every step."""
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
-        for event in _edits(member, kind):
+        for event in edits_of(member, kind):
             if event.changed and found.before < event.step <= found.first:
                 last[number] = event
     everybody, ranks = tuple(sorted(group.members)), tuple(sorted(last))
@@ -174,7 +176,7 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
     member, event = group.members[ranks[0]], last[ranks[0]]
     what = "the optimizer's state" if kind == "state" else "parameters"
     if event.site < 0:  # followed at a later time
-        later = (e for e in _edits(member, kind) if e.step > event.step and e.site >= 0)
+        later = (e for e in edits_of(member, kind) if e.step > event.step and e.site >= 0)
         event = replace(event, site=next((e.site for e in later), -1))
     return Cause(
         text=f"{ranks_do(ranks, 'edit')} {what} by hand before step {event.step}, "
@@ -218,7 +220,7 @@ def _alike(edits: dict[int, Edited]) -> bool:
 
 def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
     """The latest word on edits of this rank at a step, with the line that a later one may know."""
-    mine = _edits(group.members[number], kind)
+    mine = edits_of(group.members[number], kind)
     now = next((e for e in reversed(mine) if e.step <= first), None)
     if now is None or now.site >= 0 or not (now.changed or now.undone):
         return now
@@ -228,7 +230,8 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
     return replace(now, site=known.site, more=known.more)
 
 
-def _edits(member: Member, kind: str) -> list[Edited]:
+def edits_of(member: Member, kind: str) -> list[Edited]:
+    """What was told of a kind."""
     of = member.model, member.optimizer, kind
     return [e for e in member.rank.of(Edited) if (e.model, e.optimizer, e.kind) == of]
 

@@ -10,7 +10,7 @@ from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _loads, _owners, _unshared, _updates
+from . import _beside, _by_hand, _causes, _loads, _owners, _unshared, _updates, _written
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -126,7 +126,9 @@ class ParameterDrift(Check):
         if group.any.optimizer == UNHELD:
             return
         if (last := divergence(group, "parameters", "end")) is not None:
-            yield self._finding(run, group, last, _cause(group, last), severity=Severity.NOTE)
+            cause = _cause(group, last)
+            severity = Severity.ERROR if cause.trained else Severity.NOTE
+            yield self._finding(run, group, last, cause, severity=severity)
 
     def _skipped(self, group: Replicas, step: int, made: dict[int, int]) -> Finding:
         """Ranks that needed more backwards for as many steps left some out."""
@@ -168,9 +170,11 @@ class ParameterDrift(Check):
             begun = f"some {'backward' if unheld else 'step'} between {unseen[0]} and {found.first}"
         when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
         when["again"] = when["eval"]
+        if cause.trained:
+            when["end"] = f"at the end, and since step {cause.trained.first} at the latest"
         told = _causes.told(group, found, cause)
         if found.point != "step":
-            told["steps"] = None
+            told["steps"] = cause.trained
         return self.finding(
             **told,
             severity=severity,
@@ -196,6 +200,10 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     if group.any.optimizer == UNHELD:
         return _causes.written(group, found)
+    if found.point == "end" and (cause := _written.after_the_last_step(group)):
+        return cause
+    if (seen := _written.written(group, found)) is not None:
+        return _written.cause(seen)
     if divergence(group, "gradients") is not None:
         agree = "differ too"
     else:

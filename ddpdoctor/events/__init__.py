@@ -50,6 +50,7 @@ from .drift import (
     LateBuffers,
     Loaded,
     Replica,
+    Rewritten,
     Sketch,
     StateTaken,
 )
@@ -182,6 +183,7 @@ __all__ = [
     "ReadyTwice",
     "Relayed",
     "Replica",
+    "Rewritten",
     "RowsRead",
     "SamplerRefused",
     "ShardedOver",

@@ -172,6 +172,24 @@ class Edited(Event, frozen=True, tag="edited"):
     undone: bool = False
 
 
+class Rewritten(Event, frozen=True, tag="rewritten"):
+    """Something other than the optimizer wrote to parameters of this rank, as torch counts writes:
+    it does not count those through `.data`.
+
+    Attributes:
+        since, step: after step `since` of the optimizer had begun, and before `step` did, or would.
+        times: how often more than the optimizer does in as many steps.
+        parameters: positions in `Wrapped.parameters`, packed.
+    """
+
+    model: int
+    optimizer: int
+    since: int
+    step: int
+    times: int
+    parameters: str
+
+
 class Averaged(Event, frozen=True, tag="averaged"):
     """Some gradients that no wrapper averages and that the program exchanged, all of them, before
     a step; of the first few such steps.

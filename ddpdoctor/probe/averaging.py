@@ -9,9 +9,8 @@ from typing import Any
 
 from ..events import Averaged
 from . import given, moments, optimizers
-from .digests import digests
+from .digests import digests, some_values
 from .divisors import divided_by_world_size, loss_divided
-from .edits import some_values
 from .losses import divisor_of
 from .modules import living
 from .moments import Backward, Call, Step, Subscriptions

@@ -12,6 +12,9 @@ from typing import Any
 ABSENT = 0
 """Stands for "no tensor", or one that cannot be digested."""
 
+SAMPLED = 4
+"""Values per tensor that tell by what it was multiplied."""
+
 BINS = 64
 ROWS = 1021
 _SCATTER = 0x9E3779B97F4A7C15
@@ -156,6 +159,21 @@ def digests(tensors: Iterable[Any]) -> list[int]:
     """Digests of tensors on the CPU, at once. `ABSENT` for None, unsuited and CUDA tensors."""
     on_cpu = (t if t is not None and t.is_cpu else None for t in tensors)
     return numbers(sums(on_cpu)[0])
+
+
+def some_values(tensors: list[Any]) -> list[float]:
+    """A few values of each floating tensor on the CPU."""
+    import torch
+
+    values: list[float] = []
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor is None or not readable(tensor) or not tensor.is_floating_point():
+                continue
+            if tensor.is_contiguous() and tensor.numel():
+                step = max(1, tensor.numel() // SAMPLED)
+                values += tensor.view(-1)[::step][:SAMPLED].tolist()
+    return values
 
 
 class Sketcher:

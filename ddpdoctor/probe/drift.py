@@ -10,7 +10,7 @@ from typing import Any
 from ..events import Digests, Replica, Sketch
 from ..events.drift import AGAIN, EARLY, UNHELD, chosen, full
 from ..events.pack import pack
-from . import exchanges, moments, optimizers, sync
+from . import edits, exchanges, moments, optimizers, sync, writes
 from .digests import ABSENT, Sketcher, capturing, scattered, sums
 from .holdings import Holding
 from .models import Model
@@ -41,6 +41,7 @@ class Watch:
         self.holding = holding
         self.rows: dict[str, Rows] = {}
         self.pace = Pace(active, len(holding.positions))
+        self.writes = writes.Writes()
         self.whole_next = False
         self.buffers_next = 0
         self.broadcast = True
@@ -158,6 +159,8 @@ def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
         _drift.forwards.wake()
     began = time.perf_counter_ns()
     looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
+    if not step.closure:
+        writes.look(active, watch.holding, watch.writes, step.number)
     watch.pace.spent(time.perf_counter_ns() - began, looked)
     if stride == 1 and full(step.number):
         _look_closely(active, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
@@ -378,6 +381,9 @@ def _finish(active: Recorder) -> None:
         _flush(active, watch, soon=True, wait=True)
         if not alive:
             continue
+        if (steps := holding.steps()) > 0:
+            edits.tell_parameters(active, steps, holding)
+            writes.look(active, holding, watch.writes, steps, last=True)
         for kind in ("parameters", "buffers"):
             tensors = _tensors(holding, kind, 0, 1)
             waiting = _digest(active, tensors)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .digests import ABSENT, digests, readable
+from .digests import ABSENT, digests, some_values
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
@@ -21,13 +21,11 @@ from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
 from .tracing import Tracer
+from .writes import version
 
 LOST = "edits of gradients and parameters by hand"
 
 LOOKED_AT = 6
-SAMPLED = 4
-"""Values per gradient that tell by what it was multiplied."""
-
 ALWAYS = 64
 """Steps in which tensors are taken whatever it costs."""
 
@@ -52,7 +50,7 @@ class Taken:
         self.positions = positions
         self.numbers = self.latest = digests(tensors)
         self.values = [some_values([t]) for t in tensors] if sampled else []
-        self.versions = [] if sampled else [_version(t) for t in tensors]
+        self.versions = [] if sampled else [version(t) for t in tensors]
         self.beside = False
 
     def only(self, positions: Set[int]) -> Taken:
@@ -259,15 +257,19 @@ def _gradient(model: Model, position: int) -> Any:
 def _step_begins(active: Recorder, step: Step) -> None:
     for holding in step.holdings:
         followed = _followed(holding.model)
-        before = followed.parameters.pop(holding.optimizer, None)
-        if before is None and followed.gradients is None:
+        if holding.optimizer not in followed.parameters and followed.gradients is None:
             continue
         began = time.perf_counter_ns()
-        if before is not None:
-            now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
-            _tell(active, step, holding, "parameters", before, now)
+        tell_parameters(active, step.number, holding)
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
-            _tell(active, step, holding, "state", before, _state(step, holding, before.positions))
+            _tell(
+                active,
+                step.number,
+                holding,
+                "state",
+                before,
+                _state(step, holding, before.positions),
+            )
         taken = followed.gradients
         followed.gradients = None
         if taken is not None:
@@ -275,10 +277,18 @@ def _step_begins(active: Recorder, step: Step) -> None:
             if mine.positions and not step.closure:
                 grads = [_gradient(holding.model, p) for p in mine.positions]
                 now = Taken(mine.positions, grads, sampled=True)
-                _tell(active, step, holding, "gradients", mine, now)
+                _tell(active, step.number, holding, "gradients", mine, now)
             if rest := set(taken.positions).difference(mine.positions):
                 followed.whole, followed.gradients = False, taken.only(rest)
         _edits.spent_ns += time.perf_counter_ns() - began
+
+
+def tell_parameters(active: Recorder, step: int, holding: Holding) -> None:
+    """Before a step, or when none is to come."""
+    before = _followed(holding.model).parameters.pop(holding.optimizer, None)
+    if before is not None:
+        now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
+        _tell(active, step, holding, "parameters", before, now)
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
@@ -312,7 +322,7 @@ def _standing(optimizer: Any, parameter: Any) -> int:
     held = None if state is None or parameter is None else state.get(parameter)
     return hash(
         tuple(
-            (key, id(v), _version(v))
+            (key, id(v), version(v))
             if hasattr(v, "_version")
             else (key, v if isinstance(v, (int, float, str)) else id(v))
             for key, v in (held or {}).items()
@@ -321,7 +331,7 @@ def _standing(optimizer: Any, parameter: Any) -> int:
 
 
 def _tell(
-    active: Recorder, step: Step, holding: Holding, kind: str, before: Taken, now: Taken
+    active: Recorder, step: int, holding: Holding, kind: str, before: Taken, now: Taken
 ) -> None:
     followed = _followed(holding.model)
     differing = [
@@ -365,7 +375,7 @@ def _tell(
             model=holding.model.number,
             optimizer=holding.optimizer,
             kind=kind,
-            step=step.number,
+            step=step,
             changed=changed,
             ratio=ratio,
             site=sites[0] if sites else -1,
@@ -381,26 +391,6 @@ def _tell(
 def _rewritten(before: Taken, now: Taken) -> list[int]:
     versions = zip(before.positions, before.versions, now.versions, strict=False)
     return [position for position, old, new in versions if old != new]
-
-
-def _version(tensor: Any) -> int:
-    """How often torch has seen it change in place; -1 where it does not count."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def some_values(tensors: list[Any]) -> list[float]:
-    """A few values of each floating tensor on the CPU."""
-    import torch
-
-    values: list[float] = []
-    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            if tensor is None or not readable(tensor) or not tensor.is_floating_point():
-                continue
-            if tensor.is_contiguous() and tensor.numel():
-                step = max(1, tensor.numel() // SAMPLED)
-                values += tensor.view(-1)[::step][:SAMPLED].tolist()
-    return values
 
 
 def _ratio(before: Taken, now: Taken) -> float:

@@ -33,6 +33,10 @@ class Holding:
         """The parameters at positions, None for those that are gone."""
         return [self.model.parameters[p]() for p in positions]
 
+    def steps(self) -> int:
+        """How many its optimizer has taken, -1 where that is gone."""
+        return next((k.steps for k in optimizers.known() if k.number == self.optimizer), -1)
+
 
 class _Known:
     def __init__(self) -> None:

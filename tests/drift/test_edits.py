@@ -78,9 +78,8 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     before = edits.Taken([0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True)
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
     now = edits.Taken([0, 1, 2], grads, sampled=True)
-    step: Any = SimpleNamespace(number=0)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    edits._tell(active, step, holding, "gradients", before, now)
+    edits._tell(active, 0, holding, "gradients", before, now)
     assert edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
 
 
