@@ -4,8 +4,9 @@ on the same lines or in the two arms of one `if`."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite, Enclosing, Place
+from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
@@ -137,3 +138,12 @@ def same_lines(m: Made, n: Made) -> bool:
     return len(ours) == len(theirs) > 0 and all(
         _same_place(m, p, n, q) for p, q in zip(ours, theirs, strict=True)
     )
+
+
+def called_apart(made: Made, others: Iterable[Made]) -> int:
+    """How many callers up the outermost line stands, from the caller of a helper down to the call,
+    on which those are not that were led to theirs by other lines."""
+    rest = [m for m in others if not same_lines(m, made)]
+    theirs = {m.location_at(n) for m in rest for n in range(CALLERS)}
+    depths = range(made.helpers, 0, -1)
+    return next((n for n in depths if rest and made.location_at(n) not in theirs), 0)

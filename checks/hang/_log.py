@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ddpdoctor.events import (
     CallBlock,
@@ -50,6 +51,8 @@ class Made:
         what: everything that must agree between the ranks.
         text: the lines that led to it, as written, innermost first.
         call: its slot in the ring, while it was there.
+        helpers: how many callers up the line stands that tells this call from others: those
+            beneath are in helpers.
     """
 
     rank: Rank
@@ -60,10 +63,16 @@ class Made:
     what: What
     text: Text
     call: Call | None = None
+    helpers: int = 0
 
     @property
     def location(self) -> Location | None:
         return self.location_at(0)
+
+    @property
+    def caller(self) -> Location | None:
+        """The line that called the helper it is made in; None where it is in none."""
+        return self.location_at(self.helpers) if self.helpers else None
 
     def location_at(self, depth: int) -> Location | None:
         """The line `depth` callers up."""
@@ -73,9 +82,17 @@ class Made:
 
     @property
     def place(self) -> str:
-        """`all_reduce (train.py:88)`."""
-        where = self.location
-        return f"{self.signature.op} ({where})" if where else self.signature.op
+        """`all_reduce (train.py:88)`, `barrier (utils.py:7, called from train.py:88)`."""
+        return f"{self.signature.op} ({self.where})" if self.where else self.signature.op
+
+    @property
+    def where(self) -> str:
+        """Its line and, where that is in a helper, whose; empty where it has none."""
+        here, caller = self.location, self.caller
+        if here is None or caller is None:
+            return str(here or "")
+        by = f":{caller.line}" if caller.file == here.file else str(caller)
+        return f"{here}, called from {by}"
 
 
 @dataclass
@@ -135,6 +152,7 @@ class Book:
         self._tokens: dict[tuple[What, Text], int] = {}
         self._known: dict[int, dict[tuple[int, int], Made]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
+        self._callers = callers(run)
         for rank in run.ranks.values():
             self._read(rank)
 
@@ -150,14 +168,12 @@ class Book:
         taken = segment.step + times * segment.every
         step = self._step(log.rank, taken) if log.rank.steps else -1
         call = segment.call or _in_ring(log, index)
-        return Made(
-            log.rank, index, known.signature, known.site, step, known.what, known.text, call
-        )
+        return replace(known, index=index, step=step, call=call)
 
     def point_to_point(self, rank: Rank, call: Call) -> Made:
         """A call that has no number in its group."""
         known = self._made(rank, call.signature, call.site, call.group)
-        return Made(rank, -1, known.signature, known.site, call.step, known.what, known.text, call)
+        return replace(known, step=call.step, call=call)
 
     def window(self, log: Log, first: int, count: int) -> Iterator[Made]:
         for index in range(first, first + count):
@@ -246,7 +262,14 @@ class Book:
             meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
             text = lines(rank, where)
             known[signature, site] = Made(
-                rank, -1, meant, where, -1, _what(meant, self.key(rank, group)), text
+                rank,
+                -1,
+                meant,
+                where,
+                -1,
+                _what(meant, self.key(rank, group)),
+                text,
+                helpers=_helpers(rank, where, self._callers),
             )
         return known[signature, site]
 
@@ -255,6 +278,42 @@ class Book:
 def book(run: Run) -> Book:
     """The book of a run; the checks of the family share one."""
     return Book(run)
+
+
+Spot = tuple[str, int]
+"""File and line."""
+
+
+def callers(run: Run) -> dict[Spot, set[Spot]]:
+    """The lines that led to each line, by way of which any rank came to a call."""
+    found: dict[Spot, set[Spot]] = {}
+    for rank in run.ranks.values():
+        for site in rank.of(CallSite):
+            spots = [rank.location(place.site) for place in site.places]
+            for here, caller in pairwise(spots):
+                if here is not None and caller is not None:
+                    found.setdefault(_spot(here), set()).add(_spot(caller))
+    return found
+
+
+def _spot(location: Location) -> Spot:
+    return location.file, location.line
+
+
+def _helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -> int:
+    """How many of the innermost lines are in helpers: outside of loops there, and led to from
+    several lines, or from a function in another file."""
+    places = site.places if site else ()
+    for depth, (place, outer) in enumerate(pairwise(places)):
+        here, caller = rank.location(place.site), rank.location(outer.site)
+        if here is None or caller is None:
+            return depth
+        several = len(callers.get(_spot(here), ())) > 1
+        elsewhere = caller.file != here.file and caller.function != "<module>"
+        loops = any(around.text.startswith(("for ", "while ")) for around in place.inside)
+        if loops or not (several or elsewhere):
+            return depth
+    return max(len(places) - 1, 0)
 
 
 def first_difference(a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]]) -> int | None:

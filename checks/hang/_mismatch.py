@@ -12,7 +12,7 @@ from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Run
 
-from ._branches import arms, branch, condition, is_inside, same_lines, within
+from ._branches import arms, branch, called_apart, condition, is_inside, same_lines, within
 from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
 from ._usual import HISTORY, left_out
 
@@ -64,8 +64,9 @@ class Parting:
 
     @property
     def location(self) -> Location | None:
-        """The line to point at: of a helper that all ranks share, the line that called it."""
-        return self.place.location_at(self.depth)
+        """The line to point at: of a helper that all ranks share, or that other ranks are not in,
+        the line that called it."""
+        return self.place.location_at(self.depth or called_apart(self.place, self.made.values()))
 
 
 _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")

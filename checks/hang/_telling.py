@@ -19,7 +19,7 @@ def sides_text(parting: Parting) -> str:
     alike = len({(m.signature.op, m.location_at(parting.depth)) for _, m in sides}) == 1
     for side, made in sides:
         be = "are" if len(side) > 1 else "is"
-        where = made.location_at(parting.depth)
+        where = made.location_at(parting.depth) if parting.depth else made.where
         at = f" ({where})" if where else ""
         what = made.signature.text if alike else made.signature.op
         parts.append(f"{ranks_text(side)} {be} in {what}{at}")
@@ -41,11 +41,17 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
             found.append(Related(leading(branched[1]), head_of(spot, branched[1])))
     if left is not None and left.place != location:
         found.append(Related(left.label, left.place))
-    for side, made in describe_sides(parting):
-        where = made.location_at(parting.depth)
-        if where is not None and where not in shown:
-            shown.add(where)
-            found.append(Related(f"{ranks_text(side)} here", where))
+    sides = list(describe_sides(parting))
+    by_all = len({made.caller for _, made in sides}) == 1
+    for side, made in sides:
+        who, op = ranks_text(side), made.signature.op
+        spots = [(f"{who} here", made.location_at(parting.depth))]
+        if not parting.depth:
+            spots.append(("called from here" if by_all else f"calls {op} for {who}", made.caller))
+        for label, where in spots:
+            if where is not None and where not in shown:
+                shown.add(where)
+                found.append(Related(label, where))
     return tuple(found[:4])
 
 
@@ -61,6 +67,7 @@ def evidence(run: Run, parting: Parting) -> Evidence:
                 "ranks": fold_ranks(side),
                 "call": m.signature.text,
                 "line": str(m.location_at(parting.depth) or ""),
+                **({"called_from": str(m.caller or "")} if any(o.caller for o in made) else {}),
                 **({"step": m.step} if any(o.step >= 0 for o in made) else {}),
             }
             for side, m in describe_sides(parting)

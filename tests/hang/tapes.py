@@ -44,7 +44,7 @@ class Tape:
         self.progress_at: float | None = None
         self._next: dict[int, int] = {}
         self._signatures: dict[object, int] = {}
-        self._sites: dict[tuple[int, str], int] = {}
+        self._sites: dict[tuple[int, str, int], int] = {}
         self._clock = START + 1
 
     def call(
@@ -63,11 +63,12 @@ class Tape:
         thread: str = "",
         started: bool = False,
         shadows: bool = False,
+        caller: int = -1,
         **arguments: object,
     ) -> Tape:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
         `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
-        backend's makes it."""
+        backend's makes it. With a `caller` it is made in a function that this line calls."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
@@ -80,7 +81,7 @@ class Tape:
             self.events.append(
                 Signature(at=self._clock, id=self._signatures[key], op=op, **fields)  # type: ignore[arg-type]
             )
-        place = (line, text)
+        place = (line, text, caller)
         if line < 0:
             self._sites[place] = -1
         if place not in self._sites:
@@ -95,6 +96,8 @@ class Tape:
                          started=100 + number if started else -1,
                          places=() if started else (Place(site=100 + number, inside=around),)),
             ]  # fmt: skip
+            if caller >= 0:
+                self._called_by(caller)
         index = -1
         if peer < 0 and op != "batch_isend_irecv":
             index = self._next.get(group, 0)
@@ -107,6 +110,15 @@ class Tape:
         self.steps[group, index] = step
         self._clock = began + max(lasts, 0.01) + 0.01
         return self
+
+    def _called_by(self, line: int) -> None:
+        last = self.events.pop()
+        assert isinstance(last, CallSite)
+        self.events += [
+            Site(at=self._clock, id=1000 + line, file=f"{CWD}/train.py", line=line,
+                 function="fit", text="call()"),
+            msgspec.structs.replace(last, places=(*last.places, Place(site=1000 + line))),
+        ]  # fmt: skip
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> Tape:
         self.events.append(

@@ -1,0 +1,63 @@
+"""Collectives that are made in a helper: whoever calls it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
+from ddpdoctor.checks.hang.stall import Stall
+from tapes import START, run_of, stall, tapes
+
+from ddpdoctor.ring import State
+
+LOOP = ((12, "for x in xs:"), (11, "if rank == 0:"))
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_the_call_of_a_helper_that_the_others_are_not_in(tmp_path: Path, several: bool) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 57).call("barrier", 14, caller=48 if several else 68)
+    made[0].call("barrier", 14, caller=68, state=State.BEGUN, at=START + 5)
+    made[1].call("DDP backward", 57, state=State.BEGUN, at=START + 5)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
+    assert finding.location is not None
+    assert finding.location.line == (68 if several else 14)
+    assert ("barrier (train.py:14, called from :68)" in finding.summary) is several
+    assert (14 in [r.location.line for r in finding.related]) is several
+    rows = finding.evidence["calls"]
+    assert isinstance(rows, list)
+    assert rows[0].get("called_from") == ("train.py:68" if several else None)
+
+
+def test_a_loop_is_no_helper(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("barrier", 57).call(line=14, inside=LOOP, caller=48)
+    made[0].call(line=14, inside=LOOP, caller=68, state=State.BEGUN)
+    made[1].call("barrier", 57, state=State.BEGUN)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == 14
+
+
+def test_all_are_in_one_helper(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.call(line=14, caller=48)
+        tape.call(line=14, caller=68, numel=1 + rank, state=State.BEGUN)
+    (finding,) = CollectiveShapeMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == 14
+    assert [(r.label, r.location.line) for r in finding.related] == [("called from here", 68)]
+
+
+def test_a_stall_names_the_caller(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=14, caller=48).call(line=14, caller=68, state=State.BEGUN, at=START + 5)
+    seen = {0: [stall(START + 30, START + 5)]}
+    (finding,) = Stall().examine(run_of(tmp_path, made, nodes=seen))
+    assert "in all_reduce (train.py:14, called from :68)" in finding.summary
