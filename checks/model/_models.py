@@ -38,16 +38,10 @@ class Part:
     def title(self) -> str:
         return f"{self.module or 'the model'} ({self.kind})" if self.kind else self.module
 
-    @property
-    def code(self) -> str:
+    def code(self, model: str) -> str:
         """`model.blocks[0].norm`, as a program writes it."""
         words = self.module.split(".") if self.module else []
-        return "model" + "".join(f"[{w}]" if w.isdecimal() else f".{w}" for w in words)
-
-    @property
-    def wrapped_code(self) -> str:
-        """The same, where `model` is the wrapper: beside the loss."""
-        return self.code.replace("model", "model.module", 1)
+        return model + "".join(f"[{w}]" if w.isdecimal() else f".{w}" for w in words)
 
 
 def numbers(run: Run) -> list[int]:
@@ -57,6 +51,13 @@ def numbers(run: Run) -> list[int]:
 
 def wrap_of(rank: Rank, model: int) -> Wrapped | None:
     return next((w for w in rank.of(Wrapped) if w.model == model), None)
+
+
+def names_in_code(rank: Rank, wrapped: Wrapped) -> tuple[str, str]:
+    """What the line of the wrap calls the wrapper, and what it was given; else both are `model`."""
+    spot = rank.location(wrapped.site) if not wrapped.adopted else None
+    wrapper, inner = spot.named("DDP", "DistributedDataParallel") if spot else ("", "")
+    return wrapper or "model", inner or "model"
 
 
 def members(rank: Rank, wrapped: Wrapped) -> tuple[str, tuple[int, ...]]:

@@ -70,6 +70,7 @@ class DdpBypassed(Check):
         assert wrapped is not None
         call = next((e.call_site for e in events if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
+        wrapper, _ = models.names_in_code(rank, wrapped)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=Steps(first.step, last.step, last.count),
@@ -80,8 +81,8 @@ class DdpBypassed(Check):
             summary=f"{_applied(wrapped.kind, last)} that went around DistributedDataParallel, "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(wrapped.kind, last),
-            fix="call the wrapper: `model(x)`, not `model.module(x)` or the model it wraps; "
-            "move other methods behind `forward`",
+            fix=f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the model it "
+            "wraps; move other methods behind `forward`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps without synchronisation": last.count,

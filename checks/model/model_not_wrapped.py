@@ -8,7 +8,16 @@ from math import prod
 import msgspec
 
 from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedState
-from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Location,
+    Severity,
+    Steps,
+)
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
@@ -213,7 +222,7 @@ class ModelNotWrapped(Check):
             + ("synchronises its gradients" if bad else "is exchanged: ranks agree")
             + (": they differ" if bad and not late else " before it applies them" if bad else ""),
             cause=_cause(kind, event, bad, late),
-            fix=_fix(event, bad, late),
+            fix=_fix(event, bad, late, spot),
             fix_kind=FixKind.CHECK,
             evidence=_evidence(rank, event, common, moved, bad),
             at=rank.wall(event.at),
@@ -314,7 +323,7 @@ def _cause(kind: str, event: Unwrapped, bad: bool, late: int) -> str:
     )
 
 
-def _fix(event: Unwrapped, bad: bool, late: int) -> str:
+def _fix(event: Unwrapped, bad: bool, late: int, spot: Location | None) -> str:
     if not bad:
         return (
             "if each rank is to have its share of the data: shard it, and wrap the model in "
@@ -327,10 +336,11 @@ def _fix(event: Unwrapped, bad: bool, late: int) -> str:
             "make it a parameter of the module that is wrapped, used in its forward, or average it "
             "before the step: `dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
         )
-    return (
-        "`model = DistributedDataParallel(model)` before the optimizer is built, and train "
-        "through it"
-    )
+    name = spot.named(event.kind)[0] if spot and event.kind else ""
+    wrap = f"`{name} = DistributedDataParallel({name})`" if name else (
+        f"wrap {event.kind or 'the module that uses them'} in DistributedDataParallel"
+    )  # fmt: skip
+    return f"{wrap} before the optimizer is built, and train through it"
 
 
 def _evidence(

@@ -71,7 +71,7 @@ class NeedlessFindUnusedParameters(Check):
             + (f" of {use.backwards}" if unseen > 0 else ""),
             cause="DDP searches the autograd graph in every step for parameters that are not used, "
             "and there are none; the graph was the same in every step examined",
-            fix="leave the option out: `DDP(model)`"
+            fix="leave the option out"
             + (
                 ", if no batch can skip a part of the model, on any rank: "
                 f"{unseen} backwards were not looked at, and one such batch would end the run"

@@ -82,6 +82,7 @@ class ParametersChangedAfterWrap(Check):
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
         done, why = DONE[kind]
+        wrapper, _ = models.names_in_code(rank, wrapped)
         spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
@@ -93,8 +94,8 @@ class ParametersChangedAfterWrap(Check):
             summary=f"{models.some(event.names)} of {wrapped.kind} {_were(done, event.names)} "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=f"DDP registered the parameters of {wrapped.kind} when it was wrapped: {why}",
-            fix="change the model before `DistributedDataParallel(model)`, or wrap it again after "
-            "the change: `model = DistributedDataParallel(model.module)`",
+            fix="change the model before it is wrapped, or wrap it again after the change: "
+            f"`{wrapper} = DistributedDataParallel({wrapper}.module)`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "change": kind,

@@ -90,7 +90,7 @@ class RankDependentGraph(Check):
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=_summary(run, wrapped, event.step, left, without, names),
             cause=_cause(wrapped, parts, allowed),
-            fix=_fix(parts, idle, allowed),
+            fix=_fix(parts, idle, allowed, models.names_in_code(rank, wrapped)[0]),
             fix_kind=FixKind.CHECK,
             evidence={
                 "use": [_row(wrapped, part, left) for part in parts],
@@ -174,7 +174,7 @@ def _cause(wrapped: Wrapped, parts: list[models.Part], allowed: bool) -> str:
     return f"{text}; those that use it wait for its gradients from those that do not"
 
 
-def _fix(parts: list[models.Part], idle: list[str], allowed: bool) -> str:
+def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str) -> str:
     if allowed:
         return "nothing to change, as long as that is meant"
     alone = len({part.module for part in parts}) == 1 and not idle
@@ -183,6 +183,6 @@ def _fix(parts: list[models.Part], idle: list[str], allowed: bool) -> str:
     return (
         f"use {what} on every rank{also}, with weight zero where {where} not wanted: "
         "`loss = loss + 0.0 * sum(p.sum() for p in "
-        f"{parts[0].wrapped_code if alone else 'model'}.parameters())`; "
-        "or `DDP(model, find_unused_parameters=True)`"
+        f"{parts[0].code(f'{wrapper}.module') if alone else wrapper}.parameters())`; "
+        "or `DDP(..., find_unused_parameters=True)`"
     )

@@ -132,10 +132,10 @@ def _cause(event: Record, why: str) -> str:
 
 def _fix(why: str) -> str:
     return {
-        CHECKPOINT: "`checkpoint(..., use_reentrant=False)`; or `DDP(model, static_graph=True)` "
+        CHECKPOINT: "`checkpoint(..., use_reentrant=False)`; or `DDP(..., static_graph=True)` "
         "where the graph is the same in every step",
         SECOND: "add the losses and run one backward: `(first + second).backward()`",
         OUTSIDE: "leave out `find_unused_parameters=True`, or return what the loss needs from the "
         "wrapper's forward",
-        SHARED: "use the layer once per forward, or `DDP(model, static_graph=True)`",
+        SHARED: "use the layer once per forward, or `DDP(..., static_graph=True)`",
     }[why]

@@ -89,7 +89,7 @@ class StaticGraphBroken(Check):
                 ", or let the first micro-batch of the run synchronise"
                 if accumulates
                 else "; where "
-                "parameters are unused in some steps: `DDP(model, find_unused_parameters=True)`"
+                "parameters are unused in some steps: `DDP(..., find_unused_parameters=True)`"
             ),
             fix_kind=FixKind.CHECK,
             evidence={

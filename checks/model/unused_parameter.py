@@ -94,7 +94,13 @@ class UnusedParameter(Check):
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"at step {event.step} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(parts[0], why, allowed),
-            fix=_fix(parts[0], why, allowed, _called(event, parts[0])),
+            fix=_fix(
+                parts[0],
+                why,
+                allowed,
+                _called(event, parts[0]),
+                models.names_in_code(rank, wrapped),
+            ),
             fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
@@ -188,9 +194,10 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
     return f"{text}; gradients that share a bucket with it are applied without being averaged"
 
 
-def _fix(part: Part, why: str, allowed: bool, called: str) -> str:
+def _fix(part: Part, why: str, allowed: bool, called: str, names: tuple[str, str]) -> str:
+    wrapper, inner = names
     freeze = (
-        f"`{part.code}.requires_grad_(False)`"
+        f"`{part.code(inner)}.requires_grad_(False)`"
         if part.module
         else "`parameter.requires_grad_(False)`"
     )
@@ -201,17 +208,17 @@ def _fix(part: Part, why: str, allowed: bool, called: str) -> str:
     if why == SOMETIMES and called == "yes":
         return (
             "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
-            f"sum(p.sum() for p in {part.wrapped_code}.parameters())`; "
+            f"sum(p.sum() for p in {part.code(f'{wrapper}.module')}.parameters())`; "
             "`find_unused_parameters=True` does not help where the wrapper's output depends on it"
         )
     return {
         NEVER: f"call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some "
-        "steps only: `DDP(model, find_unused_parameters=True)`",
+        "steps only: `DDP(..., find_unused_parameters=True)`",
         OUTPUT: "let its output take part in the loss, or remove it; to keep it unused, freeze it "
         f"before the wrap: {freeze}",
         BLIND: f"what is not to be trained is frozen before the wrap: {freeze}; if it is to be "
         "trained, call it outside of `no_grad`",
-        SOMETIMES: "`DDP(model, find_unused_parameters=True)`, or let it take part with weight "
+        SOMETIMES: "`DDP(..., find_unused_parameters=True)`, or let it take part with weight "
         "zero in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
         FROZEN: f"freeze it before the wrap ({freeze}), or wrap again after freezing",
         BESIDE: "use the parameter in `forward`, remove it (`bias=False`), or freeze it before the "

@@ -35,6 +35,23 @@ def test_ranks_that_apply_their_own_gradients():
     assert found.evidence["parameters differ at"] == [1]
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("arc_loss = Net(10)", "`arc_loss = DistributedDataParallel(arc_loss)` before"),
+        ("self.net = nets.Net(", "`self.net = DistributedDataParallel(self.net)` before"),
+        ("return Net()", "wrap Net in DistributedDataParallel before"),
+        ("trainer = Trainer(Net())", "wrap Net in DistributedDataParallel before"),
+        ("a, b = Net(), Net()", "wrap Net in DistributedDataParallel before"),
+    ],
+)
+def test_the_advice_names_what_the_program_does(line, advice):
+    here = site(1, "train.py", 3, f"    {line}")
+    run = make_run({r: [here, *loose(state(0, 10 + r, 7))[1:]] for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.fix.startswith(advice)
+
+
 def test_only_its_own_steps_count():
     events = {r: [*loose(state(0, 10 + r, 7)), *steps(50, optimizer=1)] for r in (0, 1)}
     (found,) = CHECK.examine(make_run(events))

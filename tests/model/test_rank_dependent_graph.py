@@ -1,11 +1,13 @@
 """DDP302: used sets compared backward by backward, also where ranks hang."""
 
 import msgspec
+import pytest
+from ddpdoctor.checks.model import _models as models
 from ddpdoctor.checks.model._models import Part
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
-from recordings import make_run, steps
-from wraps import codes, rank, skipped, unused, use, wrap
+from recordings import make_run, site, steps
+from wraps import WRAP, codes, rank, skipped, unused, use, wrap
 
 from ddpdoctor.events import Submodule, Tensor
 
@@ -135,7 +137,7 @@ def test_the_same_change_at_the_same_backward_on_all_ranks():
 
 def test_modules_are_spelled_as_code():
     for name, code in (("blocks.0.norm", "model.blocks[0].norm"), ("2", "model[2]"), ("", "model")):
-        assert Part(name, "Block", (0,), True).code == code
+        assert Part(name, "Block", (0,), True).code("model") == code
 
 
 def test_each_rank_lacks_another_part():
@@ -153,3 +155,19 @@ def test_of_two_models_that_train_in_turn_the_later_one():
     (found,) = find({0: waiting, 1: [*went_on, left]}, ended={0: -6, 1: -6})
     assert found.ranks == (1,)
     assert found.steps.first == 20
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("net = DDP(Net())", ("net", "model")),
+        ("self.ddp = nn.parallel.DistributedDataParallel(self.net, [0])", ("self.ddp", "self.net")),
+        ("return DDP(net)", ("model", "net")),
+        ("model = wrap(net)", ("model", "model")),
+        ("ddp = DDP(net.cuda())", ("ddp", "model")),
+    ],
+)
+def test_the_wrapper_is_called_as_the_program_calls_it(line, names):
+    run = make_run({0: [*rank(), site(WRAP, "train.py", 5, f"    {line}")]})
+    wrapped = models.wrap_of(run.ranks[0], 0)
+    assert models.names_in_code(run.ranks[0], wrapped) == names

@@ -82,7 +82,7 @@ def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     assert found.evidence["unused in"] == "1 of 5 backwards examined"
     assert found.related[0].location.line == 20
     assert found.steps.first == 4
-    assert found.fix.startswith("`DDP(model, find_unused_parameters=True)`")
+    assert found.fix.startswith("`DDP(..., find_unused_parameters=True)`")
 
 
 def test_what_is_called_and_left_out_in_some_steps_is_not_found_by_a_search_of_the_output():
