@@ -108,8 +108,13 @@ def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
 
 def _label(event: Ownership) -> str:
     if event.stale:
-        return f"holds {len(event.stale)} parameters that are not trained"
-    return f"leaves out {len(event.missing)} parameters"
+        count = len(event.stale)
+        return f"holds {count} parameter{'s' * (count > 1)} that {_are(count)} not trained"
+    return f"leaves out {len(event.missing)} parameter{'s' * (len(event.missing) > 1)}"
+
+
+def _are(count: int) -> str:
+    return "are" if count > 1 else "is"
 
 
 def _summary(event: Ownership) -> str:

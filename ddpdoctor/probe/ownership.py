@@ -135,11 +135,14 @@ def _state(parameter: Any) -> tuple[int, int]:
 
 
 def _holder(stepping: Any, mine: set[int]) -> Any:
-    """The optimizer to name: one that holds some of the model, or else the one that steps."""
+    """The optimizer to name: of those that hold some of the model, one that holds what is not
+    trained, or the one with the most; else the one that steps."""
+    best, most = stepping, (False, 0)
     for optimizer in optimizers.made():
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    return stepping
+        ours = sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        if ours and (weight := (bool(_stale(optimizer, mine)), ours)) > most:
+            best, most = optimizer, weight
+    return best
 
 
 def _stale(optimizer: Any, mine: set[int]) -> list[Any]:

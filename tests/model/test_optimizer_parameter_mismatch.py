@@ -90,3 +90,15 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     for _ in range(2):
         ownership._compare(active, module, ownership._watches[model], {}, step)
     assert told == ([] if by_hand else [["weight"]])
+
+
+def test_of_several_optimizers_the_one_that_holds_most_of_the_model(monkeypatch):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    few = torch.optim.SGD([net[0].bias])
+    most = torch.optim.SGD([net[0].weight, net[1].bias])
+    monkeypatch.setattr(optimizers, "made", lambda: [few, most])
+    mine = {id(p) for p in net.parameters()}
+    assert ownership._holder(few, mine) is most
+    few.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert ownership._holder(most, mine) is few
+    assert ownership._holder(few, {0}) is few
