@@ -190,6 +190,7 @@ def _launcher_killed(run: Run) -> str:
 def row(rank: Rank, stood: str = "") -> RankState:
     """How a rank ended, or where it is."""
     started = rank.started
+    steps = steps_in_turn(rank)
     return RankState(
         rank=rank.rank,
         node=rank.node,
@@ -199,13 +200,14 @@ def row(rank: Rank, stood: str = "") -> RankState:
         state=rank.state,
         exit_code=rank.exit_code,
         signal=rank.signal,
-        steps=steps_in_turn(rank),
+        steps=steps,
         step_time_s=rank.step_time(),
         waiting_in_step_s=rank.waiting(),
         host_memory_peak_bytes=_most(e.peak_rss_bytes for e in rank.of(MemorySample)),
         device_memory_peak_bytes=_most(e.device_peak_bytes for e in rank.of(MemorySample)),
         last=stood or _last_thing(rank),
         stood=stood,
+        in_turn=steps > rank.steps,
     )
 
 

@@ -183,6 +183,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
             seen on the host.
+        in_turn: `steps` are those of several optimizers, one after the other.
         host_memory_peak_bytes: and of its device: the most that it was seen to hold.
         stood: where it stood when something ended it.
     """
@@ -202,6 +203,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     device_memory_peak_bytes: int | None = None
     last: str = ""
     stood: str = ""
+    in_turn: bool = False
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

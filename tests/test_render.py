@@ -274,11 +274,24 @@ def test_last_thing_is_the_exception_not_the_leaving() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "told"), [(100, "first seen at step 4, in 25 of 100 steps"), (4, "in step 4")]
+    ("done", "told"),
+    [
+        (100, "first seen at step 4, in 25 of 100 steps"),
+        (4, "in step 4"),
+        (None, "first seen at step 4, in 25 steps"),
+    ],
 )
-def test_a_step_that_no_rank_completed(done: int, told: str) -> None:
+def test_a_step_that_no_rank_completed(done: int | None, told: str) -> None:
     (finding,) = report_of(ToyStep()).findings
     assert facts.whereabouts(finding, done)[-1] == told
+
+
+def test_steps_of_optimizers_in_turn_are_not_those_of_a_finding() -> None:
+    both = steps(3, optimizer=0), steps(20, optimizer=1)
+    turns = diagnose(make_run({0: [*both[0], *both[1]], 1: both[1]}), [])
+    assert ([r.steps for r in turns.ranks], facts.total_steps(turns)) == ([23, 20], None)
+    together = [e for pair in zip(*both, strict=False) for e in pair]
+    assert facts.total_steps(diagnose(make_run({0: [*together, *both[1][3:]]}), [])) == 20
 
 
 def test_long_whereabouts_are_wrapped() -> None:

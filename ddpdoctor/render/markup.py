@@ -30,14 +30,14 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"**{_text(grid.title)}**"
         yield ""
         yield from _grid(grid)
-    steps = facts.most_steps(report)
+    steps = facts.total_steps(report)
     for finding in report.findings:
         yield from _finding(finding, steps)
     for line in (*facts.gaps(report), facts.overhead(report)):
         yield f"{_text(line)}  "
 
 
-def _finding(finding: Finding, total_steps: int) -> Iterator[str]:
+def _finding(finding: Finding, total_steps: int | None) -> Iterator[str]:
     code, sentence = facts.first_line(finding)
     yield f"### {_text(code)} {_text(sentence)}"
     yield ""

@@ -38,7 +38,7 @@ def render(report: Report) -> str:
         body.append(_grid(facts.rank_grid(report)))
     for grid in facts.tables(report):
         body += [f"<h2>{_t(grid.title)}</h2>", _grid(grid)]
-    steps = facts.most_steps(report)
+    steps = facts.total_steps(report)
     for finding in report.findings:
         body += _finding(finding, steps)
     body.append("<footer>")
@@ -54,7 +54,7 @@ def render(report: Report) -> str:
     )
 
 
-def _finding(finding: Finding, total_steps: int) -> Iterator[str]:
+def _finding(finding: Finding, total_steps: int | None) -> Iterator[str]:
     code, sentence = facts.first_line(finding)
     yield f'<section class="{finding.severity.value}"><h2><b>{_t(code)}</b> {_t(sentence)}</h2>'
     if where := "   ".join(facts.whereabouts(finding, total_steps)):

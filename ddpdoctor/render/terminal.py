@@ -61,7 +61,7 @@ def _report(report: Report, width: int, quiet: bool) -> Iterator[RenderableType]
     if not quiet:
         yield from head(report, width)
     for finding in report.findings:
-        yield from about(finding, facts.most_steps(report), width)
+        yield from about(finding, facts.total_steps(report), width)
         yield Text()
     if not quiet:
         yield from foot(report, width)
@@ -111,7 +111,7 @@ def rank_table(grid: Grid, width: int) -> Table:
     return table
 
 
-def about(finding: Finding, total_steps: int, width: int) -> Iterator[Text]:
+def about(finding: Finding, total_steps: int | None, width: int) -> Iterator[Text]:
     """One finding, location first, ending in something to do."""
     code, sentence = facts.first_line(finding)
     first, *rest = wrap(f"{code} {sentence}", width - 2, width)
