@@ -348,7 +348,7 @@ def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:
 
 def _oddness(made: Made, other: Made, others: Log, known: Book, index: int) -> int:
     """How much a call looks like the one that should not be there (or not alone)."""
-    branches = condition(made) is not None or (_avoided(made, other) and not arms(made, other))
+    branches = condition(made) is not None or (avoided(made, other) and not arms(made, other))
     seen = any(
         m.text == made.text
         for m in known.window(others, max(0, index - WINDOW), min(index, WINDOW))
@@ -385,7 +385,7 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     if said is not None:
         return said
     rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    return found if rest and all(_avoided(place, m) for m in rest) else None
+    return found if rest and all(avoided(place, m) for m in rest) else None
 
 
 def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
@@ -412,7 +412,7 @@ def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
     )
 
 
-def _avoided(call: Made, made: Made) -> bool:
+def avoided(call: Made, made: Made) -> bool:
     """Whether a rank is past the branch around a call, without that call."""
     _, head = branch(call) or (None, None)
     if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):

@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
+from . import _across
 from ._branches import condition, opener, parts, unbranched, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop, ways_around
 from ._mismatch import Parting, entered, opposed, partings
-from ._rounds import left_out
-from ._scene import Scene, Stand, scene
+from ._scene import scene
 from ._telling import evidence, related, sides_text
 from ._threads import aside, order, remedy, started
-from ._waiting import across_groups, cycle, victims
+from ._waiting import across_groups, cycle
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
@@ -63,7 +63,7 @@ class CollectiveMismatch(Check):
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
-            yield self._tell_ring(now, ring)
+            yield self.finding(**_across.told(now, ring))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
@@ -90,47 +90,6 @@ class CollectiveMismatch(Check):
             at=min(m.rank.wall(m.call.began) for m in parting.made.values() if m.call)
             if any(m.call for m in parting.made.values())
             else run.started,
-        )
-
-    def _tell_ring(self, now: Scene, ring: list[Stand]) -> Finding:
-        """Every rank is in a collective of another group than the one it waits for."""
-        told = ", ".join(f"rank {s.rank.rank} is {s.doing} of {s.key}" for s in ring)
-        skipped = left_out(now, ring)
-        first, other = (skipped.waiting, skipped.stand) if skipped else (ring[0], ring[1])
-        where, op = other.rank.rank, first.made.signature.op if first.made else "it"
-        number = f"call {first.call.index if first.call else -1} of {first.key}"
-        same = other.location == first.location
-        return self.finding(
-            ranks=(where,) if skipped else tuple(sorted(s.rank.rank for s in ring)),
-            subjects=tuple(sorted({s.made.signature.op for s in ring if s.made})),
-            location=first.location,
-            label=f"rank {where} did not make this call"
-            if skipped
-            else f"rank {first.rank.rank} waits here",
-            related=()
-            if same or other.location is None
-            else (Related(f"rank {where} is here", other.location),),
-            summary=f"rank {where} left out {number}: {told}"
-            if skipped
-            else f"ranks wait for each other in different groups: {told}",
-            cause=f"rank {where} made a call of that group before each of its last "
-            f"{skipped.rounds} calls of {other.made.place if other.made else 'that line'}, and "
-            "none before this one; none of them can ever finish"
-            if skipped
-            else "each waits in one group for a rank that waits in another: they use the groups in "
-            "different order, or one of them left a call out; none of them can ever finish",
-            fix=f"make every rank of the group call {op} at the same place in each round, or none"
-            if skipped
-            else "use the groups in one order on all ranks, and make each call on every rank of "
-            "its group",
-            fix_kind=FixKind.CHECK,
-            evidence={
-                "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
-                "stuck": not now.failed,
-                **({"earlier_rounds": skipped.rounds} if skipped else {}),
-                **victims(ring),
-            },
-            at=now.at - max(s.still_s for s in ring),
         )
 
 

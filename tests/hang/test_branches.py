@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec.structs import replace
-from tapes import run_of, tapes
+from tapes import START, run_of, tapes
 
 from ddpdoctor.events import (
     CallSite,
@@ -179,3 +179,25 @@ def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
     made[1].call(line=10, state=State.BEGUN)  # its callers are cut off
     (finding,) = found(run_of(tmp_path, made))
     assert 30 not in [r.location.line for r in finding.related]
+
+
+@pytest.mark.parametrize("line", [12, 6])
+def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
+    tmp_path: Path, line: int
+) -> None:
+    made = tapes(3)
+    branch = ((7, "if epoch == 1 and rank == 0:"),)
+    for rank, tape in made.items():
+        tape.group(1, "1", (0, 1, 2))
+        if rank == 0:
+            tape.call("broadcast", 8, inside=branch, state=State.BEGUN, at=START + 5)
+        else:
+            tape.call(line=line, group=1, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert ("ranks wait for each other" in finding.summary) is (line < 7)
+    assert finding.ranks == ((0,) if line > 7 else (0, 1))
+    assert str(finding.location) == "train.py:8"
+    if line > 7:
+        assert "only some ranks enter `if epoch == 1 and rank == 0:`" in finding.cause
+        assert "move it out of" in finding.fix
+        assert finding.evidence["waiting"][1]["ranks"] == "1-2"  # type: ignore[index]
