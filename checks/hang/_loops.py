@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
 from ddpdoctor.events import (
     CALLERS,
     CallSite,
-    Enclosing,
     EpochBegan,
     EpochEnded,
     ExceptionPassed,
     IndicesRead,
     LoaderSeen,
     Place,
-    Way,
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, ranks_text
 
-from ._branches import opener
 from ._caught import handler
 from ._log import Made
 from ._mismatch import Parting
-
-Key = tuple[str, int, str]
-"""File, line and function of a loop's head."""
+from ._ways import SAME_ON_ALL, Key, catching, depth_in, exits, loops_around, places, ways_out
 
 Leaver = tuple[Rank, float]
 """A rank, and until when what it did counts: it may have gone on after a call that failed."""
-
-_SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
-"""A loop that has as many rounds on every rank."""
 
 
 class How(enum.Enum):
@@ -71,11 +62,13 @@ class Left:
     how: How
     steps: str = ""
     ways: tuple[Location, ...] = ()
+    exits: tuple[Location, ...] = ()
 
     @property
     def place(self) -> Location:
         """The line to point at."""
-        return self.ways[0] if self.surely and len(self.ways) == 1 else self.loop
+        lines = self.ways if self.surely else self.exits
+        return lines[0] if len(lines) == 1 else self.loop
 
     @property
     def cause(self) -> str:
@@ -91,6 +84,9 @@ class Left:
         if self.how is How.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
         dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
+        if self.exits:
+            ended = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
+            return f"{who} left the loop at {self.loop} before the others: {ended} ends it"
         or_skipped = f", or skipped a round{short}" if short and self.how is How.UNKNOWN else ""
         return f"{who} left the loop at {self.loop} before the others{dry}{or_skipped}"
 
@@ -106,12 +102,17 @@ class Left:
                 if self.place == self.loop
                 else (f"{who} skips the rest of a round here")
             )
-        return f"{who} left this loop"
+        return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 
     @property
     def surely(self) -> bool:
-        """Whether those who left it are at fault."""
+        """Whether the others are in a round that those who left it had to do, too."""
         return self.how in (How.SKIPPED, How.RAISED)
+
+    @property
+    def blames(self) -> bool:
+        """Whether those who left it are at fault."""
+        return self.surely or bool(self.exits)
 
     @property
     def fix(self) -> str:
@@ -135,6 +136,11 @@ class Left:
                 "let an exception end the rank with a bad status (raise it again), so that the "
                 "launcher ends the others"
             )
+        if self.exits:
+            return (
+                "decide together: `all_reduce` the decision, or what it is made from, and leave "
+                "the loop on all ranks in the same round"
+            )
         return (
             "let all ranks do the same rounds of the loop and make the same calls in each: compute "
             "its bounds from values that are equal on all of them, and share a decision to stop or "
@@ -147,7 +153,7 @@ def left_loop(parting: Parting) -> Left | None:
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
     for rank, made in parting.made.items():
-        for key, head, _ in _around(made.rank, made.site):
+        for key, head, _, _ in loops_around(made.rank, made.site):
             if parting.may_be_left(*key[:2]):
                 inside.setdefault(key, []).append(rank)
                 heads[key] = head
@@ -159,15 +165,19 @@ def left_loop(parting: Parting) -> Left | None:
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (_told([_until(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items())
     left = next((left for left in found if left is not None), None)
+    if left is not None:
+        still = next(m for r, m in parting.made.items() if r not in left.ranks)
+        last = next((m for m in parting.before if m.rank.rank in left.ranks), None)
+        left = _with_exits(left, last.rank, last.site, still) if last else left
     usual = parting.left_out and left and left.how is How.UNKNOWN
     return None if usual else left  # the others are in a later round of the loop
 
 
 def blamed(parting: Parting) -> Parting:
-    """The same, with those who surely left the loop as the ranks at fault, unless most did, and the
-    call that they left out."""
+    """The same, with those who left the loop as the ranks at fault, where it is known how, unless
+    most did, and the call that they left out."""
     left = left_loop(parting)
-    if left is None or not left.surely or 2 * len(left.ranks) > len(parting.made):
+    if left is None or not left.blames or 2 * len(left.ranks) > len(parting.made):
         return parting
     stay = next(made for rank, made in parting.made.items() if rank not in left.ranks)
     place = stay if parting.place.rank.rank in left.ranks else parting.place
@@ -176,28 +186,17 @@ def blamed(parting: Parting) -> Parting:
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:
     """The loop that a rank left for good while another still is in a call inside of it."""
-    theirs = {key for key, _, _ in _around(waiting.rank, waiting.site)}
-    loops = [(head, [waiting]) for key, head, _ in _around(leaver, last) if key in theirs]
+    theirs = {key for key, _, _, _ in loops_around(waiting.rank, waiting.site)}
+    loops = [(head, [waiting]) for key, head, _, _ in loops_around(leaver, last) if key in theirs]
     left = _told([(leaver, inf)], loops, one_function=True)
-    if left is None or left.how is not How.UNKNOWN or not _SAME_ON_ALL.match(left.loop.source):
+    if left is not None:
+        left = _with_exits(left, leaver, last, waiting)
+    if left is None or left.how is not How.UNKNOWN or not SAME_ON_ALL.match(left.loop.source):
         return left
-    if left.ways or _ways_out(waiting, left.loop)[1] or _depth_in(waiting, left.loop) != 0:
+    if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
         return left
-    caught = tuple(_catching(leaver, last))
+    caught = tuple(catching(leaver, last))
     return replace(left, how=How.RAISED, ways=caught) if caught else left
-
-
-def ways_around(made: Made) -> tuple[Location, ...]:
-    """The statements that can leave a call out of a round of the loops around it."""
-    found = []
-    for _, head, depth, around in _rounds(made.rank, made.site):
-        spot, place = made.location_at(depth), _places(made)[depth]
-        found += [
-            Location(head.file, way.line, head.function, way.text)
-            for way in around.ways
-            if spot is not None and _leaves_out(way, spot.line, place)
-        ]
-    return tuple(found)
 
 
 def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
@@ -227,10 +226,10 @@ def _told(
     for n, (head, stay) in enumerate(loops):
         hidden = n == 0 and _no_loader(stay[0])
         how = _agreed(_how(r, _until(s), head, hidden) for r in left for s in stay)
-        here, broken = _ways_out(stay[0], head)
+        here, broken = ways_out(stay[0], head)
         if seen := _handled(left, here):
             ways, short = seen, head
-        elif here and not ways and _depth_in(stay[0], head) is not None:
+        elif here and not ways and depth_in(stay[0], head) is not None:
             ways, short = here, head
         if how is How.OVER:
             candidate = None
@@ -239,10 +238,17 @@ def _told(
             return Left(numbers, head, how, _steps(left[0]) if skipped else "", ways)
         elif not (one_function and candidate and _apart(candidate.loop, head)):
             candidate = Left(numbers, head, how, ways=ways)
-            same = same and not broken and _SAME_ON_ALL.match(head.source) is not None
+            same = same and not broken and SAME_ON_ALL.match(head.source) is not None
     if candidate and candidate.ways and short and same:
         return replace(candidate, loop=short, how=How.SKIPPED)
     return candidate
+
+
+def _with_exits(left: Left, leaver: Rank, last: CallSite | None, stay: Made) -> Left:
+    if left.how not in (How.BROKE, How.UNKNOWN):
+        return left
+    sure = left.how is How.BROKE
+    return replace(left, exits=exits(leaver, last, stay, left.loop, sure))
 
 
 def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:
@@ -256,64 +262,10 @@ def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, 
     return tuple(dict.fromkeys(way for way in seen if way is not None))
 
 
-def _ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
-    """The statements that leave out a call in a loop, and whether one ends the loop."""
-    key = (loop.file, loop.line, loop.function)
-    inside = [
-        (depth, site, around)
-        for site in made.rank.of(CallSite)
-        for at, _, depth, around in _rounds(made.rank, site)
-        if at == key
-    ]
-    places = [site.places[depth] for depth, site, _ in inside]
-    calls = [(s.line, p) for p in places if (s := made.rank.location(p.site)) is not None]
-    found = {
-        way.line: Location(loop.file, way.line, loop.function, way.text)
-        for _, _, around in inside
-        for way in around.ways
-        if any(_leaves_out(way, line, place) for line, place in calls)
-    }
-    return tuple(found.values()), any(around.broken for _, _, around in inside)
-
-
-def _leaves_out(way: Way, line: int, place: Place) -> bool:
-    """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
-    other_arm = any(
-        arm.opener <= way.line < arm.line
-        for arm in place.inside
-        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
-    )
-    return way.first <= line <= way.last and not other_arm
-
-
-def _depth_in(made: Made, loop: Location) -> int | None:
-    """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
-    for depth, place in enumerate(_places(made)):
-        spot = made.rank.location(place.site)
-        for around in place.inside:
-            if spot and (spot.file, around.line) == (loop.file, loop.line):
-                return depth
-            if around.text.startswith(("if ", "elif ", "else:", "except")):
-                return None
-    return None
-
-
-def _catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
-    """The handler around a call, in any function, that catches what is raised there."""
-    for place in site.places if site else ():
-        spot = rank.location(place.site)
-        for around in place.inside if spot else ():
-            if spot and around.text.startswith("try:"):
-                for way in around.ways:
-                    yield Location(spot.file, way.line, spot.function, way.text)
-                if around.ways:
-                    return
-
-
 def _no_loader(made: Made) -> bool:
     """Whether none of the loops around a call iterates a loader by itself."""
     return not any(
-        _iterations((made.rank, inf), head) for _, head, _ in _around(made.rank, made.site)
+        _iterations((made.rank, inf), head) for _, head, _, _ in loops_around(made.rank, made.site)
     )
 
 
@@ -328,25 +280,10 @@ def _agreed(hows: Iterable[How]) -> How:
     return known.pop() if len(known) == 1 else How.UNKNOWN
 
 
-def _around(rank: Rank, site: CallSite | None) -> Iterator[tuple[Key, Location, int]]:
-    """The loops around a call, innermost first, with the number of their place in it."""
-    for key, head, depth, _ in _rounds(rank, site):
-        yield key, head, depth
-
-
-def _rounds(rank: Rank, site: CallSite | None) -> Iterator[tuple[Key, Location, int, Enclosing]]:
-    for depth, place in enumerate(site.places if site else ()):
-        spot = rank.location(place.site)
-        for around in place.inside if spot else ():
-            if spot and around.text.startswith(("for ", "while ")):
-                head = Location(spot.file, around.line, spot.function, around.text)
-                yield (spot.file, around.line, spot.function), head, depth, around
-
-
 def _has_left(made: Made, still: Made, loop: Key) -> bool:
     """Whether a rank made calls in a loop before, and is known to be outside of it now."""
-    depth = next(d for key, _, d in _around(still.rank, still.site) if key == loop)
-    ours, theirs = _places(made), _places(still)
+    depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
+    ours, theirs = places(made), places(still)
     here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
     if not here and len(ours) >= CALLERS:
         return False  # it may be in the loop by a caller that is not on record
@@ -355,12 +292,10 @@ def _has_left(made: Made, still: Made, loop: Key) -> bool:
         if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
             return False  # another call of the function: of the loop in this one it says nothing
     return any(
-        key == loop for site in made.rank.of(CallSite) for key, _, _ in _around(made.rank, site)
+        key == loop
+        for site in made.rank.of(CallSite)
+        for key, _, _, _ in loops_around(made.rank, site)
     )
-
-
-def _places(made: Made) -> tuple[Place, ...]:
-    return made.site.places if made.site else ()
 
 
 def _function(made: Made, place: Place) -> tuple[str, str] | None:

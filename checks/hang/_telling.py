@@ -36,9 +36,9 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
     branched = next((h for h in heads if not around_all(parting, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
-        pointed_at = location is not None and location.line == branched[1].line
-        if spot is not None and not pointed_at:
-            found.append(Related(leading(branched[1]), head_of(spot, branched[1])))
+        head = head_of(spot, branched[1]) if spot is not None else None
+        if head is not None and (location is None or location.line != head.line):
+            found.append(Related(leading(branched[1]), head))
     if left is not None and left.place != location:
         found.append(Related(left.label, left.place))
     sides = list(describe_sides(parting))

@@ -12,12 +12,13 @@ from ddpdoctor.run import Run, ranks_text
 from . import _across
 from ._branches import condition, opener, parts, unbranched, where
 from ._caught import WayOut, caught, way_out
-from ._loops import Left, blamed, left_loop, ways_around
+from ._loops import Left, blamed, left_loop
 from ._mismatch import Parting, entered, opposed, partings
 from ._scene import scene
 from ._telling import evidence, related, sides_text
 from ._threads import aside, order, remedy, started
 from ._waiting import across_groups, cycle
+from ._ways import ways_around
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
@@ -112,7 +113,7 @@ def _even(parting: Parting) -> Parting:
     too late: nothing tells which."""
     left = left_loop(parting)
     told = parting.extra or parting.left_out or condition(parting.place) is not None
-    if left is None or left.surely or told or 2 * len(left.ranks) != len(parting.made):
+    if left is None or left.blames or told or 2 * len(left.ranks) != len(parting.made):
         return parting
     return replace(parting, odd=tuple(sorted(parting.made)))
 
@@ -128,9 +129,9 @@ def _concerns(mine: Finding, other: Finding) -> bool:
 
 
 def _fault_of(parting: Parting) -> Left | None:
-    """The loop that the ranks at fault surely left, or skipped a round of."""
+    """The loop that the ranks at fault left, or skipped a round of."""
     left = None if _ways_out(parting) else left_loop(parting)
-    return left if left and left.surely and tuple(left.ranks) == parting.odd else None
+    return left if left and left.blames and tuple(left.ranks) == parting.odd else None
 
 
 def _label(parting: Parting) -> str:

@@ -17,10 +17,10 @@ from ddpdoctor.findings import (
 from ddpdoctor.run import Run, ranks_text
 
 from . import _threads
-from ._loops import ways_around
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
 from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, pending, victims
+from ._ways import ways_around
 
 _STORE = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\(", re.IGNORECASE)
 """Waits in torch until another rank has set the key."""

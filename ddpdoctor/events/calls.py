@@ -45,7 +45,7 @@ class Signature(Event, frozen=True, tag="signature"):
 
 
 class Way(Part, frozen=True):
-    """A statement that leaves out lines: `continue`, or the handler of an exception.
+    """A statement that leaves out lines: `continue`, `break`, or the handler of an exception.
 
     Attributes:
         line, text: those of the handler, or of the statement that the `continue` is under.
@@ -69,6 +69,7 @@ class Enclosing(Part, frozen=True):
         broken: of a loop, whether a statement in it ends the loop.
         opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is
             past, the line of its head.
+        exits: of a loop, the statements that end it.
     """
 
     line: int
@@ -76,6 +77,7 @@ class Enclosing(Part, frozen=True):
     ways: tuple[Way, ...] = ()
     broken: bool = False
     opener: int = 0
+    exits: tuple[Way, ...] = ()
 
 
 class Place(Part, frozen=True):

@@ -10,6 +10,7 @@ from ..events import Enclosing, Way
 
 _OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
 _LOOPS = ("for ", "while ", "async for ")
+_BRANCHES = ("if ", "elif ", "else:", "except")
 _DEFINES = ("def ", "async def ", "class ")
 _CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
 _BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
@@ -41,9 +42,9 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
         if not head.startswith(_OPENS):
             continue
         ways: tuple[Way, ...] = ()
-        broken = False
+        exits: tuple[Way, ...] = ()
         if head.startswith(_LOOPS):
-            ways, broken = _ways(lines, number)
+            ways, exits = _ways(lines, number)
         elif head.startswith("try:"):
             ways = tuple(_handlers(lines, number))
         opener = 0
@@ -56,7 +57,8 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
                 text=head[:200],
                 opener=opener,
                 ways=ways[:WAYS_LIMIT],
-                broken=broken,
+                broken=bool(exits),
+                exits=exits[:WAYS_LIMIT],
             )
         )
     return tuple(found[: AROUND_LIMIT + past])
@@ -100,10 +102,10 @@ def _last_of(lines: list[str], head: int) -> int:
     return next(begins, head)
 
 
-def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], bool]:
-    """How a round of a loop is cut short, and whether a statement in it ends the loop."""
+def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]]:
+    """How a round of a loop is cut short, and which statements in it end the loop."""
     ways = []
-    broken = False
+    exits = []
     end = _end(lines, loop)
     inner, inner_depth = "", -1
     for number in range(loop + 1, end + 1):
@@ -115,28 +117,40 @@ def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], bool]:
             inner, inner_depth = "", -1
         if inner.startswith(_DEFINES):
             continue
-        broken |= _RETURNS.search(code) is not None
+        if _RETURNS.search(code) or (not inner and _BREAKS.search(code)):
+            exits.append(_exit(lines, number, end))
         if inner:
             continue
-        broken |= _BREAKS.search(code) is not None
         if _CONTINUES.search(code):
             ways.append(_continue(lines, number, end))
         elif code.startswith("try:"):
             ways += [w for w in _handlers(lines, number) if not _leaves(lines, w.line)]
         elif code.startswith((*_LOOPS, *_DEFINES)):
             inner, inner_depth = code, _indent(text)
-    return tuple(sorted(ways, key=lambda w: w.line)), broken
+    return tuple(sorted(ways, key=lambda w: w.line)), tuple(exits)
 
 
 def _continue(lines: list[str], number: int, end: int) -> Way:
     """A `continue`, by the statement that it is under: of a handler, it leaves out the `try`."""
-    code = _code(lines[number - 1])
-    head = number
-    if code.startswith("continue") or not code.startswith(("if ", "elif ", "else:", "except")):
-        head = next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
+    head = _under(lines, number)
     under = _code(lines[head - 1])
     tried = _tried(lines, head) if under.startswith("except") else number
     return Way(line=head, text=under[:200], first=tried + 1, last=end)
+
+
+def _exit(lines: list[str], number: int, end: int) -> Way:
+    """A `break` or `return`, by the branch that it is under, if it is under one."""
+    head = _under(lines, number)
+    if not _code(lines[head - 1]).startswith(_BRANCHES):
+        head = number
+    return Way(line=head, text=_code(lines[head - 1])[:200], first=number + 1, last=end)
+
+
+def _under(lines: list[str], number: int) -> int:
+    """The line of the statement that one is under, its own where both stand on it."""
+    if _code(lines[number - 1]).startswith(_BRANCHES):
+        return number
+    return next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
 
 
 def _handlers(lines: list[str], tried: int) -> Iterator[Way]:

@@ -1,7 +1,7 @@
 """Early stopping decided by each rank alone: one leaves, the other waits for it.
 
 run: --nproc-per-node 2
-finds: DDP604 error at `for epoch in range(20):`
+finds: DDP604 error at `if worse >= patience:`
 """
 
 import torch

@@ -45,6 +45,21 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     assert finding.ranks == (0, 1), "too early on the one, or too late on the other"
 
 
+def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
+    made = tapes()
+    way = Way(line=11, text="if stop(loss):", first=13, last=13)
+    loop = (Enclosing(line=8, text="for step in range(20):", exits=(way,), broken=True),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.ranks == (1,)
+    assert str(finding.location) == "train.py:11"
+    assert finding.summary.startswith("rank 1 left out all_reduce: ")
+    assert "`if stop(loss):` (train.py:11) ends it" in finding.cause
+
+
 @pytest.mark.parametrize("between", [True, False])
 def test_a_loop_that_the_others_came_to_once_more(tmp_path: Path, between: bool) -> None:
     made = tapes()

@@ -47,11 +47,12 @@ def left(
     caught: bool = False,
     loaders: Mapping[int, list[Event]] | None = None,
     loop: Sequence[tuple[int, str] | Enclosing] = LOOPS,
+    waits_at: int = 9,
 ) -> Run:
     made = {rank: Tape(rank, 2) for rank in range(2)}
     for tape in made.values():
         tape.call(line=9, inside=loop)
-    made[0].call(line=9, inside=loop, state=State.FAILED, at=START + 5, lasts=1)
+    made[0].call(line=waits_at, inside=loop, state=State.FAILED, at=START + 5, lasts=1)
     raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=message, caught=caught)
     waiter: list[object] = [raised]
     if caught:
@@ -96,6 +97,30 @@ def test_a_round_that_was_skipped(tmp_path: Path, loop: Enclosing, line: int, ca
     assert cause in finding.cause
     assert ("alone" in finding.fix) == (line == 11)
     assert ("its rounds meet earlier ones of rank 0" in finding.cause) == (line == 11)
+
+
+@pytest.mark.parametrize(
+    ("head", "exit_line", "under", "waits_at", "line"),
+    [
+        ("while True:", 11, "if loss < 1:", 9, 11),
+        ("for i in range(80):", 11, "if loss < 1:", 9, 11),
+        ("for i in range(n):", 11, "if loss < 1:", 9, 8),  # it may have had fewer rounds
+        ("for i in range(n):", 11, "if rank == 1:", 9, 11),
+        ("for i in range(n):", 11, "if loss < 1:", 13, 11),  # it left in the middle of a round
+        ("for i in range(n):", 11, "if loss < 1:", 10, 8),
+        ("while True:", 12, "if loss < 1:", 11, 8),  # not between the two calls
+    ],
+)
+def test_the_statement_that_ended_a_loop(
+    tmp_path: Path, head: str, exit_line: int, under: str, waits_at: int, line: int
+) -> None:
+    way = Way(line=exit_line, text=under, first=exit_line + 2, last=14)
+    loop = (Enclosing(line=8, text=head, exits=(way,), broken=True),)
+    (finding,) = found(left(tmp_path, loop=loop, waits_at=waits_at))
+    assert finding.location is not None
+    assert finding.location.line == line
+    assert (f"`{under}` (train.py:{exit_line}) ends it" in finding.cause) == (line != 8)
+    assert ("decide together" in finding.fix) == (line != 8)
 
 
 def test_what_was_caught_is_told(tmp_path: Path) -> None:

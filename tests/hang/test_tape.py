@@ -122,7 +122,14 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     assert not loop.broken
     path = tmp_path / "broken.py"
     path.write_text(ROUNDS.replace("x = None", "break"))
-    assert statements.enclosing(str(path), 14)[-1].broken
+    broken = statements.enclosing(str(path), 14)[-1]
+    assert broken.broken
+    assert [(w.line, w.text) for w in broken.exits] == [(15, "except RuntimeError:")]
+    path = tmp_path / "ended.py"
+    path.write_text(ROUNDS.replace("x = None", "pass").replace("if part: break", "if part: return"))
+    assert [(w.line, w.text) for w in statements.enclosing(str(path), 14)[-1].exits] == [
+        (12, "if part: return")
+    ]
 
 
 def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:

@@ -1,0 +1,139 @@
+"""The statements that cut a round of a loop short, or end it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ddpdoctor.events import CallSite, Enclosing, Place, Way
+from ddpdoctor.findings import Location
+from ddpdoctor.run import Rank
+
+from ._branches import ON_RANK, opener
+from ._log import Made
+
+Key = tuple[str, int, str]
+"""File, line and function of a loop's head."""
+
+SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
+"""A loop that has as many rounds on every rank."""
+_ENDLESS = re.compile(r"while (?:True|1):|for .+ in (?:itertools\.)?count\(.*\):")
+
+
+def loops_around(
+    rank: Rank, site: CallSite | None
+) -> Iterator[tuple[Key, Location, int, Enclosing]]:
+    for depth, place in enumerate(site.places if site else ()):
+        spot = rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith(("for ", "while ")):
+                head = Location(spot.file, around.line, spot.function, around.text)
+                yield (spot.file, around.line, spot.function), head, depth, around
+
+
+def places(made: Made) -> tuple[Place, ...]:
+    return made.site.places if made.site else ()
+
+
+def ways_around(made: Made) -> tuple[Location, ...]:
+    """The statements that can leave a call out of a round of the loops around it."""
+    found = []
+    for _, head, depth, around in loops_around(made.rank, made.site):
+        spot, place = made.location_at(depth), places(made)[depth]
+        found += [
+            Location(head.file, way.line, head.function, way.text)
+            for way in around.ways
+            if spot is not None and _leaves_out(way, spot.line, place)
+        ]
+    return tuple(found)
+
+
+def ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
+    """The statements that leave out a call in a loop, and whether one ends the loop."""
+    key = (loop.file, loop.line, loop.function)
+    inside = [
+        (depth, site, around)
+        for site in made.rank.of(CallSite)
+        for at, _, depth, around in loops_around(made.rank, site)
+        if at == key
+    ]
+    places = [site.places[depth] for depth, site, _ in inside]
+    calls = [(s.line, p) for p in places if (s := made.rank.location(p.site)) is not None]
+    found = {
+        way.line: Location(loop.file, way.line, loop.function, way.text)
+        for _, _, around in inside
+        for way in around.ways
+        if any(_leaves_out(way, line, place) for line, place in calls)
+    }
+    return tuple(found.values()), any(around.broken for _, _, around in inside)
+
+
+def _leaves_out(way: Way, line: int, place: Place) -> bool:
+    """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
+    other_arm = any(
+        arm.opener <= way.line < arm.line
+        for arm in place.inside
+        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
+    )
+    return way.first <= line <= way.last and not other_arm
+
+
+def depth_in(made: Made, loop: Location) -> int | None:
+    """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
+    for depth, place in enumerate(places(made)):
+        spot = made.rank.location(place.site)
+        for around in place.inside:
+            if spot and (spot.file, around.line) == (loop.file, loop.line):
+                return depth
+            if around.text.startswith(("if ", "elif ", "else:", "except")):
+                return None
+    return None
+
+
+def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
+    """The handler around a call, in any function, that catches what is raised there."""
+    for place in site.places if site else ():
+        spot = rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith("try:"):
+                for way in around.ways:
+                    yield Location(spot.file, way.line, spot.function, way.text)
+                if around.ways:
+                    return
+
+
+def exits(
+    leaver: Rank, last: CallSite | None, stay: Made, loop: Location, sure: bool
+) -> tuple[Location, ...]:
+    """The statements one of which ended a loop on a rank that left it after its `last` call, while
+    another one is in a call in there; none where it may as well have been its head, unless the
+    loop is `sure` not to have ended by that."""
+    key = (loop.file, loop.line, loop.function)
+    ended = {
+        way.line: Location(loop.file, way.line, loop.function, way.text)
+        for site in stay.rank.of(CallSite)
+        for at, _, _, around in loops_around(stay.rank, site)
+        if at == key
+        for way in around.exits
+    }
+    begin, end = _line_in(leaver, last, key), _line_in(stay.rank, stay.site, key)
+    if begin is not None and end is not None:
+        same_round = begin < end
+        ended = {
+            n: way
+            for n, way in ended.items()
+            if (begin < n < end if same_round else n > begin or n < end)
+        }
+        sure = sure or same_round
+    if not sure and not _ENDLESS.match(loop.source) and not SAME_ON_ALL.match(loop.source):
+        ended = {n: way for n, way in ended.items() if ON_RANK.search(way.source)}
+    return tuple(ended.values())
+
+
+def _line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
+    """The line in a loop that leads to a call."""
+    for key, _, depth, _ in loops_around(rank, site):
+        spot = rank.location(site.places[depth].site) if site else None
+        if key == loop and spot is not None:
+            return spot.line
+    return None
