@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import StepDone, UnusedParameters
+from ddpdoctor.events import UnusedParameters
 from ddpdoctor.run import Rank, Run
 
-from ._models import sets_of, skipped_of, steps_taken, use_of
+from ._models import sets_of, skipped_of, steps_of, steps_taken, use_of
 
 ALWAYS_EXAMINED = 8
 """The first backwards of a model are examined on every rank."""
@@ -74,7 +74,7 @@ def steps_with(rank: Rank, model: int, unused: Iterable[int] = ()) -> Iterator[i
     recorded when it changes)."""
     wanted = set(unused)
     changes = sets_of(rank, model)
-    last = max([e.step for e in rank.of(StepDone)] + [c.step for c in changes], default=0)
+    last = max(steps_of(rank, model) - 1, *(c.step for c in changes), 0)
     for change, after in zip(changes, [*changes[1:], None], strict=False):
         if change.indices and wanted.issubset(change.indices):
             yield from range(change.step, after.step if after else last + 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ddpdoctor.events import (
     GroupReady,
     ModulesSkipped,
+    OptimizerSeen,
     ParameterUse,
     Replica,
     StepDone,
@@ -89,6 +90,13 @@ def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
         if (wrapped := wrap_of(other, model)) is not None
         for name in names_of(wrapped, unpack(seen.parameters))
     }
+
+
+def steps_of(rank: Rank, model: int) -> int:
+    """Steps of the optimizer of a model that took the most, or of any where none is known to hold
+    its parameters."""
+    own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
+    return max(map(rank.steps_of, own), default=0) or rank.steps
 
 
 def steps_taken(rank: Rank) -> int:

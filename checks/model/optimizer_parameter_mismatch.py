@@ -64,7 +64,7 @@ class OptimizerParameterMismatch(Check):
         wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
         whole = wrapped is not None and len(event.missing) == event.trained
-        last = max(r.steps for r in seen) - 1
+        last = max(models.steps_of(r, model) for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
             severity=Severity.ERROR if event.stale or few or whole else Severity.NOTE,

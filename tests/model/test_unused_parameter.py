@@ -7,7 +7,7 @@ from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
 from wraps import codes, rank, skipped, unused, use
 
-from ddpdoctor.events import Wrapped
+from ddpdoctor.events import OptimizerSeen, Wrapped
 from ddpdoctor.findings import Severity
 from ddpdoctor.probe.models import Model
 from ddpdoctor.probe.unused import CallWatch
@@ -162,3 +162,15 @@ def test_torchs_own_error_is_folded():
     )  # fmt: skip
     assert UnusedParameter().explains(mine, other)
     assert skipped() is not None
+
+
+def test_the_steps_are_those_of_the_models_own_optimizer():
+    both = [
+        OptimizerSeen(at=0, optimizer=0, kind="Adam", site=-1, models=(1,)),
+        *steps(40),
+        OptimizerSeen(at=0, optimizer=1, kind="SGD", site=-1, models=(0,)),
+        unused([4, 5]),
+        *steps(18, optimizer=1),
+    ]
+    (found,) = UnusedParameter().examine(make_run({r: rank(*both) for r in (0, 1)}))
+    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 17, 18)
