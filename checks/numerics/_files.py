@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
-from ddpdoctor.events import FileLocked, FileRead, FileWritten
+from ddpdoctor.events import FileLocked, FileRead, FileWritten, Unwrapped, Wrapped
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
@@ -68,3 +69,16 @@ def met(first: Touch, second: Touch) -> bool:
 def ordered(a: Touch, b: Touch) -> bool:
     """Whether anything made one of them wait for the other."""
     return met(a, b) or met(b, a)
+
+
+def hold_parts(run: Run) -> bool:
+    """Whether each rank holds parameters of its own: a stage of a pipeline, or what DDP was told to
+    ignore (experts). Of a sharded model it is not known: its state may have been gathered."""
+    wrapped = [w for rank in run.ranks.values() for w in rank.of(Wrapped)]
+    if any(p.ignored and p.trainable for w in wrapped for p in w.parameters):
+        return True
+    trained = {
+        frozenset((p.name, p.shape) for e in rank.of(Unwrapped) for p in e.parameters)
+        for rank in run.ranks.values()
+    }
+    return len(trained) > 1 and not any(a <= b for a, b in permutations(trained, 2))

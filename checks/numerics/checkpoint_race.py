@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -9,7 +10,7 @@ from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, key, locked, ordered, writes
+from ._files import Touch, hold_parts, key, locked, ordered, writes
 
 _LOGS = (".log", ".out", ".err")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
@@ -30,7 +31,8 @@ class CheckpointRace(Check):
 
     ## How to fix it
     Let one rank write (`if dist.get_rank() == 0:`) and the others wait (`dist.barrier()`), or give
-    each rank a file of its own (`f"state-{rank}.pt"`).
+    each rank a file of its own (`f"state-{rank}.pt"`). Where ranks hold different parts of a model
+    (shards, stages, experts), only the latter keeps them all.
 
     ## When it stays quiet
     A file per rank; ranks that take turns around a barrier; appending; files opened exclusively or
@@ -58,7 +60,7 @@ class CheckpointRace(Check):
                 place = (where.file, where.line) if where else None
                 by_place.setdefault(place, []).append(racing)
         for files in _in_one_go(list(by_place.values())):
-            yield self._tell(files)
+            yield self._tell(run, files)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "checkpoint-before-sync":
@@ -67,7 +69,7 @@ class CheckpointRace(Check):
         torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
         return other.check == "first-failure" and any(text in message for text in torn)
 
-    def _tell(self, files: list[list[Touch]]) -> Finding:
+    def _tell(self, run: Run, files: list[list[Touch]]) -> Finding:
         first = files[0][0]
         paths = [_name(touches[0]) for touches in files]
         ranks = sorted({t.rank.rank for touches in files for t in touches})
@@ -83,10 +85,7 @@ class CheckpointRace(Check):
             label=f"runs on ranks {fold_ranks(ranks)}",
             summary=f"ranks {fold_ranks(ranks)} write {paths[0]}{more}, none waiting for another",
             cause=_cause(files[0]),
-            fix=(
-                "write on one rank and let the others wait: `if dist.get_rank() == 0: ...` and "
-                "then `dist.barrier()` on all ranks; or put the rank into the name"
-            ),
+            fix=_fix(files[0], hold_parts(run)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "files": [_row(touches) for touches in files[:10]],
@@ -149,6 +148,21 @@ def _cause(touches: list[Touch]) -> str:
     if hows == {"rename"}:
         return f"{where}; each rename is whole, but which rank's file stays is left to chance"
     return f"{where}, and no collective stands between the writes"
+
+
+def _fix(touches: list[Touch], parts: bool) -> str:
+    if parts and touches[0].event.how == "save":
+        name = touches[0].event.path.rpartition("/")[2]
+        own = re.sub(r"(\.\w+|)$", r"-{dist.get_rank()}\1", name, count=1)
+        return (
+            "put the rank into the name, as each rank holds parameters of its own that are needed: "
+            f'`f"{own}"`; or use `torch.distributed.checkpoint`, which writes all parts'
+        )
+    return (
+        "write on one rank and let the others wait: `if dist.get_rank() == 0: ...` and then "
+        "`dist.barrier()` on all ranks; where each rank has something of its own to write (a "
+        "shard), put the rank into the name, or use `torch.distributed.checkpoint`"
+    )
 
 
 def _row(touches: list[Touch]) -> dict[str, object]:

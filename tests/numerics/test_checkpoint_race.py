@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started
 
-from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten
+from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
 from ddpdoctor.findings import Finding, Severity
 
 PATH = "/home/user/project/last.pt"
@@ -32,6 +33,29 @@ def test_all_ranks_save_one_path() -> None:
     assert finding.ranks == (0, 1)
     assert finding.subjects == ("last.pt",)
     assert finding.location is not None and finding.location.line == 18
+
+
+@pytest.mark.parametrize(
+    ("parts", "how", "own"), [(True, "save", True), (False, "save", False), (True, "open", False)]
+)
+def test_ranks_that_hold_different_parts(parts: bool, how: str, own: bool) -> None:
+    def trains(rank: int) -> Event:
+        tensor = Tensor(name=f"stage{rank}.weight", shape=(4,), dtype="float32")
+        return Unwrapped(at=0, optimizer=0, kind="Stage", parameters=(tensor,))
+
+    (finding,) = found(*([trains(r if parts else 0), wrote(how=how)] for r in (0, 1)))
+    assert ('`f"last-{dist.get_rank()}.pt"`' in finding.fix) is own
+    assert ("if dist.get_rank() == 0" in finding.fix) is not own
+
+
+def test_experts_that_the_wrapper_ignores() -> None:
+    tensor = Tensor(name="experts.weight", shape=(4,), dtype="float32", ignored=True)
+    wrap = Wrapped(
+        at=0, model=0, wrapper="DistributedDataParallel", kind="Moe", group=0, site=-1,
+        parameters=(tensor,),
+    )  # fmt: skip
+    (finding,) = found([wrap, wrote()], [wrap, wrote()])
+    assert finding.fix.startswith("put the rank into the name")
 
 
 def test_a_file_per_epoch_is_one_finding() -> None:
