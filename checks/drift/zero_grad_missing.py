@@ -16,8 +16,9 @@ class ZeroGradMissing(Check):
 
     ## What it finds
     An optimizer whose gradients are still those of the step before when the next backward adds to
-    them: no `zero_grad()`, no `grad = None`, in any step. The gradients themselves are looked at,
-    so it does not matter how a program clears them.
+    them: no `zero_grad()`, no `grad = None`, in any step, or in none from some step on after it was
+    done in every step before. The gradients themselves are looked at, so it does not matter how a
+    program clears them.
 
     ## Why it hurts
     Every step applies the sum of all gradients since the run began. Training resembles a momentum
@@ -43,7 +44,7 @@ class ZeroGradMissing(Check):
         seen: dict[int, dict[int, Carried]] = {}
         for rank in run.ranks.values():
             for optimizer in {e.optimizer for e in rank.of(Carried)}:
-                if (event := _never_cleared(rank, optimizer)) is not None:
+                if (event := _not_cleared(rank, optimizer)) is not None:
                     seen.setdefault(optimizer, {})[rank.rank] = event
         for optimizer, events in sorted(seen.items()):
             yield from self._finding(run, optimizer, events)
@@ -60,17 +61,26 @@ class ZeroGradMissing(Check):
         where = f" on {ranks_text(events)}" if clearing else ""
         last = _last(rank, optimizer)
         backward = rank.location(event.backward_site)
+        before = any(_clears(run.ranks[n], optimizer) for n in events)
+        how = (
+            f"are not cleared any more from step {event.step} on"
+            if before
+            else ("are never cleared")
+        )
         yield self.finding(
             ranks=tuple(sorted(events)),
             steps=Steps(event.step, last, last - event.step + 1),
             subjects=(kind,),
             location=rank.location(event.site),
-            label="applies the gradients of all steps so far",
+            label=f"applies the gradients of all steps since {event.step - 1}"
+            if before
+            else "applies the gradients of all steps so far",
             related=(Related("adds to the gradients of the step before", backward),)
             if backward
             else (),
-            summary=f"{kind} steps {last + 1} times and its gradients are never cleared{where}",
-            cause=f"backward adds to `.grad`; {_who_clears(clearing, events)}",
+            summary=f"{kind} steps {last + 1} times and its gradients {how}{where}",
+            cause=f"backward adds to `.grad`; {_who_clears(clearing, events)}"
+            + ("; until then it was cleared in every step that was looked at" * before),
             fix="`optimizer.zero_grad()` before the backward"
             + (", on every rank: outside of any `if rank == ...`" * bool(clearing)),
             fix_kind=FixKind.CHECK,
@@ -98,9 +108,12 @@ def _last(rank: Rank, optimizer: int) -> int:
     return max((e.step for e in rank.of(StepDone) if e.optimizer == optimizer), default=-1)
 
 
-def _never_cleared(rank: Rank, optimizer: int) -> Carried | None:
-    """The first step with old gradients, where every one that could be judged had them."""
+def _not_cleared(rank: Rank, optimizer: int) -> Carried | None:
+    """The first step with old gradients, where every one from it on that could be judged had them,
+    and none before."""
     told = [e for e in rank.of(Carried) if e.optimizer == optimizer]
-    if not told or not all(e.carried for e in told):
+    cleared = next((n for n, e in enumerate(told) if e.carried), len(told))
+    since = told[cleared:]
+    if not since or not all(e.carried for e in since):
         return None
-    return told[0] if _last(rank, optimizer) - told[0].step + 1 >= LEAST_STEPS else None
+    return since[0] if _last(rank, optimizer) - since[0].step + 1 >= LEAST_STEPS else None

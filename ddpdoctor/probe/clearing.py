@@ -18,6 +18,11 @@ from .torch_private import shard
 LOST = "whether gradients are cleared"
 
 TOLD_AT_MOST = 200
+
+ENOUGH = 4
+"""Looks in a row, of which each found cleared gradients, and then as many of which none did: a
+program that clears in some steps only has its reasons."""
+
 SMALL = 65536
 """Values of a gradient are looked at up to this size, to see one that was zeroed through `.data`,
 which leaves no other trace."""
@@ -31,6 +36,8 @@ class Watched:
             `filled` is a parameter whose gradient was not all zero then, None for none that was
             looked into.
         cleared: seen cleared since the step; `touched` by a backward before that, first at `site`.
+        awake: its steps are looked at now.
+        clears: looks so far that found them cleared; `old`: others since, `first` of which.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -40,6 +47,9 @@ class Watched:
         self.cleared = True
         self.touched = False
         self.site = -1
+        self.awake = True
+        self.clears = self.old = 0
+        self.first: Carried | None = None
         self.told: bool | None = None
         self.count = 0
 
@@ -68,7 +78,7 @@ def _any_value(parameter: weakref.ref[Any]) -> bool | None:
 
 
 class _Watching:
-    """Optimizers of which it is not known yet whether their gradients are ever cleared."""
+    """Optimizers of which it is not known yet whether their gradients are always cleared."""
 
     watched: list[tuple[weakref.ref[Any], Watched]] = []
     subscriptions = Subscriptions()
@@ -88,13 +98,13 @@ def install() -> None:
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     for _, watched in _Watching.watched:
-        if not watched.cleared:
+        if watched.awake and not watched.cleared:
             watched.look()
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     for _, watched in _Watching.watched:
-        if watched.cleared:
+        if watched.cleared or not watched.awake:
             continue
         now = watched.state()
         if now != watched.before:
@@ -104,9 +114,12 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
 
 
 def _step_due(active: Recorder, step: Step) -> None:
-    """An optimizer that is new is watched from now on."""
+    """An optimizer that is new is watched from now on; one that clears, up to the next step."""
     optimizer = step.optimizer()
-    if optimizer is not None and Watched not in step.known.notes:
+    if (known := step.known.notes.get(Watched)) is not None:
+        if known.parameters:
+            _Watching.subscriptions.wake()
+    elif optimizer is not None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in every if p.grad is not None or p.requires_grad]
         if not trained:
@@ -131,33 +144,59 @@ def _closure_ends(active: Recorder, step: Step) -> None:
 
 def _step_ends(active: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
-    if watched is None or not watched.parameters:
+    if watched is None or not watched.parameters or not (watched.awake or step.due):
         return
+    watched.awake = True
     watched.keep(watched.state())
     watched.touched, watched.site = False, -1
     watched.cleared = all(version < 0 for _, version in watched.before)
 
 
 def _judge(active: Recorder, step: Step, watched: Watched) -> None:
-    if not step.number or not (watched.touched or watched.cleared):
+    if not (step.number and watched.awake and (watched.touched or watched.cleared)):
         return
-    carried = not watched.cleared
-    if not carried:
-        watched.parameters = []  # cleared once: that is all there is to know
-        _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
-        _Watching.subscriptions.wake(bool(_Watching.watched))
-    if carried == watched.told or watched.count >= TOLD_AT_MOST:
-        return
-    watched.told = carried
-    watched.count += 1
-    active.emit(
-        Carried(
-            at=time.monotonic(),
-            optimizer=step.known.number,
-            step=step.number,
-            carried=carried,
-            site=step.site,
-            backward_site=watched.site,
-            parameters=len(watched.before),
-        )
+    event = Carried(
+        at=time.monotonic(),
+        optimizer=step.known.number,
+        step=step.number,
+        carried=not watched.cleared,
+        site=step.site,
+        backward_site=watched.site,
+        parameters=len(watched.before),
     )
+    if event.carried:
+        watched.old += 1
+        if watched.old == 1:
+            watched.first = event
+        if not watched.clears:
+            _tell(active, watched, event)
+        elif watched.clears < ENOUGH:
+            _let_go(watched)
+        elif watched.old == ENOUGH and watched.first is not None:
+            _tell(active, watched, watched.first)
+    else:
+        _tell(active, watched, event)
+        watched.clears += 1
+        if watched.old:
+            _let_go(watched)
+        elif not step.due:
+            watched.awake = False
+            _rest()
+
+
+def _let_go(watched: Watched) -> None:
+    """It clears in some steps: that is all there is to know."""
+    watched.parameters = []
+    _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
+    _rest()
+
+
+def _rest() -> None:
+    _Watching.subscriptions.wake(any(w.awake for _, w in _Watching.watched))
+
+
+def _tell(active: Recorder, watched: Watched, event: Carried) -> None:
+    if event.carried != watched.told and watched.count < TOLD_AT_MOST:
+        watched.told = event.carried
+        watched.count += 1
+        active.emit(event)

@@ -1,5 +1,8 @@
-"""DDP411 on literal events."""
+"""DDP411 on literal events, and what the probe makes of gradients that are cleared, or not."""
 
+from types import SimpleNamespace
+
+import pytest
 from ddpdoctor.checks.drift.zero_grad_missing import ZeroGradMissing
 from recordings import make_run, site, steps
 
@@ -35,6 +38,15 @@ def test_only_the_optimizer_that_is_never_cleared():
     assert finding.steps.first == 1
 
 
+def test_not_cleared_any_more():
+    (finding,) = ZeroGradMissing().examine(run(carried(1, value=False), carried(6), count=12))
+    assert (finding.steps.first, finding.steps.count) == (6, 6)
+    assert "not cleared any more from step 6 on" in finding.summary
+    assert "until then it was cleared in every step" in finding.cause
+    again = [carried(1, value=False), carried(6), carried(10, value=False)]
+    assert list(ZeroGradMissing().examine(run(*again, count=12))) == []
+
+
 def test_two_steps_are_too_few():
     assert list(ZeroGradMissing().examine(run(carried(1), count=2))) == []
 
@@ -66,3 +78,61 @@ def test_a_gradient_whose_memory_was_given_back_is_not_read():
     assert _any_value(weakref.ref(parameter)) is True
     parameter.grad.untyped_storage().resize_(0)
     assert _any_value(weakref.ref(parameter)) is None
+
+
+def judged(clears, steps, monkeypatch, due=lambda step: True):
+    """What is told of an optimizer whose gradients are cleared before some steps."""
+    import torch
+
+    from ddpdoctor.probe import clearing
+    from ddpdoctor.probe.moments import Subscriptions
+
+    monkeypatch.setattr(clearing._Watching, "watched", [])
+    monkeypatch.setattr(clearing._Watching, "subscriptions", Subscriptions())
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    told, known = [], SimpleNamespace(notes={}, number=0)
+    active, backward = SimpleNamespace(emit=told.append), SimpleNamespace(site=2)
+    for number in range(steps):
+        step = SimpleNamespace(
+            number=number, known=known, site=1, closure=False, due=due(number),
+            optimizer=lambda: optimizer,
+        )  # fmt: skip
+        if clears(number):
+            optimizer.zero_grad()
+        clearing._backward_begins(active, backward)
+        (parameter * parameter).sum().backward()
+        clearing._backward_ends(active, backward)
+        clearing._step_begins(active, step)
+        if step.due:
+            clearing._step_due(active, step)
+        optimizer.step()
+        clearing._step_ends(active, step)
+    return [(e.step, e.carried) for e in told]
+
+
+@pytest.mark.parametrize(
+    ("clears", "told"),
+    [
+        (lambda n: False, [(1, True)]),
+        (lambda n: True, [(1, False)]),
+        (lambda n: n < 6, [(1, False), (6, True)]),
+        (lambda n: n < 6 or n == 11, [(1, False), (6, True), (11, False)]),
+        (lambda n: n < 9, [(1, False)]),
+        (lambda n: n < 3, [(1, False)]),
+        (lambda n: n < 6 or n % 3 == 0, [(1, False)]),
+        (lambda n: n % 3 == 0, [(1, True), (3, False)]),
+    ],
+    ids=["never", "always", "no more", "once more", "too late", "too soon", "windows", "in some"],
+)
+def test_clearing_that_ends(clears, told, monkeypatch):
+    assert judged(clears, 12, monkeypatch) == told
+
+
+def test_later_only_some_steps_are_looked_at(monkeypatch):
+    assert judged(lambda n: n < 70, 128, monkeypatch, lambda n: n < 8 or n % 32 == 0) == [
+        (1, False), (97, True),
+    ]  # fmt: skip
+    assert judged(lambda n: n < 70 or n % 9 == 0, 128, monkeypatch, lambda n: n % 32 == 0) == [
+        (1, False)
+    ]
