@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import UnusedParameters
+from ddpdoctor.events.model import ALWAYS_EXAMINED, examined
+from ddpdoctor.findings import Steps
 from ddpdoctor.run import Rank, Run
 
-from ._models import sets_of, skipped_of, steps_of, steps_taken, use_of
-
-ALWAYS_EXAMINED = 8
-"""The first backwards of a model are examined on every rank."""
+from ._models import sets_of, skipped_of, steps_of, steps_taken, use_of, wrap_of
 
 
 def first_unused(rank: Rank, model: int) -> UnusedParameters | None:
@@ -69,12 +68,29 @@ def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, s
     return None
 
 
-def steps_with(rank: Rank, model: int, unused: Iterable[int] = ()) -> Iterator[int]:
-    """Steps in which parameters of the model were unused, `unused` among them if given (the set is
-    recorded when it changes)."""
-    wanted = set(unused)
-    changes = sets_of(rank, model)
-    last = max(steps_of(rank, model) - 1, *(c.step for c in changes), 0)
+def steps_seen(unused: Iterable[tuple[Rank, Iterable[int]]], model: int) -> Steps | None:
+    """The steps in which ranks were seen to leave parameters of the model out, these among them if
+    given; and how many were looked at since the first of them, where not all were."""
+    looks = [look for rank, wanted in unused for look in _looks(rank, model, set(wanted))]
+    found = Steps.of(step for step, left_out in looks if left_out)
+    if found is None:
+        return None
+    since = {step for step, _ in looks if step >= found.first}
+    whole = len(since) > max(since) - found.first
+    return found if whole else Steps(found.first, found.last, found.count, len(since))
+
+
+def _looks(rank: Rank, model: int, wanted: set[int]) -> Iterator[tuple[int, bool]]:
+    """The steps that were looked at since a set was recorded, and whether it has all of `wanted`
+    and is not empty (the set is recorded when it changes)."""
+    changes, wrapped = sets_of(rank, model), wrap_of(rank, model)
+    expected = [p for p in wrapped.parameters if p.trainable and not p.ignored] if wrapped else []
+    last = max([steps_of(rank, model) - 1, *(c.step for c in changes)])
     for change, after in zip(changes, [*changes[1:], None], strict=False):
-        if change.indices and wanted.issubset(change.indices):
-            yield from range(change.step, after.step if after else last + 1)
+        each = max(1, change.backward // (change.step + 1))  # backwards in a step
+        for step in range(change.step, after.step if after else last + 1):
+            made = change.backward - 1 + (step - change.step) * each
+            if step == change.step or any(
+                examined(n, len(expected)) for n in range(made, made + each)
+            ):
+                yield step, bool(change.indices) and wanted.issubset(change.indices)

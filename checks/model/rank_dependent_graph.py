@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import UnusedParameters, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Rank, Run, equal_ranks, ranks_text
 
 from . import _graphs as graphs
@@ -83,7 +83,7 @@ class RankDependentGraph(Check):
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(ranks),
-            steps=Steps.of(s for r in without for s in graphs.steps_with(run.ranks[r], model)),
+            steps=graphs.steps_seen(((run.ranks[r], ()) for r in without), model),
             subjects=names,
             location=spot,
             label=label,

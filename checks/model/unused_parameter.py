@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from ddpdoctor.events import UnusedParameters, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run
 
 from . import _graphs as graphs
@@ -81,10 +81,8 @@ class UnusedParameter(Check):
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
-            steps=Steps.of(
-                s
-                for r, e in seen.items()
-                for s in graphs.steps_with(r, model, () if later else e.indices)
+            steps=graphs.steps_seen(
+                ((r, () if later else e.indices) for r, e in seen.items()), model
             ),
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from .base import Event, Part
 
+ALWAYS_EXAMINED = 8
+"""The first backwards of a model are examined whole; later ones one in a stride by model size, the
+same on every rank."""
+
+PARAMETERS_PER_BACKWARD = 2
+SHORTEST_STRIDE, SHORTEST_LATER = 8, 16
+FIRST = 128
+
 
 class Tensor(Part, frozen=True):
     """A parameter or buffer as it stood at the wrap (part of `Wrapped`).
@@ -390,3 +398,17 @@ class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
     samples: int
     indices: tuple[int, ...] = ()
     weight_decay: float = 0.0
+
+
+def examined(made: int, parameters: int) -> bool:
+    """Whether the next synchronising backward of a model is examined whole, after so many; by the
+    number of the parameters that DDP synchronises.
+
+    The place moves from window to window: a branch taken every k-th step must not hide.
+    """
+    if made < ALWAYS_EXAMINED:
+        return True
+    shortest = SHORTEST_STRIDE if made < FIRST else SHORTEST_LATER
+    stride = max(shortest, parameters // PARAMETERS_PER_BACKWARD)
+    window, place = divmod(made, stride)
+    return place == window % stride

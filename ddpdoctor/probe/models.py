@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 from ..events import Submodule, Tensor, Wrapped
+from ..events.model import examined
 from . import gradients, groups, moments
 from .modules import birth_site, parameter_site
 from .moments import Forward
@@ -20,14 +21,6 @@ from .references import Reference
 from .resolving import setting_in_frames
 
 LOST = "models wrapped in DistributedDataParallel"
-
-ALWAYS_EXAMINED = 8
-"""The first backwards of a model are examined whole; later ones one in a stride by model size, the
-same on every rank."""
-
-PARAMETERS_PER_BACKWARD = 2
-SHORTEST_STRIDE, SHORTEST_LATER = 8, 16
-FIRST = 128
 
 
 class Model:
@@ -145,17 +138,9 @@ class Model:
         """Whether one of the next so many that synchronise may be."""
         made = self.synced_backwards
         if made > self.next_examined:
-            self.next_examined = next(n for n in itertools.count(made) if self._examines(n))
+            count = len(self.expected)
+            self.next_examined = next(n for n in itertools.count(made) if examined(n, count))
         return made + backwards > self.next_examined
-
-    def _examines(self, made: int) -> bool:
-        """The place moves from window to window: a branch taken every k-th step must not hide."""
-        if made < ALWAYS_EXAMINED:
-            return True
-        shortest = SHORTEST_STRIDE if made < FIRST else SHORTEST_LATER
-        stride = max(shortest, len(self.expected) // PARAMETERS_PER_BACKWARD)
-        window, place = divmod(made, stride)
-        return place == window % stride
 
     def live_parameters(self) -> list[Any] | None:
         """The parameters, or None where the model is gone."""

@@ -10,6 +10,7 @@ from recordings import make_run, site, steps
 from wraps import WRAP, codes, rank, skipped, unused, use, wrap
 
 from ddpdoctor.events import Submodule, Tensor
+from ddpdoctor.findings import Steps
 
 
 def find(ranks, **more):
@@ -171,3 +172,13 @@ def test_the_wrapper_is_called_as_the_program_calls_it(line, names):
     run = make_run({0: [*rank(), site(WRAP, "train.py", 5, f"    {line}")]})
     wrapped = models.wrap_of(run.ranks[0], 0)
     assert models.names_in_code(run.ranks[0], wrapped) == names
+
+
+def test_steps_that_were_not_looked_at_are_not_counted():
+    events = [unused([]), unused([4, 5], backward=10, step=9, find_unused=True), *steps(30)]
+    used = rank(unused([]), *steps(30), use(14))
+    again = unused([], backward=19, step=18, find_unused=True)
+    (found,) = find({0: used, 1: rank(*events, again, use(14, {4: 1, 5: 1}))})
+    assert found.steps == Steps(9, 9, 1, 3)
+    (found,) = find({0: used, 1: rank(*events, use(14, {4: 3, 5: 3}))})
+    assert found.steps == Steps(9, 27, 3, 3)

@@ -170,7 +170,7 @@ def test_the_steps_are_those_of_the_models_own_optimizer():
         *steps(40),
         OptimizerSeen(at=0, optimizer=1, kind="SGD", site=-1, models=(0,)),
         unused([4, 5]),
-        *steps(18, optimizer=1),
+        *steps(8, optimizer=1),
     ]
     (found,) = UnusedParameter().examine(make_run({r: rank(*both) for r in (0, 1)}))
-    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 17, 18)
+    assert (found.steps.first, found.steps.last, found.steps.count) == (0, 7, 8)
