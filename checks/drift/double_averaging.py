@@ -46,7 +46,9 @@ class DoubleAveraging(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if replicas(run) or run.any(Averaged) else NO_COPIES
+        if not (replicas(run) or run.any(Averaged)):
+            return NO_COPIES
+        return None if any(True for _ in self.examine(run)) else _undecided(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for twice in by_hand(run):
@@ -154,7 +156,31 @@ class DoubleAveraging(Check):
 
 
 def _scaled(member: Member) -> LossScaled | None:
-    return next((e for e in member.rank.of(LossScaled) if e.model == member.model), None)
+    mine = (e for e in member.rank.of(LossScaled) if e.model == member.model)
+    return next((e for e in mine if e.expression), None)
+
+
+def _undecided(run: Run) -> str | None:
+    """What a longer run would have told."""
+    for group in replicas(run):
+        if group.left_out or not group.any.seen.averages:
+            continue
+        size = len(group.any.seen.ranks)
+        for member in group.members.values():
+            if any(e.model == member.model for e in member.rank.of(LossScaled)):
+                return (
+                    f"the loss is divided by {size}, but no line was seen to divide by the number "
+                    "of ranks"
+                )
+            if member.last_step < 1 and _changes_gradients(member, size):
+                return "the program changes gradients itself, and took one step only"
+    return None
+
+
+def _changes_gradients(member: Member, size: int) -> bool:
+    """In a way that may be an average over the ranks, by a line that is not known, or once."""
+    divided = any(e.changed and abs(e.ratio * size - 1) < 1e-3 for e in _edits(member))
+    return divided or any(e.model == member.model for e in member.rank.of(GradientReduced))
 
 
 def _edits(member: Member) -> list[Edited]:

@@ -69,8 +69,9 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
 
     Attributes:
         step: since which it may have been; divisor: that size.
-        site: the user's line that divides, -1 where it could not be found; `backward_site`.
-        expression: it as written.
+        site: the user's line that divides; `backward_site`.
+        expression: it as written; empty, and `site` -1, where no line was found until the end of
+            the run: the number may be another one.
     """
 
     model: int

@@ -87,14 +87,16 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
 
 
 def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
-    """Where a function divides what a line calls `backward` on by the world size, and the divisor
-    as written; -1 where it does not."""
+    """Where a function divides what a line calls `backward` on by the world size, up to there, and
+    the divisor as written; -1 where it does not."""
     parsed, function = _parsed(code.co_filename), function_of(code)
     if parsed is None or function is None:
         return -1, ""
     names = parsed[1]
     plain = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
-    here = [s for s in plain if s.lineno <= line <= (s.end_lineno or s.lineno)]
+    plain = [s for s in plain if s.lineno <= line]
+    here = [s for s in plain if line <= (s.end_lineno or s.lineno)]
+    here = [s for s in here if any(getattr(n, "attr", "") == "backward" for n in ast.walk(s))]
     roots = {n.id for s in here for n in ast.walk(s) if isinstance(n, ast.Name)}
     for statement in [*here, *plain]:
         targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]

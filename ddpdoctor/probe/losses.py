@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import time
 from math import isfinite
+from types import CodeType
 from typing import Any
+
+import msgspec
 
 from ..events import BatchSeen, GradientReduced, LossScaled
 from . import autograd, edits, models, moments, sync
-from .divisors import divided_by_world_size
+from .divisors import divided_by_world_size, loss_divided
 from .gradients import memory_of
 from .models import Model
 from .moments import Backward, Call, Forward, Subscriptions
@@ -45,9 +48,16 @@ _NONE = "", "0", ""
 
 
 class _Losses:
+    """
+    Attributes:
+        suspected: by site of the backward, the step since which its loss may be divided by the
+            world size; `unclear` as much of that as can be told if no backward follows.
+    """
+
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
         self.suspected: dict[int, int] = {}
+        self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
         self.told: set[int] = set()
         self.following = False
         self.batches: dict[Model, tuple[int, str, float]] = {}
@@ -69,6 +79,7 @@ def install() -> None:
     _sizing[:] = (moments.forward_ends.subscribe(_forward_ends, lost=LOST),)
     moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
     moments.called.subscribe(_called, lost="collectives on gradients")
+    moments.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _forward_ends(active: Recorder, forward: Forward) -> None:
@@ -195,6 +206,17 @@ def _suspect(
     known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
     if not any(text for text, _, _ in known):
         _losses.suspected.setdefault(backward.site, active.step)
+        exact = [model for _, divisor, model in known if divisor == _group_size(model)]
+        if (frame := backward.frame) is not None and exact:
+            event = LossScaled(
+                at=time.monotonic(),
+                model=exact[0].number,
+                step=_losses.suspected[backward.site],
+                divisor=_group_size(exact[0]),
+                site=-1,
+                backward_site=backward.site,
+            )
+            _losses.unclear[backward.site] = frame.f_code, frame.f_lineno, event
         _sizing.wake()
         return
     _losses.told.add(backward.site)
@@ -221,6 +243,16 @@ def _suspect(
                 )
             )
             return
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    """No backward came that could tell which line divides: what the function says that called."""
+    for site, (code, number, event) in _losses.unclear.items():
+        if site not in _losses.told:
+            line, expression = loss_divided(code, number)
+            place = active.sites.number(code, line) if expression else -1
+            active.emit(msgspec.structs.replace(event, site=place, expression=expression))
+    _losses.unclear.clear()
 
 
 def _group_size(model: Model) -> int:

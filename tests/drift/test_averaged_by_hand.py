@@ -100,6 +100,15 @@ def test_the_line_that_divides_the_loss(tmp_path: Path, body: str, line: int) ->
 @pytest.mark.parametrize("body", [
     "    shown = f(x) / world_size\n    loss.backward()",
     "    loss = f(x) / accumulation\n    loss.backward()",
+    "    trainer = Trainer(rate / world_size)\n    trainer.fit()",
 ])  # fmt: skip
 def test_lines_that_divide_something_else(tmp_path: Path, body: str) -> None:
     assert line_of(tmp_path, body) == (-1, "")
+
+
+def test_a_division_after_the_backward_is_for_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def step(x):\n    loss.backward()\n    loss = loss / world_size\n")
+    code = compile(path.read_text(), str(path), "exec").co_consts[0]
+    assert isinstance(code, CodeType)
+    assert loss_divided(code, 2) == (-1, "")

@@ -170,7 +170,7 @@ def suspecting(monkeypatch, lines, written):
     monkeypatch.setattr(losses, "divided_by_world_size", written)
     told = []
     sites = SimpleNamespace(place=lambda file, line, function: line)
-    backward, model = SimpleNamespace(site=3), SimpleNamespace(number=0)
+    backward, model = SimpleNamespace(site=3, frame=None), SimpleNamespace(number=0)
     divided = [(None, 2.0, model)] * (len(lines) // 2)
     for step in (4, 5):
         active = SimpleNamespace(step=step, emit=told.append, sites=sites)
@@ -191,3 +191,44 @@ def test_the_world_size_is_not_the_outermost_number_that_equals_it(monkeypatch):
         monkeypatch, (None, None, *lines), lambda file, line, product=False: written[line]
     )
     assert event.site == 5
+
+
+@pytest.mark.parametrize(("line", "expression"), [("loss / world", "world"), ("loss / 2", "")])
+def test_without_a_second_backward_the_function_says_what_divides(
+    monkeypatch, tmp_path, line, expression
+):
+    path = tmp_path / "train.py"
+    path.write_text(f"def step(loss, world):\n    loss = {line}\n    loss.backward()\n")
+    code = compile(path.read_text(), str(path), "exec").co_consts[0]
+    monkeypatch.setattr(losses, "_losses", losses._Losses())
+    monkeypatch.setattr(losses, "made_at", lambda node: None)
+    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    told = []
+    active = SimpleNamespace(
+        step=0, emit=told.append, sites=SimpleNamespace(number=lambda code, line: line)
+    )
+    frame = SimpleNamespace(f_code=code, f_lineno=3)
+    backward, model = SimpleNamespace(site=3, frame=frame), SimpleNamespace(number=0)
+    losses._suspect(active, backward, [(None, 2.0, model)], averaged=True)
+    assert not told
+    losses._leaving(active, None)
+    (event,) = told
+    assert (event.step, event.divisor, event.expression) == (0, 2, expression)
+    assert event.site == (2 if expression else -1)
+
+
+@pytest.mark.parametrize(
+    ("event", "count", "reason"),
+    [
+        (msgspec.structs.replace(SCALED, site=-1, expression=""), 1, "divided by 2"),
+        (msgspec.structs.replace(edit(0.5), site=-1), 1, "one step only"),
+        (reduced(0), 1, "one step only"),
+        (reduced(0), 2, None),
+        (edit(0.3), 1, None),
+        (SCALED, 1, None),
+    ],
+)
+def test_a_run_too_short_to_tell_is_not_called_examined(event, count, reason):
+    run = run_of({n: [event] for n in range(2)}, count=count)
+    said = DoubleAveraging().unobserved(run)
+    assert said is None if reason is None else reason in said
