@@ -139,6 +139,11 @@ def _label(event: NonFinite) -> str:
         return f"{event.value} in the derivative{_of(event)}"
     if event.kind == "loss":
         what = f"{event.operation} gives " if _made(event) else ""
+        if event.beyond:
+            here = event.origin_site >= 0
+            return f"{event.entered} {'is' if here else 'was'} given {event.value}" + (
+                "" if here else " before"
+            )
         if event.entered:
             return f"{event.value} arises here, before {event.module or event.entered}"
         return f"{what}{event.value}"
@@ -178,7 +183,9 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
     made = f": {event.operation} made it" if event.operation else ""
     if event.operation in _PASSING_ON:
         made = f": it came out of {event.operation}"
-    if event.entered:
+    if event.beyond:
+        made = f": it came into {event.entered}, after the model's forward"
+    elif event.entered:
         made = f": it came into {event.module or event.entered}"
     if event.derivative_site >= 0:
         made = f": it arose in the derivative{_of(event)}"
@@ -191,6 +198,12 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         row = "row" if len(event.rows) == 1 else "rows"
         rows = f", in {row} {', '.join(map(str, event.rows))} of the batch" if event.rows else ""
         return f"{', '.join(event.names)} held it before the forward{rows}"
+    if event.kind == "loss" and event.beyond:
+        finite = ", and so was what the model returned" if event.beyond == "finite" else ""
+        return (
+            f"inputs and parameters were finite{finite}; after the forward `{event.entered}` was "
+            "given what was not, in numbers that need no gradient"
+        )
     if event.kind == "loss" and event.entered:
         into = f" of {event.module}" if event.module else ""
         return (
@@ -277,10 +290,11 @@ def _fix(event: NonFinite) -> str:
             "a row that is masked throughout gives it: `x.masked_fill(mask, "
             "torch.finfo(x.dtype).min)` in place of `-inf`, or leave such rows out"
         )
-    if event.kind == "loss" and event.operation in _PASSING_ON:
+    if event.kind == "loss" and (event.beyond or event.operation in _PASSING_ON):
         return (
-            f"look at what `{event.operation}` is given (`assert torch.isfinite(x).all()` on the "
-            "way there), and let all ranks skip the step where one is not finite"
+            f"look at what `{event.entered or event.operation}` is given "
+            "(`assert torch.isfinite(x).all()` on the way there), and let all ranks skip the step "
+            "where one is not finite"
         )
     if event.kind in ("loss", "gradient"):
         return (

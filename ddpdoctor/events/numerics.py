@@ -19,6 +19,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
             the loss that got it.
         module, operation: where in the graph it arose, empty where that cannot be told.
         entered: the operation that was given it as a constant: what made it needed no gradient.
+        beyond: it came in after the wrapped forward, of which what was returned was `finite`, or is
+            `gone`.
         derivative_site: the call of `torch.autograd.grad` that it arose in: `operation` is what has
             no finite derivative there, empty where that is not known.
         rows: positions in the batch of an input.
@@ -40,6 +42,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     module: str = ""
     operation: str = ""
     entered: str = ""
+    beyond: str = ""
     derivative_site: int = -1
     rows: tuple[int, ...] = ()
     gradients: bool = False

@@ -17,7 +17,7 @@ from typing import Any
 from . import derivatives
 from .digests import given_back, readable
 from .frames import variables
-from .torch_private import saved, shard
+from .torch_private import node_number, saved, shard
 
 MOST_NODES = 4000
 
@@ -37,7 +37,8 @@ class Origin:
     """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it.
     Or `entered`, the operation that was given it as a constant, which the graph does not know.
     Where it arose in a derivative that the line `derivative_site` takes, `operation` is what has
-    none that is finite there, empty where that is not known."""
+    none that is finite there, empty where that is not known. `number` is torch's of its node, -1
+    where that is not known."""
 
     def __init__(
         self,
@@ -45,11 +46,13 @@ class Origin:
         parameter: str = "",
         entered: str = "",
         derivative_site: int = -1,
+        number: int = -1,
     ) -> None:
         self.operation = operation
         self.parameter = parameter
         self.entered = entered
         self.derivative_site = derivative_site
+        self.number = number
 
     @property
     def module(self) -> str:
@@ -97,14 +100,15 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
     found = next((n for n in reversed(order) if n in wrong and n not in later), None)
     origin = _maker(found, wrong[found]) if found is not None else start
     if origin is None:
-        return Origin("", _nearest(found, names), _operation(found))
+        parameter, number = _nearest(found, names), node_number(found)
+        return Origin("", parameter, _operation(found), number=number)
     origin = _behind_harmless(origin)
     if hidden and not hidden.isdisjoint(_nodes(origin)):
         return Origin()  # it may have come from there
     site = derivatives.site_of(origin)
     if site >= 0:
         return _of_derivative(origin, order, names, site)
-    return Origin(_operation(origin), _nearest(origin, names))
+    return Origin(_operation(origin), _nearest(origin, names), number=node_number(origin))
 
 
 def _of_derivative(made: Any, order: list[Any], names: dict[int, str], site: int) -> Origin:
@@ -263,12 +267,29 @@ def _forwards(module: Any, *, alone: bool = False) -> set[CodeType]:
     return {code for code in codes if code is not None}
 
 
+_TIMES = r"[\w\])'\"]\s*\*=?\s*[\w(\[.-]|\bmul\w*\("
+
+
+def line_after(operation: str, frame: FrameType, root: Any, first: int) -> int:
+    """The line, from that one to the one that is running, of a function that uses an operation: the
+    one that gave the loss its value, or else the only one; -1 where there is none."""
+    lines = linecache.getlines(frame.f_code.co_filename)[first - 1 : frame.f_lineno]
+    pattern = re.compile(_TIMES) if operation == "mul" else _spelled(operation)
+    found = [n for n, text in enumerate(lines, first) if pattern.search(text.partition("#")[0])]
+    given = line_of_loss(frame, root)
+    return given if given in found else found[0] if len(found) == 1 else -1
+
+
+def _spelled(operation: str) -> re.Pattern[str]:
+    return re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
+
+
 def line_of_operation(
     operation: str, module: Any, frame: FrameType | None
 ) -> tuple[str, int, str] | None:
     """(file, line, function) where the user's code uses an operation, if in one place only: in a
     `forward` of the model, or else in the file that calls backward."""
-    pattern = re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
+    pattern = _spelled(operation)
     found = {place for code in _forwards(module) for place in _matches(code, pattern)}
     if not found and frame is not None and operation not in _COMMON:
         found = set(_in_file(frame, pattern))

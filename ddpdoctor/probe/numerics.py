@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..events import NonFinite
-from . import models, moments, nonfinite_origin, optimizers
+from . import models, moments, nonfinite_origin, nonfinite_sites, optimizers
 from .accumulators import Captures, GradientHooks
 from .models import Model
 from .modules import named_roots
@@ -26,7 +26,7 @@ from .nonfinite_origin import Origin, finite
 from .recorder import Recorder, shielded
 from .references import Reference
 from .telling import finite_gradient, telling
-from .torch_private import compiling
+from .torch_private import compiling, next_node_number
 
 LOST = "where NaN and infinity come from"
 
@@ -65,6 +65,8 @@ class Flag:
 class _Numerics:
     """
     Attributes:
+        returned: by model, torch's number for the first node of the graph after its last forward,
+            and what that returned.
         marked: models with inputs that are not finite, whose loss is still to come; masked: those
             of which it was finite all the same.
     """
@@ -80,6 +82,7 @@ class _Numerics:
         self.plain: Any = None
         self.backwards = 0
         self.inputs: dict[Model, list[tuple[int | str, Any]]] = {}
+        self.returned: dict[Model, tuple[int, Any]] = {}
         self.marked: set[Model] = set()
         self.masked: set[Model] = set()
         self.telling: dict[Model, list[int]] = {}
@@ -98,6 +101,7 @@ def install() -> None:
     _state.__init__()  # type: ignore[misc]
     _state.plain = torch.Tensor
     moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_ends.subscribe(_forward_ends, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     _looked[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
     _judging[:] = (moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
@@ -118,6 +122,24 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
         made = forward.model.forwards
         if made & (made - 1) == 0 and not all(finite(ref()) for _, ref in found):
             _state.marked.add(forward.model)
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    if forward.grad_enabled and _state.told < MOST_TOLD:
+        output = forward.output
+        kept = Reference(output) if type(output) is _state.plain else None
+        _state.returned[forward.model] = next_node_number(), kept
+
+
+def _beyond(origin: Origin, live: list[Model]) -> str:
+    """As in `NonFinite`: what came into the graph as a constant after all forwards."""
+    known = [_state.returned.get(model, (-1, None)) for model in live]
+    if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _ in known):
+        return ""
+    outputs = [None if reference is None else reference() for _, reference in known]
+    if not all(finite(output) for output in outputs):
+        return ""
+    return "gone" if any(output is None for output in outputs) else "finite"
 
 
 def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
@@ -299,16 +321,20 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
                 origin_site=base.forward_site if kind == "input" else -1,
             )
     origin = nonfinite_origin.trace(root, _names())
+    beyond = _beyond(origin, live)
     return msgspec.structs.replace(
         base,
         operation=origin.operation,
-        module=origin.module,
-        names=(origin.parameter,) if origin.parameter else (),
+        module="" if beyond else origin.module,
+        names=(origin.parameter,) if origin.parameter and not beyond else (),
         entered=origin.entered,
+        beyond=beyond,
         derivative_site=origin.derivative_site,
-        origin_site=_origin_site(active, origin, live, frame, root)
+        origin_site=nonfinite_sites.of_origin(active, origin, live, frame, root)
         if not origin.entered
-        else _maker_site(active, live, origin.module, base.forward_site),
+        else nonfinite_sites.after_the_forward(active, origin, base.forward_site, frame, root)
+        if beyond
+        else nonfinite_sites.of_maker(active, live, origin.module, base.forward_site),
     )
 
 
@@ -346,30 +372,6 @@ def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if not (isinstance(part, _NormBase) and part.training):
             yield from part.named_buffers(prefix=name, recurse=False)
-
-
-def _origin_site(active: Recorder, origin: Origin, live: list[Model], frame: Any, root: Any) -> int:
-    operation = origin.operation
-    if origin.derivative_site >= 0 and not operation:
-        return origin.derivative_site
-    for model in live:
-        inner = model.inner()
-        place = (
-            nonfinite_origin.line_of_operation(operation, inner, frame)
-            if inner is not None
-            else None
-        )
-        if place is not None:
-            return active.sites.place(*place)
-    if frame is None or origin.derivative_site >= 0:
-        return origin.derivative_site
-    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
-
-
-def _maker_site(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
-    inner = live[0].inner() if len(live) == 1 and module else None
-    place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
-    return otherwise if place is None else active.sites.place(*place)
 
 
 def _rows(tensor: Any) -> tuple[int, ...]:

@@ -131,6 +131,13 @@ class Sites:
             number = self._numbers[key] = self.place(*key)
             return number
 
+    def line(self, number: int, code: CodeType) -> int:
+        """The line of a number, -1 where it is none of a function."""
+        path = os.path.abspath(os.path.join(_START, code.co_filename))
+        found = (p for p, n in self._by_place.items() if n == number)
+        file, line, function = next(found, ("", -1, ""))
+        return line if (file, function) == (path, code.co_name) else -1
+
     def place(self, file: str, line: int, function: str) -> int:
         """The number of a line given by name."""
         path = os.path.abspath(os.path.join(_START, file))

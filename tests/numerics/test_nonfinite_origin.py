@@ -330,3 +330,65 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
         assert (model in numerics._state.masked) is (loss == 1.0)
     assert dict(numerics._started_from([model]))["input"] == []
     numerics._state.__init__()  # type: ignore[misc]
+
+
+def test_what_came_in_after_the_forward_blames_no_module() -> None:
+    event = bad("loss", 5, entered="mul", beyond="finite", origin_site=2)
+    (finding,) = found([event], [])
+    assert finding.location is not None and finding.location.file == "model.py"
+    assert "it came into mul, after the model's forward" in finding.summary
+    assert "so was what the model returned" in finding.cause
+    (finding,) = found([bad("loss", 5, entered="mul", beyond="gone")], [])
+    assert finding.location is not None and finding.location.line == 40
+    assert finding.label == "mul was given nan before" and "returned" not in finding.cause
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("spoilt", ["loss", "forward"])
+def test_a_constant_that_comes_in_after_the_forward(
+    monkeypatch: pytest.MonkeyPatch, spoilt: str, kept: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import nonfinite_origin, numerics
+    from ddpdoctor.probe.models import Model
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = torch.nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(x) * (math.nan if spoilt == "forward" else 1.0)
+
+    numerics._state.__init__()  # type: ignore[misc]
+    numerics._state.plain = torch.Tensor
+    net = Net()
+    model = Model(0, net, list(net.parameters()), [0, 1])
+    out = net(torch.ones(3, 2))
+    forward: Any = SimpleNamespace(model=model, grad_enabled=True, output=out)
+    numerics._forward_ends(SimpleNamespace(), forward)  # type: ignore[arg-type]
+    loss = out.sum()
+    loss = loss * (math.nan if spoilt == "loss" else 1.0)
+    forward.output = None
+    if not kept:
+        del out
+    origin = nonfinite_origin.trace(loss, {})
+    assert origin.entered == "mul"
+    told = numerics._beyond(origin, [model])
+    numerics._state.__init__()  # type: ignore[misc]
+    assert told == ({True: "finite", False: "gone"}[kept] if spoilt == "loss" else "")
+
+
+def test_the_line_that_lets_it_in() -> None:
+    torch = pytest.importorskip("torch")
+    import sys
+
+    from ddpdoctor.probe.nonfinite_origin import line_after
+
+    width = 3 * 4
+    frame = sys._getframe()
+    first = frame.f_lineno
+    loss = torch.ones(width).sum()
+    loss = loss * math.nan
+    assert line_after("mul", frame, loss, first) == first + 2
+    assert line_after("log", frame, loss, first) == -1
