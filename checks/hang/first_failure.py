@@ -16,6 +16,7 @@ from ddpdoctor.events import (
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
+from ._astray import astray
 from ._failures import Failure, at_teardown, cut, failures, left_waiting, stopped, translate
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
@@ -27,7 +28,8 @@ class FirstFailure(Check):
     ## What it finds
     Of all ranks that failed, the earliest that failed *on its own*: an exception in its code, or an
     exit status of its own. Connection errors and timeouts on the others are its consequences and
-    are folded under it; equal exceptions on several ranks are told once.
+    are folded under it; equal exceptions on several ranks are told once. Of a file that a rank did
+    not find it says where another one wrote it, if each made the path from the clock or at random.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
@@ -87,6 +89,7 @@ class FirstFailure(Check):
         others = [f for f in own if f not in same] + followers
         message = first.message
         what = first.kind_raised if first.exception else first.text
+        lost = astray(run, first)
         if first.worker:
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
@@ -100,13 +103,15 @@ class FirstFailure(Check):
             subjects=(what,),
             location=where,
             label="raised here" if first.exception else "left here",
-            related=_received(first),
+            related=_received(first) + (lost.related if lost else ()),
             summary=summary,
-            cause=_cause(first, ranks, others, _behind(run, first, ranks)),
-            fix=_fix(run, first, ranks, alike=not _in_other_words(same)),
+            cause=(f"{lost.cause}; " if lost else "")
+            + _cause(first, ranks, others, _behind(run, first, ranks)),
+            fix=lost.fix if lost else _fix(run, first, ranks, alike=not _in_other_words(same)),
             fix_kind=FixKind.CHECK,
             evidence={
                 "message": message[:2000],
+                **({"written_by_another_rank": lost.path} if lost else {}),
                 **_traceback(first),
                 **({"stuck": True} if left_waiting(run, ranks) else {}),
                 **_aftermath(first.at, others),

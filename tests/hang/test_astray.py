@@ -1,0 +1,66 @@
+"""DDP606 where a rank does not find a file that another one wrote in a folder of its own."""
+
+from __future__ import annotations
+
+import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
+from recordings import CWD, make_run, site, steps
+
+from ddpdoctor.events import Event, ExceptionRaised, FileRead, FileWritten, Frame
+from ddpdoctor.findings import Finding
+
+SAVED, READ = site(1, "train.py", 28, "torch.save(state, path)"), site(2, "train.py", 58)
+
+
+def failing(looked_for: str, *saved: str, read: bool = True) -> Finding:
+    frame = Frame(file=f"{CWD}/train.py", line=58, function="main", user=True)
+    raised = ExceptionRaised(
+        at=0, kind="FileNotFoundError", frames=(frame,), step=3,
+        message=f"[Errno 2] No such file or directory: '{looked_for}'",
+    )  # fmt: skip
+    files: list[Event] = []
+    for path in saved:
+        files.append(FileWritten(at=0, path=path, site=1, how="save", step=3))
+        files += [FileRead(at=0, path=path, site=2, how="load", step=3)] if read else []
+    events = {0: [SAVED, READ, *steps(3), *files], 1: [READ, *steps(3), raised]}
+    (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("looked_for", "saved", "read"),
+    [
+        ("out/00-07-49.446109_x/last.pt", f"{CWD}/out/00-07-49.410233_x/last.pt", False),
+        ("./out/00-07-49.446109_x/last.pt", f"{CWD}/out/00-07-49.410233_x/last.pt", False),
+        ("/tmp/tmpab12cd3e/last.pt", "/tmp/tmpx_7yp0qr/last.pt", False),
+        ("/out/jolly-otter/last.pt", "/out/sad-heron/last.pt", True),
+    ],
+)
+def test_each_rank_made_the_path_by_itself(looked_for: str, saved: str, read: bool) -> None:
+    finding = failing(looked_for, saved, read=read)
+    assert "rank 0 wrote a file of that name in another folder" in finding.cause
+    assert "broadcast_object_list" in finding.fix
+    assert [r.location.line for r in finding.related] == [28]
+    assert str(finding.evidence["written_by_another_rank"]).endswith("last.pt")
+
+
+@pytest.mark.parametrize(
+    ("looked_for", "saved", "read"),
+    [
+        ("/out/jolly-otter/last.pt", "/out/sad-heron/last.pt", False),
+        ("/out/rank1/last.pt", "/out/rank0/last.pt", True),
+        ("/out/checkpoint-1000/last.pt", "/out/checkpoint-500/last.pt", True),
+        ("/out/a/best.pt", "/out/b/last.pt", True),
+        ("/pretrained/last.pt", f"{CWD}/out/20261123_000749/last.pt", True),
+        ("last.pt", "/somewhere/else/last.pt", True),
+    ],
+)
+def test_what_another_rank_wrote_elsewhere_says_nothing(
+    looked_for: str, saved: str, read: bool
+) -> None:
+    assert "in another folder" not in failing(looked_for, saved, read=read).cause
+
+
+def test_it_was_written_there_on_another_machine() -> None:
+    there, own = "/out/20261123_000749/last.pt", "/out/20261123_000750/last.pt"
+    assert "in another folder" not in failing(there, own, there).cause
