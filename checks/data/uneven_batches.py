@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from ddpdoctor.events import ExceptionPassed
+from msgspec.structs import replace
+
+from ddpdoctor.events import ExceptionPassed, OptimizerSeen
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 from ._loaders import Epoch, Loader, Reader, loaders, partners
@@ -82,7 +84,8 @@ class UnevenBatches(Check):
                 continue
             counts = _known(epochs) or _consumed(epochs)
             if counts:
-                yield self._tell(run, readers, number, epochs, counts)
+                told = self._tell(run, readers, number, epochs, counts)
+                yield replace(told, steps=_steps(loader, readers, number, counts))
                 return
 
     def _tell(
@@ -159,6 +162,22 @@ def _ahead(readers: list[Reader], ranks: tuple[int, ...], number: int) -> dict[i
     """Optimizer steps before the epoch, of the ranks that have begun it."""
     epochs = {r.rank.rank: r.epoch(number) for r in readers if r.rank.rank in ranks}
     return {n: e.began.step for n, e in epochs.items() if e is not None}
+
+
+def _steps(
+    loader: Loader, readers: list[Reader], number: int, counts: dict[int, int]
+) -> Steps | None:
+    """The step in which a rank with fewer batches is through with the epoch, and others go on."""
+    for reader in readers:
+        epoch, after = reader.epoch(number), reader.epoch(number + 1)
+        fewest = counts.get(reader.rank.rank) == min(counts.values())
+        # Of several optimizers the steps are counted together where an epoch begins.
+        if epoch and epoch.exhausted and fewest and len(reader.rank.of(OptimizerSeen)) < 2:
+            begun = epoch.began.step
+            step = after.began.step if after else reader.rank.steps
+            if not loader.trains or begun <= step <= begun + epoch.batches:
+                return Steps.of([step if loader.trains else begun])
+    return None
 
 
 def _by_another_epoch(mine: Finding, other: Finding) -> bool:

@@ -6,9 +6,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import BatchSeen, EpochBegan, ForwardInput, GroupReady, Wrapped
-from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.events import (
+    BatchSeen,
+    EpochBegan,
+    ForwardInput,
+    GroupReady,
+    OptimizerSeen,
+    StepDone,
+    Wrapped,
+)
+from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Rank, Run
 
 FEWEST = 8
 EXCESS = 0.25
@@ -80,9 +88,11 @@ class ImbalancedBatches(Check):
         steady = leads >= STEADY * len(common)
         alike = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
         meant = _weighted(run, model)
+        unequal = [n for n, more in zip(common, excess, strict=True) if more >= EXCESS]
         yield self.finding(
             severity=Severity.NOTE if meant else self.severity,
             ranks=(largest,) if steady else tuple(given),
+            steps=_steps(rank, model, [[given[largest][n] for n in f] for f in (unequal, common)]),
             subjects=(f"inputs of {next(w.kind for w in rank.of(Wrapped) if w.model == model)}",),
             location=rank.location(first.site),
             label="not equally large on all ranks",
@@ -103,6 +113,19 @@ class ImbalancedBatches(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "straggler" and other.ranks == mine.ranks
+
+
+def _steps(rank: Rank, model: int, forwards: list[list[ForwardInput]]) -> Steps | None:
+    """The steps of the first of these forwards, among those of the second that were compared."""
+    own = {o.optimizer for o in rank.of(OptimizerSeen) if model in o.models}
+    done = [(e.at, e.step + 1) for e in rank.of(StepDone) if e.optimizer in own]
+    if not done:
+        return None
+    concerned, compared = (
+        {max((step for at, step in done if at <= f.at), default=0) for f in some}
+        for some in forwards
+    )
+    return Steps(min(concerned), max(concerned), len(concerned), len(compared))
 
 
 def _cause(larger: int | None, alike: bool) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 from ddpdoctor.checks.data.uneven_batches import UnevenBatches
 from readers import found, loader, run_of
 from recordings import steps
 
-from ddpdoctor.events import EpochEnded, Event, ExceptionPassed
+from ddpdoctor.events import EpochBegan, EpochEnded, Event, ExceptionPassed, OptimizerSeen
 from ddpdoctor.findings import Confidence, Finding, Severity, Steps
 
 FAILED = {0: 1, 1: 0}
@@ -56,8 +57,6 @@ def test_streams_are_told_by_what_they_delivered() -> None:
 
 
 def _unknown_length(count: int, *, ended: bool = True) -> list[Event]:
-    from ddpdoctor.events import EpochBegan
-
     return [
         msgspec.structs.replace(e, batches=-1) if isinstance(e, EpochBegan) else e
         for e in part(count, ended=ended, iterable=True)
@@ -142,3 +141,23 @@ def test_a_batch_that_was_lost_to_an_exception() -> None:
     assert "gives some ranks more" in finding.cause
     (finding,) = examine(part(36, ended=False), [bad, *part(24)])
     assert "gives some ranks more" in finding.cause, "so do the lengths that were known before"
+
+
+@pytest.mark.parametrize(("more", "told"), [(0, Steps(6, 6, 1)), (9, None)])
+def test_the_step_in_which_others_go_on_alone(more: int, told: Steps | None) -> None:
+    short = [*part(24), *steps(6 + more)]  # with more, it trained on something else besides
+    (finding,) = examine([*part(36, ended=False), *steps(6)], short)
+    assert finding.steps == told
+
+
+def test_the_step_before_its_next_epoch() -> None:
+    after = EpochBegan(at=0, loader=0, epoch=1, step=6, site=3, batches=6)
+    short = [*part(24), *steps(6), after, *steps(30, first=6)]
+    (finding,) = examine([*part(36, ended=False), *steps(6)], short, ended={0: None, 1: None})
+    assert finding.steps == Steps(6, 6, 1)
+
+
+def test_steps_of_several_optimizers_are_not_told_apart() -> None:
+    both = [OptimizerSeen(at=0, optimizer=n, kind="Adam", site=-1) for n in (0, 1)]
+    (finding,) = examine([*part(36, ended=False)], [*part(24), *both, *steps(6)])
+    assert finding.steps is None

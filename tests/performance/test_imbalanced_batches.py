@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
 from readers import found, prologue, run_of
-from recordings import make_run
+from recordings import make_run, steps
 
-from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput
-from ddpdoctor.findings import Finding
+from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput, OptimizerSeen
+from ddpdoctor.findings import Finding, Steps
 
 
 def given(sizes: list[int], rows: int = 0) -> list[Event]:
@@ -29,6 +29,22 @@ def test_one_rank_with_larger_batches() -> None:
     assert finding.ranks == (0,)
     assert "50%" in finding.summary
     assert finding.location is not None and finding.location.line == 21
+
+
+def test_the_steps_of_the_models_own_optimizer() -> None:
+    def rank(size: int) -> list[Event]:
+        seen = [
+            OptimizerSeen(at=0, optimizer=0, kind="SGD", site=-1, models=(1,)),
+            *steps(50),
+            OptimizerSeen(at=0, optimizer=1, kind="SGD", site=-1, models=(0,)),
+        ]
+        # two forwards to a step; the first ones are alike
+        forwards = given([8] * 4 + [size] * 16)
+        pairs = zip(forwards[::2], forwards[1::2], steps(10, optimizer=1), strict=True)
+        return [*seen, *(e for pair in pairs for e in pair)]
+
+    (finding,) = found(ImbalancedBatches(), run_of(rank(12), rank(4)))
+    assert finding.steps == Steps(2, 9, 8, 10)
 
 
 @pytest.mark.parametrize(
