@@ -73,3 +73,16 @@ def test_the_caller_of_a_hook_is_found_again_and_not_taken_for_another():
     assert scope["loop"](lambda: scope["deeper"](hook), 3) == [("inner", 10)] * 3
     assert scope["loop"](lambda: scope["plain"](hook), 1) == [("plain", 6)]
     assert scope["second"](hook) == (("second", 6), ("second", 7))
+
+
+def test_the_lines_that_led_to_one_nearest_first():
+    told = []
+    sites = Sites(told.append)
+    scope = {**program(), "callers": sites.callers}
+    outer = "def outer():\n    return second(callers)[0]\n\ndef main():\n    return outer()\n"
+    exec(compile(outer, "/home/user/main.py", "exec"), scope)
+    callers = scope["main"]()
+    known = {s.id: (s.file, s.line, s.function) for s in told}
+    assert [known[n] for n in callers[:2]] == [
+        ("/home/user/main.py", 2, "outer"), ("/home/user/main.py", 5, "main"),
+    ]  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations
 
 from ddpdoctor.events import FileLocked, FileRead, FileWritten, Unwrapped, Wrapped
-from ddpdoctor.findings import Location
+from ddpdoctor.findings import Location, Related
 from ddpdoctor.run import Rank, Run
 
 _DEFAULT = ".default"
@@ -22,6 +23,12 @@ class Touch:
     @property
     def location(self) -> Location | None:
         return self.rank.location(self.event.site)
+
+    @property
+    def callers(self) -> list[Location]:
+        """The lines that led there, the nearest first."""
+        spots = (self.rank.location(site) for site in self.event.callers)
+        return [spot for spot in spots if spot is not None]
 
     @property
     def began(self) -> float:
@@ -82,3 +89,25 @@ def hold_parts(run: Run) -> bool:
         for rank in run.ranks.values()
     }
     return len(trained) > 1 and not any(a <= b for a, b in permutations(trained, 2))
+
+
+def called(run: Run, touches: Iterable[Touch]) -> tuple[Related, ...]:
+    """Who called the helpers that these are made in: where several lines of the run led there, or
+    one of a function in another file."""
+    every = [Touch(rank, event) for rank in run.ranks.values() for event in rank.of(FileWritten)]
+    every += [Touch(rank, event) for rank in run.ranks.values() for event in rank.of(FileRead)]
+    found: dict[tuple[str, int], Location] = {}
+    for touch in touches:
+        here, callers = touch.location, touch.callers
+        if here is None or not callers:
+            continue
+        near = callers[0]
+        spots = {_line(o.callers[0]) for o in every if o.callers and o.location == here}
+        elsewhere = near.file != here.file and near.function != "<module>"
+        if len(spots) > 1 or elsewhere:
+            found.setdefault(_line(near), near)
+    return tuple(Related("called from here", spot) for spot in list(found.values())[:2])
+
+
+def _line(spot: Location) -> tuple[str, int]:
+    return spot.file, spot.line

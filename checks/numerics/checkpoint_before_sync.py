@@ -8,7 +8,7 @@ from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, key, locked, ordered, writes
+from ._files import Touch, called, key, locked, ordered, writes
 
 
 class CheckpointBeforeSync(Check):
@@ -52,13 +52,13 @@ class CheckpointBeforeSync(Check):
                     place = (where.file, where.line) if where else None
                     by_place.setdefault(place, []).append((write, read))
         for pairs in by_place.values():
-            yield self._tell(pairs)
+            yield self._tell(run, pairs)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         failed = bool(mine.evidence.get("the read failed with"))
         return failed and other.code.startswith("DDP6") and other.at >= mine.at
 
-    def _tell(self, pairs: list[tuple[Touch, Touch]]) -> Finding:
+    def _tell(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
         # The one that failed tells the story best.
         write, read = max(pairs, key=lambda p: bool(getattr(p[1].event, "failed", "")))
         path = shorten(read.event.path, read.rank.cwd)
@@ -74,7 +74,11 @@ class CheckpointBeforeSync(Check):
             location=read.location,
             confidence=Confidence.PROVEN if failed or overlap else Confidence.SUSPECTED,
             label=f"nothing was seen that makes it wait for rank {write.rank.rank}",
-            related=(Related(f"rank {write.rank.rank} writes it here", saved),) if saved else (),
+            related=(
+                *called(run, [read]),
+                *((Related(f"rank {write.rank.rank} writes it here", saved),) if saved else ()),
+                *called(run, [write]),
+            ),
             summary=(
                 f"{who} {path} without waiting for rank "
                 f"{write.rank.rank}, which writes it" + (" - and failed" if failed else "")

@@ -10,7 +10,7 @@ from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, hold_parts, key, locked, ordered, writes
+from ._files import Touch, called, hold_parts, key, locked, ordered, writes
 
 _LOGS = (".log", ".out", ".err")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
@@ -83,6 +83,7 @@ class CheckpointRace(Check):
             subjects=tuple(paths),
             location=first.location,
             label=f"runs on ranks {fold_ranks(ranks)}",
+            related=called(run, files[0]),
             summary=f"ranks {fold_ranks(ranks)} write {paths[0]}{more}, none waiting for another",
             cause=_cause(files[0]),
             fix=_fix(files[0], hold_parts(run)),

@@ -18,6 +18,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
         locked: the rank held a file lock.
         times: how often this rank had written the path, this one included.
         library: the package whose code opened it, empty where that was the user's own.
+        callers: the lines that led to `site`, the nearest first.
     """
 
     path: str
@@ -31,6 +32,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     shared: bool = False
     times: int = 1
     library: str = ""
+    callers: tuple[int, ...] = ()
 
     def describe(self) -> str:
         return f"writes {self.path} ({self.how}, step {self.step})"
@@ -50,6 +52,7 @@ class FileRead(Event, frozen=True, tag="file-read"):
     Attributes:
         failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
         stored: when the rank last came back from waiting for a key of a store, 0 for never.
+        callers: the lines that led to `site`, the nearest first.
     """
 
     path: str
@@ -62,3 +65,4 @@ class FileRead(Event, frozen=True, tag="file-read"):
     shared: bool = False
     failed: str = ""
     stored: float = 0.0
+    callers: tuple[int, ...] = ()

@@ -238,6 +238,7 @@ def _tell_written(
             shared=_is_shared(path),
             times=times,
             library=_library(active),
+            callers=active.sites.callers(),
         )
     )
 
@@ -281,6 +282,7 @@ def _tell_read(
             shared=_is_shared(path),
             failed=failed,
             stored=meetings.stored_at(),
+            callers=active.sites.callers(),
         )
     )
 

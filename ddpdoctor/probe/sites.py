@@ -111,6 +111,15 @@ class Sites:
             frame = frame.f_back
         return library
 
+    def callers(self, most: int = 3) -> tuple[int, ...]:
+        """The user's lines that led to the innermost one, the nearest first."""
+        found: list[int] = []
+        frame = self.user_frame(sys._getframe(1))
+        while frame is not None and (frame := frame.f_back) is not None and len(found) < most:
+            if self.kind(frame.f_code) is USER:
+                found.append(self.at(frame))
+        return tuple(found)
+
     def kind(self, code: CodeType) -> str:
         """What sort of code this is (see `classify`)."""
         return self.kind_of(code.co_filename)

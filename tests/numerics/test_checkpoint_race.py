@@ -58,6 +58,14 @@ def test_experts_that_the_wrapper_ignores() -> None:
     assert finding.fix.startswith("put the rank into the name")
 
 
+@pytest.mark.parametrize(("other", "told"), [(3, [230]), (2, [])])
+def test_who_called_the_helper_that_saves(other: int, told: list[int]) -> None:
+    lines = [site(2, "train.py", 230, "save(model)"), site(3, "train.py", 200, "save(model)")]
+    events = [wrote("/x/best.pt", callers=(other,)), wrote(callers=(2,))]
+    (finding,) = found([*lines, *events], [*lines, events[1]])
+    assert [r.location.line for r in finding.related] == told
+
+
 def test_a_file_per_epoch_is_one_finding() -> None:
     files = [wrote(f"/home/user/project/{n}.pt", mark=n) for n in range(5)]
     (finding,) = found(files, files)
