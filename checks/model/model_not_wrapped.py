@@ -20,8 +20,8 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Rank, Run, ranks_text
 
+from . import _discarded, _partly, _sequences, _spread
 from . import _models as models
-from . import _partly, _sequences, _spread
 
 GROUP = "gradients of a group"
 ENOUGH = 0.5
@@ -34,7 +34,8 @@ class ModelNotWrapped(Check):
     ## What it finds
     Several ranks with a process group step an optimizer on parameters that no wrapper was given,
     whose gradients differ between the ranks when they are applied, and that no collective carried
-    since the first step, or only after they were applied: each rank trains a model of its own. That
+    since the first step, or only after they were applied, or only copies of them, what comes of
+    which is not written back: each rank trains a model of its own. That
     one rank gave its parameters to the others before it makes them equal once, and does not keep
     them so. Beside tensor parallelism it is suspected where the parameters were sent over a group
     before the first step, and that group exchanges next to nothing afterwards (losses); and beside
@@ -111,6 +112,10 @@ class ModelNotWrapped(Check):
         means = {rank: _exchanged(rank, event) for rank, event in alike.items()}
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
         lone = {rank: event for rank, event in alike.items() if not means[rank]}
+        if _discarded.found(run, states):
+            plain = self._tell(run, alike, Severity.ERROR, common, common[1:])
+            yield _discarded.told(plain, alike, models.on_ranks(run, (r.rank for r in alike)))
+            return
         if len(lone) < len(alike):
             others = [rank for rank in alike if rank not in lone]
             if lone and {m for rank in others for m in means[rank]} == {GROUP}:

@@ -288,6 +288,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
             gradients were handed over for this step, as told by memory and size (packed), `other`
             the elements of what else was, and `exchange_site` the line of such a call.
+        copied: the norm of the copies that were handed over for this step, by that of the gradients
+            which are applied, 0 where that is not known; `copied_site` is the line of one.
         running: steps so far that ended while a collective ran that carried gradients which they
             applied, and that nobody had waited for; `running_site` is the line of one.
         last: taken when the run was over, after `step` steps; the gradients mean nothing.
@@ -316,6 +318,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     running: int = 0
     running_site: int = -1
     last: bool = False
+    copied: float = 0.0
+    copied_site: int = -1
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):

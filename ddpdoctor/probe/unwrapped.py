@@ -12,7 +12,7 @@ import msgspec
 
 from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
-from . import autograd, exchanges, inflight, models, moments, optimizers
+from . import autograd, discarded, exchanges, inflight, models, moments, optimizers
 from .digests import capturing, sums
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
@@ -165,6 +165,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
     gradients, _ = sums(None if p is None else p.grad for p in every)
     closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
     running, running_site = inflight.steps(optimizer)
+    copied, copied_site = discarded.share(active, every) if closely else (0.0, -1)
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -187,6 +188,8 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         handed=pack(known.handed.positions) if closely else "",
         other=known.handed.other if closely else 0,
         exchange_site=exchanges.site() if closely else -1,
+        copied=copied,
+        copied_site=copied_site,
         running=running,
         running_site=running_site,
         last=last,
