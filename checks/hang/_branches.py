@@ -18,6 +18,16 @@ ON_RANK = re.compile(
     r"|\bprimary\b",
 )
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_SIZE = re.compile(
+    r"(?:\w+\.)*(?:(?:get_|n_?|num_)?(?:world_?size|procs?|processes|replicas)"
+    r"|(?:is_|use_)?(?:ddp|dist|distributed)(?:_\w*(?:avail|init)\w*)?)"
+    r"|(?:[\w.]*dist\w*\.)?is_(?:available|initialized)",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(
+    r"if|elif|else|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
+)
 PAST = "past "
 _ARMS = ("else:", "elif ", "except", PAST)
 
@@ -77,13 +87,21 @@ def _names(text: str) -> str:
 
 
 def branch(made: Made) -> tuple[Place, Enclosing] | None:
-    """The innermost branch around a call; all ranks run the same program."""
+    """The innermost branch around a call that may part the ranks; all run the same program."""
     for place in made.site.places if made.site else ():
         for enclosing in place.inside:
             heads = enclosing.text.startswith(("if ", "elif ", "else:", "except"))
-            if heads and "__name__" not in enclosing.text:
+            if heads and "__name__" not in enclosing.text and not _on_size(enclosing.text):
                 return place, enclosing
     return None
+
+
+def _on_size(text: str) -> bool:
+    """Whether a statement asks for no more than how many ranks there are, or whether there are
+    several: that is the same on all of them."""
+    named = (name for name in _NAME.findall(_names(text)) if not _BESIDE.fullmatch(name))
+    sizes = [_SIZE.fullmatch(name) is not None for name in named]
+    return bool(sizes) and all(sizes)
 
 
 def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:

@@ -62,6 +62,36 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
     assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("if world_size > 1:", False),
+        ("if dist.is_available() and torch.distributed.is_initialized():", False),
+        ("if not is_dist_avail_and_initialized():", False),
+        ('if int(os.environ.get("WORLD_SIZE", "1")) > 1:', False),
+        ("else:  # if self.world_size < 2:", False),
+        ("if dist.get_world_size(group) > 1:", True),
+        ("if world_size > 1 and boss:", True),
+        ("if torch.cuda.is_available():", True),
+        ("else:", True),
+        ("except RuntimeError:", True),
+    ],
+)
+def test_whether_there_are_several_ranks_parts_nobody(
+    tmp_path: Path, text: str, parts: bool
+) -> None:
+    made = tapes()
+    helper, boss = (Enclosing(line=7, text=text),), (Enclosing(line=67, text="if boss:"),)
+    made[0].call(line=8, inside=helper, caller=68, state=State.BEGUN)
+    call = made[0].events.pop()
+    assert isinstance(call, CallSite)
+    inside, outside = call.places
+    made[0].events.append(replace(call, places=(inside, replace(outside, inside=boss))))
+    made[1].call("barrier", 57, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert [r.location.line for r in finding.related if "branch" in r.label] == [7 if parts else 67]
+
+
 @pytest.mark.parametrize("expression", [False, True])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
