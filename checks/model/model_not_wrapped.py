@@ -267,7 +267,14 @@ def _alike(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
 
 
 def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
-    return [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+    """What was seen at its steps. A look before a step that raised proves nothing: what would have
+    been exchanged in it was not."""
+    found = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+    if rank.exception is None:
+        return found
+    taken = rank.steps_of(optimizer)
+    broken = {s.step for s in found if s.step >= taken and not s.last}
+    return [s for s in found if s.step not in broken]
 
 
 def _exchanged(rank: Rank, event: Unwrapped) -> set[str]:

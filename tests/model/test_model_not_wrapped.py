@@ -9,7 +9,7 @@ from replicas import digests, replica
 from wraps import codes, group, parameters
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Edited, OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events import Edited, ExceptionRaised, OptimizerSeen, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Severity
 
 CHECK = ModelNotWrapped()
@@ -56,6 +56,14 @@ def test_only_its_own_steps_count():
     events = {r: [*loose(state(0, 10 + r, 7)), *steps(50, optimizer=1)] for r in (0, 1)}
     (found,) = CHECK.examine(make_run(events))
     assert (found.steps.first, found.steps.count) == (0, 9)
+
+
+@pytest.mark.parametrize(("taken", "told"), [(0, []), (1, ["DDP305 error"])])
+def test_a_step_that_raises_proves_nothing(taken, told):
+    raised = ExceptionRaised(at=9, kind="RuntimeError", message="no getFuture", frames=())
+    looks = {r: [state(n, 10 * n + r, 7 + n * r) for n in range(taken + 1)] for r in (0, 1)}
+    every = {r: [*loose(*looks[r])[:-9], *steps(taken), raised] for r in (0, 1)}
+    assert codes(make_run(every), CHECK) == told
 
 
 def test_one_step_is_enough():
