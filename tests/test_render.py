@@ -306,3 +306,17 @@ def test_long_whereabouts_are_wrapped() -> None:
     text = render.text(long)
     assert "\n      first seen at step 4, in 25 of 100 steps\n" in text
     assert max(cell_len(line) for line in text.split("\n")) <= 80
+
+
+@pytest.mark.parametrize(
+    ("outcome", "by", "told"),
+    [
+        ("hung", "the doctor", "hung until the doctor stopped it"),
+        ("killed", "Ctrl-C", "killed by Ctrl-C (exit 1)"),
+        ("failed", "", "failed (exit 1)"),
+    ],
+)
+def test_how_the_run_ended(outcome: str, by: str, told: str) -> None:
+    report = report_of(ToyQuiet())
+    run = msgspec.structs.replace(report.run, outcome=outcome, stopped_by=by, exit_code=1)
+    assert facts.ending(msgspec.structs.replace(report, run=run)) == told

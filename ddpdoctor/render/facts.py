@@ -67,8 +67,10 @@ def ending(report: Report) -> str:
         return "still running" if _running(report) else "incomplete (no end on record)"
     code = run.exit_code or 0
     ended, by = run.outcome, clean(run.stopped_by, 40)
+    if by and ended == "hung":  # the status with which that ended training says nothing
+        return f"hung until {by} stopped it"
     if by:
-        ended = f"hung until {by} stopped it" if ended == "hung" else f"{ended} by {by}"
+        ended = f"{ended} by {by}"
     if code < 0:
         return f"{ended} (signal {-code})"
     return f"{ended} (exit {code})" if code else ended
