@@ -36,9 +36,10 @@ class CheckpointRace(Check):
 
     ## When it stays quiet
     A file per rank; ranks that take turns around a barrier; appending; files opened exclusively or
-    under a file lock; temporary files; the same path on another machine's own disk; distributed
-    checkpoints; caches of libraries; settings that a library notes down by itself before there is a
-    process group, and that nobody reads. For log files it is a warning.
+    under a file lock; temporary files; files that all ranks only clear; the same path on another
+    machine's own disk; distributed checkpoints; caches of libraries; settings that a library notes
+    down by itself before there is a process group, and that nobody reads. For log files it is a
+    warning.
     """
 
     code = "DDP802"
@@ -101,9 +102,14 @@ def _racing(touches: list[Touch]) -> list[Touch]:
     free = [t for t in touches if not (isinstance(t.event, FileWritten) and t.event.locked)]
     racing: dict[int, Touch] = {}
     for a, b in combinations(free, 2):
-        if a.rank.rank != b.rank.rank and not ordered(a, b):
+        if a.rank.rank != b.rank.rank and not (_clears(a) and _clears(b)) and not ordered(a, b):
             racing[id(a)], racing[id(b)] = a, b
     return sorted(racing.values(), key=lambda t: (t.event.step, t.rank.rank))
+
+
+def _clears(touch: Touch) -> bool:
+    """Whether it leaves the file empty; after several of those it is, whoever comes last."""
+    return isinstance(touch.event, FileWritten) and touch.event.empty
 
 
 def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:

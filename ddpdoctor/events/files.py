@@ -19,6 +19,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
         times: how often this rank had written the path, this one included.
         library: the package whose code opened it, empty where that was the user's own.
         callers: the lines that led to `site`, the nearest first.
+        empty: the statement closes it with nothing written: `with open(path, "w"): pass`.
     """
 
     path: str
@@ -33,6 +34,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     times: int = 1
     library: str = ""
     callers: tuple[int, ...] = ()
+    empty: bool = False
 
     def describe(self) -> str:
         return f"writes {self.path} ({self.how}, step {self.step})"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..events import FileLocked, FileRead, FileWritten
-from . import meetings, moments, stacks
+from . import meetings, moments, sources, stacks
 from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
@@ -224,6 +224,7 @@ def _tell_written(
     _files.written[path] = times
     if times > RECORDS_PER_PATH and times & (times - 1):
         return
+    writer = _writer(active)
     active.emit(
         FileWritten(
             at=began,
@@ -237,20 +238,28 @@ def _tell_written(
             locked=_files.locks > 0,
             shared=_is_shared(path),
             times=times,
-            library=_library(active),
+            library=_library(active, writer),
             callers=active.sites.callers(),
+            empty=how == "open"
+            and writer is not None
+            and sources.only_opens(writer.f_code, writer.f_lineno),
         )
     )
 
 
-def _library(active: Recorder) -> str:
-    """The package whose own code writes, empty where it is the user's."""
+def _writer(active: Recorder) -> FrameType | None:
+    """Whose code writes: the innermost frame that is not ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and active.sites.kind(frame.f_code) is OWN:
         frame = frame.f_back
-    if frame is None or active.sites.kind(frame.f_code) is USER:
+    return frame
+
+
+def _library(active: Recorder, writer: FrameType | None) -> str:
+    """The package whose own code writes, empty where it is the user's."""
+    if writer is None or active.sites.kind(writer.f_code) is USER:
         return ""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return str(writer.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _tell_read(

@@ -73,6 +73,32 @@ def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | No
     return None
 
 
+def only_opens(code: CodeType, line: int) -> bool:
+    """Whether a statement opens a file and closes it again, with nothing done in between."""
+    if not linecache.getline(code.co_filename, line).lstrip().startswith(("with ", "open(")):
+        return False
+    tree = tree_of(code.co_filename)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.With) and node.lineno == line:
+            return len(node.items) == 1 and _is_open(node.items[0].context_expr) and all(
+                isinstance(n, ast.Pass)
+                or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+                for n in node.body
+            )  # fmt: skip
+        if isinstance(node, ast.Expr) and node.lineno == line and isinstance(node.value, ast.Call):
+            closes = node.value.func
+            return (
+                isinstance(closes, ast.Attribute)
+                and closes.attr == "close"
+                and _is_open(closes.value)
+            )
+    return False
+
+
+def _is_open(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _called_name(node) == "open"
+
+
 def _called_name(call: ast.Call) -> str:
     function = call.func
     return str(getattr(function, "attr", None) or getattr(function, "id", ""))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
 from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.probe import sources
 
 PATH = "/home/user/project/last.pt"
 
@@ -64,6 +67,35 @@ def test_who_called_the_helper_that_saves(other: int, told: list[int]) -> None:
     events = [wrote("/x/best.pt", callers=(other,)), wrote(callers=(2,))]
     (finding,) = found([*lines, *events], [*lines, events[1]])
     assert [r.location.line for r in finding.related] == told
+
+
+@pytest.mark.parametrize(("both", "told"), [(True, 0), (False, 1)])
+def test_a_file_that_is_only_cleared(both: bool, told: int) -> None:
+    clears = wrote(how="open", empty=True)
+    assert len(found([clears], [clears if both else wrote(how="open")])) == told
+
+
+CLEARS = """
+with open(path, "w") as f:  # clear it
+    pass
+open(path, "w").close()
+with open(path, "w") as f:
+    f.write("x")
+f = open(path, "w")
+f.close()
+with lock, open(path, "w"):
+    pass
+with path.open("w"):
+    ...
+"""
+
+
+def test_which_statements_only_clear(tmp_path: Path) -> None:
+    file = tmp_path / "clears.py"
+    file.write_text(CLEARS)
+    code = compile(CLEARS, str(file), "exec")
+    lines = range(1, len(CLEARS.splitlines()) + 1)
+    assert [n for n in lines if sources.only_opens(code, n)] == [2, 4, 11]
 
 
 def test_a_file_per_epoch_is_one_finding() -> None:
