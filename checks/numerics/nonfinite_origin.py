@@ -22,7 +22,8 @@ class NonfiniteOrigin(Check):
     ## What it finds
     The rank and the step at which the first NaN or infinity appeared, before averaging gave it to
     all: in the inputs of the wrapped forward, in the loss (and then the operation and the module
-    that made it), or in a rank's own gradients while its loss was still finite.
+    that made it), or in a rank's own gradients while its loss was still finite. Also a NaN loss
+    that leaves the gradients finite, as that of a logarithm of a negative number does.
 
     ## Why it hurts
     One step later every rank has it in all parameters, the loss is NaN everywhere, and nothing
@@ -37,7 +38,7 @@ class NonfiniteOrigin(Check):
     ## When it stays quiet
     Steps that a GradScaler skips, and a loss that is not finite on which no optimizer steps: unless
     it is NaN, or parameters are not finite, in one backward after another. Infinities inside the
-    model (masks) that do not reach the loss.
+    model (masks) that do not reach the loss. The mean of nothing, whose gradients are finite.
     """
 
     code = "DDP801"
@@ -53,6 +54,8 @@ class NonfiniteOrigin(Check):
         firsts = {r: e for r in run.ranks.values() if (e := _first(r)) is not None}
         if not firsts:
             return
+        spreading = {r: e for r, e in firsts.items() if not e.spared}
+        firsts = spreading or firsts
         begin = min(_when(e) for e in firsts.values())
         now = {r: e for r, e in firsts.items() if _when(e) == begin}
         if all(e.skipped for e in now.values()):  # no steps tell them apart
@@ -63,9 +66,12 @@ class NonfiniteOrigin(Check):
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
         spot, step = _spot(rank, event), event.step - _brought(event)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
+        steps = Steps(step, max(step, last), max(step, last) - step + 1)
+        if event.spared:
+            steps = Steps(step, event.last, event.spared)
         yield self.finding(
             ranks=tuple(r.rank for r in guilty),
-            steps=Steps(step, max(step, last), max(step, last) - step + 1),
+            steps=steps,
             subjects=event.names,
             location=spot,
             label=_label(event),
@@ -94,9 +100,11 @@ class NonfiniteOrigin(Check):
 
 def _first(rank: Rank) -> NonFinite | None:
     """The first that mattered: a step was taken on it, none was ever again, or the program ended
-    over it."""
+    over it. What left the gradients finite only where nothing else did."""
     failed = rank.exception is not None
-    return next((e for e in rank.of(NonFinite) if e.applied or e.skipped or failed), None)
+    mattered = [e for e in rank.of(NonFinite) if e.applied or e.skipped or failed]
+    spared = [e for e in mattered if e.spared]
+    return next((e for e in mattered if not e.spared), spared[-1] if spared else None)
 
 
 def _when(event: NonFinite) -> int:
@@ -153,7 +161,10 @@ def _label(event: NonFinite) -> str:
 def _related(rank: Rank, event: NonFinite, spot: Location | None) -> tuple[Related, ...]:
     places = (
         ("the derivative is taken here", rank.location(event.derivative_site)),
-        ("the backward that spread it", rank.location(event.site)),
+        (
+            "its backward" if event.spared else "the backward that spread it",
+            rank.location(event.site),
+        ),
     )
     return tuple(Related(what, at) for what, at in places if at is not None and at != spot)
 
@@ -227,9 +238,10 @@ def _cause(event: NonFinite, rank: Rank) -> str:
             "does not tell: it may have come from before"
         )
     if event.kind == "loss":
+        left = "; its derivative there is a number, so the gradients are finite, and wrong"
         return (
             f"inputs and parameters were finite; `{event.operation}` was given values it cannot "
-            "take"
+            f"take{left if event.spared else ''}"
         )
     if event.kind == "gradient":
         return (

@@ -29,6 +29,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         applied: the optimizer stepped with gradients that were not finite.
         skipped: so many backwards in a row began with it, from the one of number `backward` of this
             rank on (-1 where that was not recorded), and no optimizer stepped meanwhile.
+        spared: so many steps, up to number `last`, were taken on it of which the gradients were
+            finite all the same. Told at the first, and at the end.
     """
 
     kind: str
@@ -49,6 +51,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     applied: bool = True
     skipped: int = 0
     backward: int = -1
+    spared: int = 0
+    last: int = -1
     total: int = -1
 
     def describe(self) -> str:

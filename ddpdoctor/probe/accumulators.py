@@ -51,10 +51,14 @@ class GradientHooks:
     They stand on the tensors: a hook on a node leaves behind, once removed, what autograd calls in
     every backward to come (2 us per parameter, as much as a hook that is there), and so does an
     empty dictionary of hooks.
+
+    Attributes:
+        alone: in the last backward that was looked at no tensor had hooks of the user's.
     """
 
     def __init__(self) -> None:
         self._hooked: list[tuple[Any, bool]] = []
+        self.alone = False
 
     def add(self, looks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
         """Call each look with the gradient, None where the graph gives none, before it is
@@ -69,6 +73,8 @@ class GradientHooks:
                     parameter._backward_hooks = OrderedDict({self: look})
                 else:
                     hooks[self] = look
+            hooked = (p._backward_hooks for p, _ in self._hooked)
+            self.alone = all(type(key) is GradientHooks for hooks in hooked for key in hooks)
 
     def remove(self) -> None:
         import torch

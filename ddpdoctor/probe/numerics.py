@@ -1,8 +1,9 @@
 """NaN and infinity: looks at the loss and at a sample of this rank's own gradients.
 
 A loss that is not finite is followed back at once, while its graph is there. It is told only when
-an optimizer then steps on it: what a GradScaler or the user's own test skips is no fault. On a GPU
-nothing waits for the device: flags are copied to the host and read at a later step.
+an optimizer then steps on it: what a GradScaler or the user's own test skips is no fault. Of finite
+gradients it is told where they arrived so (see `spared`). On a GPU nothing waits for the device:
+flags are copied to the host and read at a later step.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import msgspec
 from ..events import NonFinite
 from . import models, moments, nonfinite_origin, nonfinite_sites, optimizers
 from .accumulators import Captures, GradientHooks
+from .flags import Flag
 from .models import Model
 from .modules import named_roots
 from .moments import Backward, Forward, Step, Subscriptions
 from .nonfinite_origin import Origin, finite
 from .recorder import Recorder, shielded
 from .references import Reference
+from .spared import Spared, spares
 from .telling import finite_gradient, telling
 from .torch_private import compiling, next_node_number
 
@@ -47,21 +50,6 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """Of the gradient itself: the others are of its square, which can overflow."""
 
 
-class Flag:
-    """An answer that the device will give later."""
-
-    def __init__(self, bad: Any) -> None:
-        import torch
-
-        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._host.copy_(bad, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def answer(self) -> bool | None:
-        return bool(self._host.item()) if self._event.query() else None
-
-
 class _Numerics:
     """
     Attributes:
@@ -74,6 +62,7 @@ class _Numerics:
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local: NonFinite | None = None
+        self.spared = Spared()
         self.lasting: tuple[NonFinite | None, int] = (None, 0)
         self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
@@ -165,6 +154,7 @@ def _spelled(name: int | str) -> str:
 def _backward_begins(active: Recorder, backward: Backward) -> None:
     earlier, _state.suspect, _state.local = _state.suspect, None, None
     _state.flags.clear()
+    _state.hooks.alone = False
     marked, _state.marked = _state.marked, set()
     if _state.told >= MOST_TOLD:
         return
@@ -181,6 +171,8 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         if not compiling():
             _state.suspect = _remaining(earlier) or _diagnose(active, backward, root)
             _judging.wake()
+            if spares(_state.suspect):
+                _watch_gradients(active, backward, True)
             _lasts(active, _state.suspect, root)
         return
     _state.suspect, _state.lasting = _remaining(earlier), (None, 0)
@@ -400,6 +392,10 @@ def _step_begins(active: Recorder, step: Step) -> None:
     if suspect is None:
         return
     bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
+    if not bad and _state.local is None:
+        hooks, number = _state.hooks, step.number
+        if (first := _state.spared.add(suspect, hooks, step=number, total=active.step)) is not None:
+            _tell(active, first)
     if bad:
         if suspect.kind == "gradient":
             known = _names()
@@ -438,5 +434,7 @@ def _tell(active: Recorder, event: NonFinite) -> None:
 
 def _leaving(active: Recorder, _: None) -> None:
     _read_flags(active)
+    if (spared := _state.spared.first) is not None and spared.spared > 1:
+        active.emit(spared)
     if _state.suspect is not None:  # the program ended over it, or left it out
         _tell(active, msgspec.structs.replace(_state.suspect, applied=False))

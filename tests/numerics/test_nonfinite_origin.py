@@ -314,8 +314,7 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
     monkeypatch.setattr(numerics, "_watch_gradients", lambda *_: None)
-    told: list[Any] = []
-    monkeypatch.setattr(numerics, "_diagnose", lambda *_: told.append("bad"))
+    monkeypatch.setattr(numerics, "_diagnose", lambda *_: bad("input", 5))
     monkeypatch.setattr(numerics, "_lasts", lambda *_: None)
     model = Model(0, torch.nn.Linear(2, 1), [], [])
     active: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)

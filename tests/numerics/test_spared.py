@@ -1,0 +1,71 @@
+"""DDP801: a NaN loss that leaves the gradients finite."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_nonfinite_origin import bad, found
+
+
+def test_a_nan_loss_that_leaves_the_gradients_finite() -> None:
+    first = bad("loss", 5, operation="log", spared=1, last=5)
+    both = [first, bad("loss", 5, operation="log", spared=7, last=11)]
+    (finding,) = found([], both)
+    assert finding.ranks == (1,)
+    assert finding.steps is not None
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (5, 11, 7)
+    assert "gradients are finite, and wrong" in finding.cause
+    (finding,) = found([bad("loss", 8, operation="div")], both)
+    assert finding.ranks == (0,), "what spreads comes before what does not"
+
+
+@pytest.mark.parametrize("case", ["log", "clean", "mended", "hooked", "nothing", "skipped"])
+def test_a_step_on_a_nan_loss_with_finite_gradients(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.accumulators import GradientHooks
+    from ddpdoctor.probe.models import Model
+
+    net = torch.nn.Linear(2, 3)
+    named = dict(net.named_parameters())
+    model = Model(0, net, list(named.values()), list(range(len(named))))
+    model.names, model.pending = list(named), 1
+    optimizer = torch.optim.SGD(net.parameters())
+    monkeypatch.setattr(numerics.models, "live", lambda: [model])
+    told: list[Any] = []
+    user_frame = SimpleNamespace(user_frame=lambda frame: None)
+    emit = lambda event, vital=False: told.append(event)  # noqa: E731
+    active: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=user_frame, emit=emit)
+    active.affordable = lambda: True
+    numerics._state.__init__()  # type: ignore[misc]
+    numerics._state.plain = torch.Tensor
+    if case == "hooked":
+        for parameter in net.parameters():
+            parameter.register_hook(torch.nan_to_num)
+    others = GradientHooks()
+    for number in range(3):
+        out = net(torch.ones(4, 2))
+        given = {"clean": 100, "mended": 0, "nothing": 100}.get(case, -100)
+        loss = torch.log(out * 0 if case == "mended" else out + given)
+        loss = (loss[:0] if case == "nothing" else loss * 0 if case == "mended" else loss).mean()
+        optimizer.zero_grad()
+        backward: Any = SimpleNamespace(roots=(loss,), site=1, number=number)
+        others.add([(p, lambda gradient: None) for p in net.parameters()])
+        numerics._backward_begins(active, backward)
+        loss.backward()
+        numerics._backward_ends(active, backward)
+        others.remove()
+        for parameter in net.parameters():
+            parameter.grad.nan_to_num_()
+        step: Any = SimpleNamespace(optimizer=lambda: optimizer, number=number)
+        if case != "skipped":
+            numerics._step_begins(active, step)
+    numerics._leaving(active, None)
+    numerics._state.__init__()  # type: ignore[misc]
+    assert [(e.kind, e.step, e.spared, e.last) for e in told if e.applied] == (
+        [("loss", 0, 1, 0), ("loss", 0, 3, 2)] if case == "log" else []
+    )
