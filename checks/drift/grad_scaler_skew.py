@@ -91,7 +91,7 @@ class GradScalerSkew(Check):
     ) -> Finding:
         ranks = odd_ones(equal_ranks(values))
         own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
-        number, event = next((n, e) for n, e in own.items() if e is not None)
+        number, event = next((n, e) for n, e in own.items() if e is not None and e.call == call)
         fix = "make the scaler with the same arguments on every rank and load its state_dict on "
         fix += "every rank"
         location, label = group.members[number].rank.location(event.site), "not alike on all ranks"
@@ -118,7 +118,7 @@ class GradScalerSkew(Check):
             fix = "set the same scale on every rank, or leave it to the scaler"
         return self.finding(
             ranks=ranks,
-            steps=Steps.of([event.step]),
+            steps=_differing(group, events, event) if what == "scale" else Steps.of([event.step]),
             subjects=(event.kind,),
             location=location,
             label=label,
@@ -130,7 +130,7 @@ class GradScalerSkew(Check):
                 "scaler_step": call,
                 "by_rank": [{"rank": n, what: str(v)} for n, v in values.items()],
             },
-            at=min(group.members[n].rank.wall(e.at) for n, e in own.items() if e is not None),
+            at=group.members[number].rank.wall(event.at),
         )
 
 
@@ -169,6 +169,18 @@ def _scale(events: list[ScalerStep], call: int) -> float | None:
     """The scale in force at a call: it is told when it changes."""
     known = [e.scale for e in events if e.call <= call and e.scale >= 0]
     return known[-1] if known else None
+
+
+def _differing(group: Replicas, events: dict[int, list[ScalerStep]], since: ScalerStep) -> Steps:
+    """The steps from this one on until the scales agree again, or to the last that all took."""
+    later = sorted({(e.call, e.step) for mine in events.values() for e in mine})
+    last = min(m.last_step for m in group.members.values())
+    for call, step in later:
+        if call > since.call and len({_scale(mine, call) for mine in events.values()}) == 1:
+            last = step - 1
+            break
+    last = max(last, since.step)
+    return Steps(since.step, last, last - since.step + 1)
 
 
 def _skipped(events: list[ScalerStep], call: int) -> bool:

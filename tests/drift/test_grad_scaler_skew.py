@@ -88,3 +88,15 @@ def test_a_state_that_all_ranks_load_is_not_blamed():
     run = run_of({n: [scale(0, 8.0), loaded, again(0, 8.0 + n)] for n in (0, 1)})
     (finding,) = GradScalerSkew().examine(run)
     assert finding.location.line == 33
+
+
+def test_the_steps_are_those_at_which_the_scales_differ():
+    shared = [scale(0, 8.0), scale(7, 16.0)]
+    run = run_of({0: shared, 1: [scale(0, 8.0), scale(3, 4.0), scale(7, 16.0)]}, count=9)
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.steps == Steps(3, 6, 4)
+    run = run_of({0: shared, 1: [scale(0, 8.0), scale(3, 4.0)]}, count=9)
+    (finding,) = GradScalerSkew().examine(run)
+    assert finding.steps == Steps(3, 8, 6)
+    drift = msgspec.structs.replace(finding, check="gradient-drift", steps=Steps(3, 8, 6))
+    assert GradScalerSkew().explains(finding, drift), "what is unscaled differently differs"
