@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import autograd, models, moments, optimizers
@@ -31,7 +31,6 @@ CARRY_VALUES = (
     "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )  # fmt: skip
-
 
 GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
 """They leave what a rank hands over as it is."""
@@ -85,6 +84,7 @@ class _Window:
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
             after that.
+        derived: steps of any optimizer before the last `torch.autograd.grad` of parameters.
         owners: what any optimizer holds, by the memory of its value and of its gradient; looked up
             once after each backward, None until somebody asks.
     """
@@ -107,6 +107,7 @@ class _Window:
         self.swaps = [0, 0]
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
+        self.derived = -1
         self.owners: dict[int, Reference] | None = None
 
     def begin(self) -> None:
@@ -146,7 +147,7 @@ def _called(active: Recorder, call: Call) -> None:
         _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
     if call.op not in CARRY_VALUES:
         return
-    after_backward = autograd.since(active.step)
+    after_backward = autograd.since(active.step) or _window.derived == active.step
     kept = _window.recent if after_backward else _window.earlier
     if autograd.running() and _window.hooks == {True}:
         kept = _window.within
@@ -179,21 +180,28 @@ def _amid(step: int) -> bool:
     return any(m.pending and m.forward_step == step for m in models.live())
 
 
+def derives(active: Recorder, inputs: Iterable[Any]) -> None:
+    """`torch.autograd.grad` of these: of parameters, the gradients are there without a backward."""
+    from torch.nn import Parameter
+
+    if not autograd.running() and any(isinstance(t, Parameter) for t in inputs):
+        _window.begin()
+        _window.derived = active.step
+
+
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     _window.begin()
     _window.applied = {}
     _window.owners = None
-    if _window.recent:
-        _window.earlier += _window.recent
-        _window.recent = []
+    _window.earlier += _window.recent
+    _window.recent = []
     if _window.earlier:
         routine.hasten()
 
 
 def _step_ends(active: Recorder, step: Step) -> None:
     _window.stepped = True
-    _window.uncounted = False
-    _window.calls = 0
+    _window.uncounted, _window.calls = False, 0
     # Only asked where nothing is wrapped.
     _window.sequence = -1 if models.live() else sequence_number(_world())
     if models.live():
@@ -224,9 +232,8 @@ def swaps() -> tuple[int, ...]:
 
 def unseen() -> bool:
     """Whether the default group communicated since the last step by ways that are not watched."""
-    if _window.sequence < 0 or _window.uncounted:
-        return False
-    return sequence_number(_world()) - _window.sequence > _window.calls
+    known = _window.sequence >= 0 and not _window.uncounted
+    return known and sequence_number(_world()) - _window.sequence > _window.calls
 
 
 def hook_seen(averages: bool) -> None:
@@ -431,12 +438,10 @@ def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
     sizes = Counter(t.numel() for t in tensors)
     elements = other = 0
     for exchange in exchanges:
-        if exchange.memory in memory:
-            elements += exchange.elements
-        elif sizes[exchange.elements] > 0:
-            sizes[exchange.elements] -= 1
-            elements += exchange.elements
-        elif FLAT[0] * total <= exchange.elements <= FLAT[1] * total:
+        copied = exchange.memory not in memory and sizes[exchange.elements] > 0
+        sizes[exchange.elements] -= copied
+        flat = FLAT[0] * total <= exchange.elements <= FLAT[1] * total
+        if copied or flat or exchange.memory in memory:
             elements += exchange.elements
         else:
             other += exchange.elements

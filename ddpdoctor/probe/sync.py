@@ -125,7 +125,9 @@ def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
-    wanted = {id(t) for t in (inputs if isinstance(inputs, (list, tuple)) else (inputs,))}
+    inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+    exchanges.derives(active, inputs)
+    wanted = {id(t) for t in inputs}
     for model in models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(active)

@@ -236,3 +236,20 @@ def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     unwrapped._step_due(SimpleNamespace(step=0), step)
     assert known.waiting
+
+
+@pytest.mark.parametrize("of_parameters", [True, False])
+def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.models, "live", list)
+    made = trained(8, 3)
+    recorder = SimpleNamespace(step=3, site=lambda: 1)
+    exchanges.derives(recorder, made if of_parameters else [torch.zeros(11, requires_grad=True)])
+    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert exchanges.gradients_exchanged(made) is of_parameters
+    assert exchanges.parameters_exchanged(made) is not of_parameters
+    exchanges._step_ends(recorder, None)
+    recorder.step = 4
+    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert not exchanges.gradients_exchanged(made), "after the step it is no gradient"
