@@ -44,7 +44,8 @@ class RankDied(Check):
 
     ## What it finds
     Ranks that a signal ended, with what the signal means, where they were, and how their memory
-    went; suspected where nobody saw the signal. A kill for lack of memory is confirmed by the
+    went; suspected where nobody saw the signal, or where `torch.multiprocessing.spawn` may have
+    sent it because a process failed that is no rank. A kill for lack of memory is confirmed by the
     kernel's own counter, where it is readable.
 
     ## Why it hurts
@@ -94,11 +95,12 @@ class RankDied(Check):
         crashed = crash_line(run, rank)
         where = crashed or whereabouts(rank)
         there = bool(crashed) or inside_call(rank)
+        unseen = _spawned_unseen(run, died)
         rest = [s for s in scene(run).stands.values() if s.rank.rank not in ranks and s.blocked]
         return self.finding(
             ranks=ranks,
             steps=Steps.of([rank.steps]) if rank.steps else None,
-            confidence=Confidence.PROVEN if name else Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN if name and not unseen else Confidence.SUSPECTED,
             subjects=(name,) if name else (),
             location=where,
             label=f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
@@ -108,12 +110,30 @@ class RankDied(Check):
             + (f", {'in' if there else 'last seen at'} {where}" if where else ""),
             cause="the kernel ended it for lack of memory: its counter of such kills went up"
             if starved
-            else _meaning(name, rank),
-            fix=_fix(name, starved, rank, bool(crashed)),
+            else unseen or _meaning(name, rank),
+            fix="look at the end of the output: `torch.multiprocessing.spawn` names there the "
+            "process that ended first, and its error"
+            if unseen
+            else _fix(name, starved, rank, bool(crashed)),
             fix_kind=FixKind.CHECK,
             evidence={**({"signal": name} if name else {}), **memory, **victims(rest)},
             at=first.at,
         )
+
+
+def _spawned_unseen(run: Run, died: list[Failure]) -> str:
+    """What may have come before, where ranks are told to end that were spawned together with
+    processes that are not on record; empty where that is not so."""
+    rank = died[0].rank
+    spawned = rank.started.spawned if rank.started else 0
+    seen = sum(1 for r in run.ranks.values() if r.node == rank.node and r.started)
+    if spawned <= seen or any(f.rank.signal != "SIGTERM" for f in died):
+        return ""
+    return (
+        f"told to end, most likely by `torch.multiprocessing.spawn`: it started {spawned} "
+        f"processes, of which {seen} became {'ranks' if seen > 1 else 'a rank'}, and ends all "
+        "of them as soon as one has failed, also one that is not seen here"
+    )
 
 
 def _memory(run: Run, rank: Rank) -> Evidence:

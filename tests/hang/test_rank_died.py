@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.rank_died import RankDied
+from recordings import started
 from tapes import START, WALL, Tape, run_of, stood
 
 from ddpdoctor.events import (
@@ -52,6 +53,22 @@ def test_where_it_was_is_told_only_where_that_is_known(tmp_path: Path) -> None:
     made[1].calls.pop()
     (after,) = found(run_of(tmp_path / "b", made, nodes=ends, ended=None))
     assert after.summary.endswith(", last seen at train.py:9")
+
+
+@pytest.mark.parametrize(
+    ("spawned", "signal", "doubt"), [(3, 15, True), (2, 15, False), (0, 15, False), (3, 9, False)]
+)
+def test_told_to_end_beside_spawned_processes_that_are_no_ranks(
+    tmp_path: Path, spawned: int, signal: int, doubt: bool
+) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.events.insert(0, started(rank, 2, spawned=spawned))
+    ends = {0: [end(r, START + 6, signal=signal) for r in made]}
+    (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
+    assert (finding.confidence is Confidence.SUSPECTED) is doubt
+    assert ("it started 3 processes, of which 2 became ranks" in finding.cause) is doubt
+    assert ("names there the process that ended first" in finding.fix) is doubt
 
 
 @pytest.mark.parametrize("inside", [True, False])
