@@ -131,7 +131,7 @@ def _look(
 ) -> tuple[str, float, int]:
     """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
     by since, and the leading size of what was reduced (0 where unknown)."""
-    sizes = {_group_size(m): m for m in pending}
+    sizes = {_group_size(m): m for m in pending if not _frozen(m)}
     divided: list[tuple[Any, float, Model]] = []
     undone = False
     reduction, weight, rows = "", 1.0, 0
@@ -154,6 +154,12 @@ def _look(
     if divided and not undone:
         _suspect(active, backward, divided, reduction == "mean")
     return reduction, weight, rows
+
+
+def _frozen(model: Model) -> bool:
+    """A backward passes through it, to what was before it: a discriminator in its rival's step."""
+    held = [p for i in model.expected if (p := model.parameters[i]()) is not None]
+    return bool(held) and not any(p.requires_grad for p in held)
 
 
 def _reduction(node: Any) -> str:

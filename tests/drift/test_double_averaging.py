@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from ddpdoctor.checks.drift.double_averaging import DoubleAveraging
 from recordings import make_run, steps
 from replicas import BACKWARD, LINE, STEP, replica, run_of
@@ -232,3 +233,27 @@ def test_a_run_too_short_to_tell_is_not_called_examined(event, count, reason):
     run = run_of({n: [event] for n in range(2)}, count=count)
     said = DoubleAveraging().unobserved(run)
     assert said is None if reason is None else reason in said
+
+
+def test_the_steps_are_those_of_the_models_own_optimizer():
+    both = [e for n in range(4) for e in (*steps(1, first=n, optimizer=1), *steps(1, first=n))]
+    scaled = [msgspec.structs.replace(SCALED, step=total) for total in (1, 4)]
+    ranks = {n: [*replica(), *both] for n in range(2)}
+    for event, first in zip(scaled, (0, 2), strict=True):
+        run = make_run({n: [*events, event] for n, events in ranks.items()})
+        (finding,) = DoubleAveraging().examine(run)
+        assert finding.steps.first == first
+
+
+def test_a_model_that_is_frozen_in_this_backward_is_not_the_one(monkeypatch):
+    def model(number, trainable):
+        parameter = torch.nn.Parameter(torch.ones(1), requires_grad=trainable)
+        held = [lambda: parameter]
+        return SimpleNamespace(number=number, expected=[0], parameters=held)
+
+    told = []
+    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    monkeypatch.setattr(losses, "_suspect", lambda *given: told.append(given[2]))
+    loss = torch.ones(4, requires_grad=True).mean() / 2
+    losses._look(None, None, loss.grad_fn, [model(0, True), model(1, False)])
+    assert [found.number for _, _, found in told[0]] == [0]
