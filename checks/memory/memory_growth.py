@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 from ._samples import MIB, human, medians
 
@@ -107,8 +107,9 @@ class MemoryGrowth(Check):
         who = "all ranks" if len(ranks) == run.world_size > 1 else ranks_text(ranks)
         most = f", that of rank {worst.rank.rank}" if len(ranks) > 1 else ""
         held = worst.held
+        too = _keep_as_much(run, worst, ranks)
         return self.finding(
-            ranks=ranks,
+            ranks=tuple(sorted((*ranks, *too))),
             steps=worst.steps,
             subjects=(held.name,) if held and held.name else (),
             location=_spot(worst),
@@ -117,7 +118,7 @@ class MemoryGrowth(Check):
                 f"{worst.where} memory of {who} grows{most} by {human(worst.per_step)} a step, "
                 f"{human(worst.total)} from step {worst.begin} to {worst.end}"
             ),
-            cause=_cause(held),
+            cause=_cause(held) + (f"; {ranks_do(too, 'keep')} them too" if too else ""),
             fix=_fix(held),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -129,6 +130,21 @@ class MemoryGrowth(Check):
             },
             at=worst.at,
         )
+
+
+def _keep_as_much(run: Run, worst: Growth, told: tuple[int, ...]) -> tuple[int, ...]:
+    """Other ranks where the same container keeps the graphs of as many steps: what they gain is
+    hidden by what they give back."""
+    known = worst.held
+    if known is None or not known.graphs:
+        return ()
+    others = {n: _held(r) for n, r in run.ranks.items() if n not in told}
+    wanted = (True, known.name, known.kind, known.grown, known.steps)
+    return tuple(
+        n
+        for n, e in others.items()
+        if e is not None and (e.graphs, e.name, e.kind, e.grown, e.steps) == wanted
+    )
 
 
 def _growth(rank: Rank, where: str) -> Growth | None:

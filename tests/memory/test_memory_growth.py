@@ -99,6 +99,19 @@ def test_a_little_is_enough_where_the_holder_is_known() -> None:
     assert finding.location is not None and finding.location.line == 33
 
 
+def test_ranks_that_keep_as_much_are_told_whatever_they_give_back() -> None:
+    growing = samples([300 + 0.2 * n for n in range(30)])
+    flat = samples([300 - 0.1 * n for n in range(30)])
+    lines = [site(1, "train.py", 4, "optimizer.step()"), site(2, "train.py", 9, "losses.append(x)")]
+    for more, ranks in (([held()], (0, 1)), ([], (1,)), ([held(graphs=False)], (1,))):
+        events = {0: [*lines, *flat, *more], 1: [*lines, *growing, held()]}
+        run = make_run({n: [*mine, *steps(300, site=1)] for n, mine in events.items()})
+        (finding,) = MemoryGrowth().examine(run)
+        assert finding.ranks == ranks
+        assert ("rank 0 keeps them too" in finding.cause) is (ranks == (0, 1))
+        assert "host memory of rank 1" in finding.summary
+
+
 def test_on_the_device() -> None:
     (finding,) = found(*samples([300.0] * 30, device=[100 + n for n in range(30)]))
     assert finding.evidence["where"] == "device"
