@@ -58,7 +58,7 @@ class HyperparameterSkew(Check):
     ## When it stays quiet
     Equal values, up to the rounding of a float32, in which one rank's may have been sent; ranks
     that train different models or parts of one; optimizers that split their parameters over the
-    ranks.
+    ranks, but for those of which every rank holds a piece of each (`fully_shard`).
     """
 
     code = "DDP405"
@@ -135,7 +135,7 @@ class HyperparameterSkew(Check):
 
 
 def _copies(run: Run) -> list[Replicas]:
-    return [*replicas(run), *_exchanged_by_hand(run)]
+    return [*replicas(run), *_exchanged_by_hand(run), *_in_pieces(run)]
 
 
 def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
@@ -143,10 +143,25 @@ def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
     for copies in _by_hand.trained_by_all(run):
         alike = _unshared.steady(copies) and _updates.agree(_unshared.close_looks(copies))
         if alike and not _by_hand.kept_equal(copies):
-            yield Replicas({n: _unwrapped(*pair) for n, pair in copies.members.items()})
+            yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})
 
 
-def _unwrapped(rank: Rank, event: Unwrapped) -> Member:
+def _in_pieces(run: Run) -> Iterator[Replicas]:
+    """Optimizers of ranks each of which holds a piece of the same parameters (`fully_shard`)."""
+    groups: dict[tuple[int, tuple[int, ...]], dict[int, Member]] = {}
+    for number, rank in run.ranks.items():
+        for event in rank.of(OptimizerSeen):
+            if len(event.pieces) > 1:
+                groups.setdefault((event.optimizer, event.pieces), {})[number] = _member(
+                    rank, event
+                )
+    for (_, pieces), members in groups.items():
+        if set(members) == set(pieces):
+            yield Replicas(members)
+
+
+def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
+    """As of copies with a wrapper."""
     seen = Replica(at=event.at, model=-1, optimizer=event.optimizer, ranks=(), parameters="")
     origin = Wrapped(at=event.at, model=-1, wrapper="", kind=event.kind, group=-1, site=event.site)
     return Member(rank, seen, origin)

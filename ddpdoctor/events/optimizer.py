@@ -13,6 +13,8 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
         optimizer: number of the optimizer on this rank, in order of first step.
         models: numbers of the wrappers whose parameters it holds.
         parameters: how many parameters it holds in all; `foreign` of them belong to no wrapper.
+        pieces: the ranks of the one device mesh over which all of its parameters are spread
+            (`DTensor`), this one among them; empty for any others.
     """
 
     optimizer: int
@@ -22,6 +24,7 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     parameters: int = 0
     foreign: int = 0
     closure: bool = False
+    pieces: tuple[int, ...] = ()
 
     def describe(self) -> str:
         return f"optimizer {self.optimizer} ({self.kind}) holds {self.parameters} parameters"

@@ -306,8 +306,17 @@ def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer, closure: bool
             parameters=len(held),
             foreign=len(held - owned),
             closure=closure,
+            pieces=_pieces(optimizer),
         )
     )
+
+
+def _pieces(optimizer: Any) -> tuple[int, ...]:
+    """The ranks that hold pieces of the very parameters that this one does."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    meshes = {getattr(p, "device_mesh", None) for p in parameters}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _ends(active: Recorder, optimizer: Any) -> None:

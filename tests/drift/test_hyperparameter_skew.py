@@ -12,7 +12,7 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from recordings import START, steps
+from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, run_of
 
 from ddpdoctor.diagnose import diagnose
@@ -27,7 +27,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.amp import next_told_at, told_at
 from ddpdoctor.findings import Steps
-from ddpdoctor.probe import hyperparameters
+from ddpdoctor.probe import hyperparameters, optimizers
 from ddpdoctor.probe.hyperparameters import _values
 from ddpdoctor.probe.resolving import item_set_in_frames
 
@@ -43,6 +43,31 @@ def scheduled(kind="StepLR"):
 def test_equal_values():
     run = run_of({n: [rate(0, 0.1), rate(2, 0.05)] for n in range(2)})
     assert list(HyperparameterSkew().examine(run)) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [((0, 1), True), ((), False), ((0,), False), ((0, 1, 2), False)],  # not of all is it known
+)
+def test_ranks_that_hold_pieces_of_the_same_parameters(pieces, told):
+    line = site(STEP, "train.py", 9, "optimizer.step()")
+    seen = OptimizerSeen(at=0, optimizer=0, kind="AdamW", site=STEP, pieces=pieces)
+    run = make_run({n: [line, seen, rate(0, 0.1), rate(2, 0.1 + n), *steps(5)] for n in range(2)})
+    found = list(HyperparameterSkew().examine(run))
+    assert [(f.ranks, f.steps.first) for f in found] == [((0, 1), 2)] * told
+
+
+def test_pieces_are_known_by_their_one_mesh():
+    class Mesh:
+        mesh = torch.tensor([[0, 2], [1, 3]])
+
+    def pieces(*meshes):
+        held = [SimpleNamespace(device_mesh=m) if m else SimpleNamespace() for m in meshes]
+        return optimizers._pieces(SimpleNamespace(param_groups=[{"params": held}]))
+
+    mesh = Mesh()
+    assert pieces(mesh, mesh) == (0, 1, 2, 3)
+    assert pieces(mesh, None) == pieces(mesh, Mesh()) == pieces(None) == pieces() == ()
 
 
 def test_values_that_were_sent_as_float32():
