@@ -10,7 +10,7 @@ from typing import Any
 
 from . import moments
 from .digests import readable
-from .exchanges import CARRY_VALUES, FLAT, GATHER
+from .exchanges import FLAT
 from .gradients import memory_of
 from .moments import Call
 from .recorder import Recorder
@@ -43,13 +43,13 @@ def install() -> None:
 
 def _called(active: Recorder, call: Call) -> None:
     step = active.step
-    if step > LAST or (step >= EARLY and step & (step - 1)) or call.op not in CARRY_VALUES:
+    if step > LAST or (step >= EARLY and step & (step - 1)) or not call.carries_values:
         return
     if step != _window.step:
         _window.__init__(step)  # type: ignore[misc]
     for tensor in call.tensors:
         if tensor.is_floating_point() and readable(tensor):
-            memory = 0 if call.op in GATHER else memory_of(tensor)
+            memory = 0 if call.gathers else memory_of(tensor)
             _window.handed.append((memory, tensor.numel(), _squares(tensor)))
             _window.site = active.site()
 

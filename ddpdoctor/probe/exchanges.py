@@ -26,15 +26,6 @@ ENOUGH = 0.5
 FLAT = (0.9, 1.1)
 """Size of a flat buffer against what it holds: some leave parameters out, some pad."""
 
-CARRY_VALUES = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
-    "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-)  # fmt: skip
-
-GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
-"""They leave what a rank hands over as it is."""
-
 
 class Exchange(NamedTuple):
     """One tensor that was handed to a collective: its size and where its memory begins.
@@ -145,7 +136,7 @@ def _called(active: Recorder, call: Call) -> None:
         _window.calls += 1
         # These are made of several of torch's own.
         _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
-    if call.op not in CARRY_VALUES:
+    if not call.carries_values:
         return
     after_backward = autograd.since(active.step) or _window.derived == active.step
     kept = _window.recent if after_backward else _window.earlier
@@ -157,7 +148,7 @@ def _called(active: Recorder, call: Call) -> None:
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = memory_of(tensor)
-            gathered, inner = call.op in GATHER, amid or tensor.requires_grad
+            gathered, inner = call.gathers, amid or tensor.requires_grad
             exchange = Exchange(call.group, tensor.numel(), memory, gathered, inner)
             _window.latest += (exchange,)
             if not after_backward and (late := _applied(memory)):

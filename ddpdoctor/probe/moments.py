@@ -222,6 +222,14 @@ class Step:
     holdings: Sequence[Holding] = ()
 
 
+_CARRY_VALUES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
+    "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+_GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
+
+
 @dataclass(slots=True)
 class Call:
     """A collective or point-to-point call, about to be made.
@@ -237,6 +245,16 @@ class Call:
     p2p: bool
     tensors: tuple[Any, ...]
     reduction: Any = None
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether it is a collective of tensors, and no barrier."""
+        return self.op in _CARRY_VALUES
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it leaves what a rank hands over as it is."""
+        return self.op in _GATHER
 
 
 @dataclass(slots=True)
