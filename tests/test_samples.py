@@ -1,7 +1,7 @@
 """Every sample, through the real command: the faulty ones are found, the clean ones are left alone.
 
 All checks look at every sample, so that each new sample tests the checks that were there before.
-Of each check one fault is in every test run, and every third of the clean twins of errors. The
+Of each check one fault is in every test run, and every fourth of the clean twins of errors. The
 others run where `-m exhaustive` asks for them (make samples): those that show the same fault in
 other clothes, and the other clean twins.
 """
@@ -19,7 +19,7 @@ from ddpdoctor.findings import Severity
 from ddpdoctor.launch.devices import visible_gpus
 
 NAMES = {check.name.replace("-", "_") for check in registry.all_checks()}
-CLEAN_TWINS = 3
+CLEAN_TWINS = 4
 """One in so many of the clean twins of errors is in every test run."""
 
 
