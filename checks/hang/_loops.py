@@ -67,8 +67,13 @@ class Left:
     @property
     def place(self) -> Location:
         """The line to point at."""
-        lines = self.ways if self.surely else self.exits
+        lines = self.ways if self.surely else () if self._or_skipped else self.exits
         return lines[0] if len(lines) == 1 else self.loop
+
+    @property
+    def _or_skipped(self) -> bool:
+        """Whether they may as well have skipped a round."""
+        return self.how is How.UNKNOWN and bool(self.ways)
 
     @property
     def cause(self) -> str:
@@ -84,11 +89,10 @@ class Left:
         if self.how is How.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
         dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
-        if self.exits:
-            ended = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
-            return f"{who} left the loop at {self.loop} before the others: {ended} ends it"
-        or_skipped = f", or skipped a round{short}" if short and self.how is How.UNKNOWN else ""
-        return f"{who} left the loop at {self.loop} before the others{dry}{or_skipped}"
+        exits = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
+        ended = f": {exits} ends it" if exits else ""
+        or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
+        return f"{who} left the loop at {self.loop} before the others{dry}{ended}{or_skipped}"
 
     @property
     def label(self) -> str:
@@ -136,7 +140,7 @@ class Left:
                 "let an exception end the rank with a bad status (raise it again), so that the "
                 "launcher ends the others"
             )
-        if self.exits:
+        if self.exits and not self._or_skipped:
             return (
                 "decide together: `all_reduce` the decision, or what it is made from, and leave "
                 "the loop on all ranks in the same round"

@@ -65,7 +65,7 @@ def ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
         for way in around.ways
         if any(_leaves_out(way, line, place) for line, place in calls)
     }
-    return tuple(found.values()), any(around.broken for _, _, around in inside)
+    return tuple(found.values()), any(around.exits for _, _, around in inside)
 
 
 def _leaves_out(way: Way, line: int, place: Place) -> bool:

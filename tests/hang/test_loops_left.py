@@ -48,7 +48,7 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
 def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=11, text="if stop(loss):", first=13, last=13)
-    loop = (Enclosing(line=8, text="for step in range(20):", exits=(way,), broken=True),)
+    loop = (Enclosing(line=8, text="for step in range(20):", exits=(way,)),)
     for tape in made.values():
         tape.call(line=9, inside=loop)
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)

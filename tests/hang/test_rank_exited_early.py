@@ -74,7 +74,8 @@ def test_a_shorter_loop(tmp_path: Path) -> None:
 def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
     """A loop in which a handler leaves out a part of the round."""
     way = Way(line=11, text="except ValueError:", first=9, last=last)
-    return Enclosing(line=8, text=head, ways=(way,), broken=broken)
+    exits = (Way(line=12, text="if done:", first=14, last=14),) if broken else ()
+    return Enclosing(line=8, text=head, ways=(way,), exits=exits)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
             11,
             "skipped rounds of the loop at train.py:8: `except Val",
         ),
-        (rounds("for i in range(80):", broken=True), 8, "before the others, or skipped a round: "),
+        (rounds("for i in range(80):", broken=True), 8, "(train.py:12) ends it, or skipped a rou"),
         (rounds("for i in range(n):"), 8, "before the others, or skipped a round: `except ValueE"),
         (rounds("for i in range(80):", last=8), 8, ""),
     ],
@@ -115,7 +116,7 @@ def test_the_statement_that_ended_a_loop(
     tmp_path: Path, head: str, exit_line: int, under: str, waits_at: int, line: int
 ) -> None:
     way = Way(line=exit_line, text=under, first=exit_line + 2, last=14)
-    loop = (Enclosing(line=8, text=head, exits=(way,), broken=True),)
+    loop = (Enclosing(line=8, text=head, exits=(way,)),)
     (finding,) = found(left(tmp_path, loop=loop, waits_at=waits_at))
     assert finding.location is not None
     assert finding.location.line == line
