@@ -9,7 +9,7 @@ from ddpdoctor.events import Averaged
 from ddpdoctor.findings import Related, Steps
 from ddpdoctor.run import Rank, Run
 
-from ._by_hand import Copies, trained_by_all
+from ._by_hand import Copies, trained_alike
 
 NEAR = 1e-3
 LARGE = 0.05
@@ -21,7 +21,7 @@ Looks = dict[int, tuple[Rank, Averaged]]
 
 def by_hand(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of a finding for every model whose gradients are divided twice."""
-    for copies in trained_by_all(run):
+    for copies in trained_alike(run):
         looks = _looks(copies)
         for seen in looks:
             ratio = _ratio(seen)

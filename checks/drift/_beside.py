@@ -36,7 +36,7 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _beside(run: Run) -> Iterator[Beside]:
-    every = list(_by_hand.trained_by_all(run))
+    every = list(_by_hand.trained_alike(run))
     steady = [c for c in every if _unshared.steady(c)]
     for local in every if steady else ():
         for shared in steady:
@@ -48,7 +48,7 @@ def _beside(run: Run) -> Iterator[Beside]:
 
 def _one_model(some: Copies, others: Copies) -> bool:
     """Whether every rank has both in one module."""
-    return all(
+    return some.members.keys() == others.members.keys() and all(
         event.root >= 0 and event.root == others.members[number][1].root
         for number, (_, event) in some.members.items()
     )

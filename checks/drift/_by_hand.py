@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ddpdoctor.events import Unwrapped, UnwrappedState
+import msgspec
+
+from ddpdoctor.events import GroupReady, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Confidence, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
@@ -19,21 +21,32 @@ LOOKS_AT_LEAST = 5
 ENOUGH = 0.5
 """Share of the parameters' elements that would have to be exchanged to make them equal."""
 
+BESIDE = ("gradients of a group", "point-to-point", "all-to-all", "in backward")
+"""What a group may do besides, with others than its own ranks."""
+
+NONE: frozenset[int] = frozenset()
+
 Rows = dict[int, UnwrappedState]
 """States of one moment by global rank, or of one rank by step."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """One model as every rank trains it; looks that all of them took, ascending.
+    """One model as every rank of a group trains it; looks that all of them took, ascending.
 
     Attributes:
         end: the look when the run was over, None where a rank has none.
+        part: the group is a part of the world.
     """
 
     members: dict[int, tuple[Rank, Unwrapped]]
     looks: list[Rows]
     end: Rows | None
+    part: bool = False
+
+    @property
+    def last(self) -> Rows:
+        return self.end or self.looks[-1]
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class Parting:
         gradients: whether those applied agree: `agree`, `differ`, or `not known`.
         stopped: none of the steps after `equal` was taken with the exchange.
         once: and of those before it, the first one only.
+        beside: the ranks of another group, which exchange theirs in every step, where only that
+            tells that it is no fault of theirs.
     """
 
     copies: Copies
@@ -54,6 +69,7 @@ class Parting:
     gradients: str
     stopped: bool = False
     once: bool = False
+    beside: tuple[int, ...] = ()
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -62,19 +78,23 @@ class Parting:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(kept_equal(c) or _exchanged_once(c) for c in trained_by_all(run))
+    return any(kept_equal(c) or _exchanged_once(c) for c in trained_alike(run))
 
 
 def partings(run: Run) -> Iterator[Parting]:
-    for copies in trained_by_all(run):
-        found = _parting(copies) if kept_equal(copies) else None
+    every = list(trained_alike(run))
+    steady = [c for c in every if c.part and kept_equal(c) and _always(c)]
+    for copies in every:
+        found = _parting(copies, steady) if kept_equal(copies) else None
         if (found := found or _exchanged_once(copies)) is not None:
             yield found
 
 
-def trained_by_all(run: Run) -> Iterator[Copies]:
-    """Of optimizers that every rank of the world has over equal lists of parameters. One whose
-    list changes is left out: its counts begin anew."""
+def trained_alike(run: Run) -> Iterator[Copies]:
+    """Of optimizers that every rank of the world has over equal lists of parameters, or every rank
+    of the one group that it hands all gradients to. One whose list changes is left out: its counts
+    begin anew."""
+    world = frozenset(range(run.world_size))
     optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
     for optimizer in sorted(optimizers) if run.world_size > 1 else ():
         members = {}
@@ -82,22 +102,48 @@ def trained_by_all(run: Run) -> Iterator[Copies]:
             events = [e for e in rank.of(Unwrapped) if e.optimizer == optimizer]
             if len(events) == 1:
                 members[number] = (rank, events[0])
-        held = {tuple((p.shape, p.dtype) for p in e.parameters) for _, e in members.values()}
-        if len(members) == run.world_size and len(held) == 1:
-            yield _looked(members, optimizer)
+        groups = {n: _group(rank, optimizer) for n, (rank, _) in members.items()}
+        for ranks in (world, *sorted({*groups.values()} - {world, NONE}, key=min)):
+            mine = {n: m for n, m in members.items() if ranks in (world, groups[n])}
+            held = {tuple((p.shape, p.dtype) for p in e.parameters) for _, e in mine.values()}
+            if len(mine) == len(ranks) > 1 and len(held) == 1:
+                yield _looked(mine, optimizer, part=ranks != world)
 
 
-def _looked(members: dict[int, tuple[Rank, Unwrapped]], optimizer: int) -> Copies:
+def _group(rank: Rank, optimizer: int) -> frozenset[int]:
+    """Of the group that all its gradients are handed to, where that is not the default one."""
+    last = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer][-1:]
+    return _members(rank, last[0].group) if last and last[0].group else NONE
+
+
+def _members(rank: Rank, group: int) -> frozenset[int]:
+    return next((frozenset(g.ranks) for g in rank.of(GroupReady) if g.group == group), NONE)
+
+
+def _within(ranks: frozenset[int], rank: Rank, state: UnwrappedState, part: bool) -> UnwrappedState:
+    """As it is for these ranks: what is complete in another group is not in theirs, and what is
+    done with none of them is nothing to them."""
+    if _members(rank, state.group) != ranks if state.group else part:
+        return msgspec.structs.replace(state, complete=False, completed=0)
+    alone = state.group and ranks.isdisjoint(state.partners) and -1 not in state.partners
+    if alone and state.exchanged in BESIDE:
+        return msgspec.structs.replace(state, exchanged="gradients")
+    return state
+
+
+def _looked(members: dict[int, tuple[Rank, Unwrapped]], optimizer: int, *, part: bool) -> Copies:
+    ranks = frozenset(members)
     tables: dict[int, Rows] = {}
     ends: Rows = {}
     for number, (rank, _) in members.items():
-        states = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+        found = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
+        states = [_within(ranks, rank, s, part) for s in found]
         tables[number] = {s.step: s for s in states if not s.last}
         ends.update((number, s) for s in states if s.last)
     common = sorted(set.intersection(*(set(t) for t in tables.values())))
     looks = [{n: t[step] for n, t in tables.items()} for step in common]
     whole = len(ends) == len(members) and len({s.step for s in ends.values()}) == 1
-    return Copies(members, looks, ends if whole else None)
+    return Copies(members, looks, ends if whole else None, part)
 
 
 def _step(look: Rows) -> int:
@@ -125,7 +171,13 @@ def _moved(before: Rows, after: Rows) -> bool:
     return all(s.parameters != before[n].parameters for n, s in after.items())
 
 
-def _parting(copies: Copies) -> Parting | None:
+def _always(copies: Copies) -> bool:
+    """Whether all gradients of every step were exchanged."""
+    return all(s.completed + s.complete == s.step + (not s.last) for s in copies.last.values())
+
+
+def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
+    """Where they part, if that is no fault of what is meant; `others` exchange in every step."""
     every = [*copies.looks, *([copies.end] if copies.end else [])]
     first = next((i for i, look in enumerate(every) if not same(look)), None)
     if not first or any(same(look) for look in every[first:]):
@@ -140,8 +192,14 @@ def _parting(copies: Copies) -> Parting | None:
         # Whoever looks at a model after the run may load another one: only a step that was left
         # out speaks for a fault.
         return found if any(missing.values()) and _mostly(copies.looks[0], equal) else None
-    if last is not differ and _stopped(differ, last) and _mostly(copies.looks[0], last):
-        return replace(found, stopped=all(count == steps for count in missing.values()))
+    if last is not differ and _stopped(differ, last):
+        found = replace(found, stopped=all(count == steps for count in missing.values()))
+        if _mostly(copies.looks[0], last):
+            return found
+        if _little(copies, differ, last):
+            goes_on = (o for o in others if _step(o.last) == _step(last))
+            beside = next((o for o in goes_on if o.members.keys().isdisjoint(copies.members)), None)
+            return replace(found, beside=tuple(beside.members)) if beside else None
     return found if _mostly(differ, last) else None
 
 
@@ -159,13 +217,23 @@ def _exchanged_once(copies: Copies) -> Parting | None:
         return None
     if any(same(look) for look in (*later, last)):
         return None
+    if not _little(copies, None, last):
+        return None
     for n, s in last.items():
-        size = sum(prod(p.shape) for p in copies.members[n][1].parameters)
-        more = s.late or s.running or s.averaged != equal[n].averaged or s.elements >= ENOUGH * size
+        more = s.late or s.running or s.averaged != equal[n].averaged
         if more or not _done(s) == _done(equal[n]) == 1:
             return None
     missing = {n: _step(later[0]) - 1 for n in copies.members}
     return Parting(copies, equal, later[0], missing, "differ", stopped=True, once=True)
+
+
+def _little(copies: Copies, first: Rows | None, last: Rows) -> bool:
+    """Whether less is exchanged between these looks, or ever since the first step, than could make
+    them equal once."""
+    size = sum(prod(p.shape) for p in next(iter(copies.members.values()))[1].parameters)
+    return all(
+        s.elements - (first[n].elements if first else 0) < ENOUGH * size for n, s in last.items()
+    )
 
 
 def _done(state: UnwrappedState) -> int:
@@ -210,8 +278,22 @@ def _other_options(found: Parting) -> tuple[int, str, str] | None:
     return step, option, _options.spelled({n: g[group].get(option) for n, g in values.items()})
 
 
-def told(run: Run, found: Parting) -> dict[str, Any]:
-    """The fields of a finding."""
+def told(run: Run) -> Iterator[dict[str, Any]]:
+    """The fields of findings. Groups that part in the same steps of one line are told together."""
+    together: dict[object, list[Parting]] = {}
+    for found in partings(run):
+        rank, event = next(iter(found.copies.members.values()))
+        place = (rank.location(event.step_site), found.steps) if found.copies.part else None
+        together.setdefault(place or id(found), []).append(found)
+    for first, *others in together.values():
+        fields = _told(run, first)
+        more = tuple(n for o in others for n in _told(run, o)["ranks"])
+        if more:
+            fields["summary"] += f", and so on {ranks_text(more)} in groups of their own"
+        yield fields | {"ranks": tuple(sorted((*fields["ranks"], *more)))}
+
+
+def _told(run: Run, found: Parting) -> dict[str, Any]:
     rank, event = next(iter(found.copies.members.values()))
     begin, end = found.steps
     minority = odd_ones(equal_ranks({n: s.parameters for n, s in found.differ.items()}))
@@ -222,11 +304,12 @@ def told(run: Run, found: Parting) -> dict[str, Any]:
     last = _step(found.copies.end) - 1 if found.copies.end else max(later, default=end)
     made = rank.location(event.site)
     options = _other_options(found)
+    all_of_them = len(minority) == len(found.copies.members)
     who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
-    others = "" if len(minority) == run.world_size else " from the other ranks"
+    others = "" if all_of_them else " from the other ranks" + " of the group" * found.copies.part
     return {
         "severity": Severity.NOTE if over else Severity.ERROR,
-        "confidence": Confidence.SUSPECTED if found.once else Confidence.PROVEN,
+        "confidence": Confidence.SUSPECTED if found.once or found.beside else Confidence.PROVEN,
         "ranks": minority,
         "steps": None if over else Steps(end, last, last - end + 1),
         "subjects": tuple(p.name for p in event.parameters),
@@ -280,11 +363,12 @@ def _cause(found: Parting, left_out: tuple[int, ...], options: tuple[int, str, s
         steps = f"any step from {begin} on"
     if left_out:
         everyone = len(left_out) == len(found.copies.members)
-        who = "no rank" if everyone else ranks_text(left_out)
+        who = "no rank" + " of the group" * found.copies.part if everyone else ranks_text(left_out)
         verb = "hands" if everyone else "does not hand" if len(left_out) == 1 else "do not hand"
         return (
             f"{who} {verb} all gradients of {steps} to a collective, as in "
             f"{'step 0' if found.once else 'the steps before'}, and each applies its own"
+            + (f"; {ranks_text(found.beside)} go on with theirs" if found.beside else "")
         )
     if options is not None:
         step, option, values = options

@@ -58,12 +58,12 @@ class Look:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(steady(c) or _running(c) or _agreed(c) for c in _by_hand.trained_by_all(run))
+    return any(steady(c) or _running(c) or _agreed(c) for c in _by_hand.trained_alike(run))
 
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
-    for copies in _by_hand.trained_by_all(run):
+    for copies in _by_hand.trained_alike(run):
         if (differ := _running(copies)) is not None:
             yield _told_running(copies, differ)
             continue

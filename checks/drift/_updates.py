@@ -33,12 +33,12 @@ class Parted:
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(_equal_gradients(_unshared.close_looks(c)) for c in _by_hand.trained_by_all(run))
+    return any(_equal_gradients(_unshared.close_looks(c)) for c in _by_hand.trained_alike(run))
 
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
-    for copies in _by_hand.trained_by_all(run):
+    for copies in _by_hand.trained_alike(run):
         if not _by_hand.kept_equal(copies) and (found := _parted(copies)) is not None:
             yield _told(copies, found)
 

@@ -140,7 +140,7 @@ def _copies(run: Run) -> list[Replicas]:
 
 def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
     """Copies without a wrapper, to which the same gradients are applied from the first step on."""
-    for copies in _by_hand.trained_by_all(run):
+    for copies in _by_hand.trained_alike(run):
         alike = _unshared.steady(copies) and _updates.agree(_unshared.close_looks(copies))
         if alike and not _by_hand.kept_equal(copies):
             yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})

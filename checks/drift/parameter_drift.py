@@ -35,10 +35,10 @@ class ParameterDrift(Check):
     compared afterwards; nothing is communicated for it. Also of wrapped models that no optimizer
     holds (which holds copies of them, or there is none), of parameters that the optimizer of some
     ranks holds and changes and that never change on others, and of models without a wrapper whose
-    gradients the ranks exchange by hand: copies that were seen to stay equal so and part; copies
-    that differ from the start; gradients that the exchange leaves out in every step, or that are
-    applied while an asynchronous exchange of them still runs; updates that an optimizer of the
-    program's own applies on some ranks only.
+    gradients the ranks, all or those of a group, exchange by hand: copies that were seen to stay
+    equal so and part; copies that differ from the start; gradients that the exchange leaves out in
+    every step, or that are applied while an asynchronous exchange of them still runs; updates that
+    an optimizer of the program's own applies on some ranks only.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -53,10 +53,11 @@ class ParameterDrift(Check):
     Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
-    part, unless the exchange stops for good after more than half of all, or after the very first,
-    and nothing takes its place (suspected); point-to-point exchange; copies that are equal again
-    later. Gradients of whole layers that are never exchanged while those of the others are (heads
-    of their own) are a note: a layer whose weight is exchanged and whose bias is not is an error.
+    part, unless the exchange stops for good after more than half of all, or after the very first or
+    while another group goes on with its own (suspected), and nothing takes its place; ranks of a
+    group that send to each other; copies that are equal again later. Gradients of whole layers that
+    are never exchanged while those of the others are (heads of their own) are a note: a layer whose
+    weight is exchanged and whose bias is not is an error.
     So with all parameters of one optimizer, where those of another one of the same model are
     exchanged: a warning, or a note if either are in one part of it. Copies that differ only when
     the run is over are a note.
@@ -80,11 +81,9 @@ class ParameterDrift(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge, unheld=True)
-        for parting in _by_hand.partings(run):
-            yield self.finding(**_by_hand.told(run, parting))
-        by_hand = (*_unshared.told(run), *_beside.told(run), *_updates.told(run))
-        for told in (*by_hand, *_owners.told(run)):
-            yield self.finding(**told)
+        for way in (_by_hand, _unshared, _beside, _updates, _owners):
+            for told in way.told(run):
+                yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:

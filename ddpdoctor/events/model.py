@@ -271,8 +271,11 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             step only, in a collective that leaves them as they are; empty where they never were,
             or only before the first step of all.
         complete: between the last backward and this step every gradient was handed to collectives
-            on the default group. `completed` are the steps before this one of which that is true,
+            on one group, `group`. `completed` are the steps before this one of which that is true,
             `inside` those of which it was done inside the backward, and little else there.
+        group: the default one, or else the one of all such steps, -1 for several; where it is a
+            part of the world, `partners` are the other ranks that this one did something with that
+            replicas do not do (sends, all_to_all, collectives in the backward), -1 for any.
         averaged: steps so far, this one included, before which the parameters themselves were
             handed to collectives.
         shared: steps so far, this one included, of which at least half of the gradients, by their
@@ -302,6 +305,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     exchanged: str = ""
     complete: bool = False
     completed: int = 0
+    group: int = 0
+    partners: tuple[int, ...] = ()
     inside: int = 0
     averaged: int = 0
     shared: int = 0

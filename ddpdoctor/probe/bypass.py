@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Bypassed
 from ..events.drift import UNHELD
-from . import exchanges, forwards, moments, optimizers
+from . import exchanges, forwards, moments, optimizers, schemes
 from .digests import digests, readable
 from .models import Model
 from .moments import Backward, Step, Subscriptions
@@ -133,7 +133,7 @@ def _follow_by_hand(active: Recorder, model: Model, known: Bypass, suspect: Susp
     certain = suspect.forwards == 0 or known.call_site >= 0
     if not before or before == known.by_hand or not certain:
         return
-    if exchanges.special() or exchanges.values_exchanged(parameters):
+    if schemes.special() or exchanges.values_exchanged(parameters):
         return
     known.moved += 1
     if known.moved >= MOVED_AT_LEAST:

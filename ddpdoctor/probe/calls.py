@@ -179,21 +179,22 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         if kind.reduces:
             reduce_op = args[op_at] if op_at < given else kwargs.get("op", default_op)
         passed = tensor if kind.tensor else args[0] if args else None
-        call = moments.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op)
-        moments.called.happens(active, call)
-        written = tape(active)
-        if number < 0 or written is None or not groups.exist():
-            return None  # not a member, or no group at all: torch says so itself
         root = -1
-        if kind.root:
+        if kind.root and number >= 0:
             named = args[root_at] if root_at < given else kwargs.get(kind.root)
             in_group = (
                 args[group_root_at] if group_root_at < given else kwargs.get("group_" + kind.root)
             )
             root = _root(group, named, in_group, kind.p2p)
+        sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
+        peers = (*sends, *receives) or (root,) * kind.p2p
+        call = moments.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
+        moments.called.happens(active, call)
+        written = tape(active)
+        if number < 0 or written is None or not groups.exist():
+            return None  # not a member, or no group at all: torch says so itself
         site = written.here()
         if messages:
-            sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
             return written.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:
             return written.point_to_point(number, kind.op, site, root)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import autograd, models, moments, optimizers
+from . import autograd, groups, models, moments, optimizers, schemes
 from .gradients import memory_of
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
@@ -48,14 +48,20 @@ class Handed(NamedTuple):
     Attributes:
         positions: those that were handed over themselves or as copies, by memory and size.
         other: elements of what else was.
-        every: all of them were, be it in flat buffers, on the default group and on no other.
+        group: the one that all of them were handed to, be it in flat buffers, and nothing to any
+            other; -1 for none.
         most: by elements, `ENOUGH` of them were.
     """
 
     positions: tuple[int, ...] = ()
     other: int = 0
-    every: bool = False
+    group: int = -1
     most: bool = False
+
+    @property
+    def every(self) -> bool:
+        """Whether all of them were, on the default group."""
+        return self.group == 0
 
 
 class _Window:
@@ -70,8 +76,6 @@ class _Window:
         site: the line of the last exchange between a backward and a step, of the first few steps.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
-        special: what replicas do not do: `all-to-all`, `point-to-point`, `in backward`.
-        swaps: `all_to_all` of floating-point numbers, ever: outside of backwards, and inside.
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
             after that.
@@ -94,8 +98,6 @@ class _Window:
         self.uncounted = False
         self.sequence = -1
         self.latest: tuple[Exchange, ...] = ()
-        self.special = ""
-        self.swaps = [0, 0]
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
         self.derived = -1
@@ -116,6 +118,7 @@ _following = Subscriptions()
 
 def install() -> None:
     _window.__init__()  # type: ignore[misc]
+    schemes.install()
     moments.called.subscribe(_called, lost=LOST)
     _following[:] = (
         moments.backward_ends.subscribe(_backward_ends, lost=LOST),
@@ -131,7 +134,7 @@ def _called(active: Recorder, call: Call) -> None:
     _window.carried += size
     _window.numbers[call.group] += size
     if call.p2p:
-        _window.special = _window.special or "point-to-point"
+        schemes.seen(schemes.POINT_TO_POINT, call.peers)
     elif call.group == 0:
         _window.calls += 1
         # These are made of several of torch's own.
@@ -157,10 +160,11 @@ def _called(active: Recorder, call: Call) -> None:
             kept.append(exchange)
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
-                _window.special = "all-to-all"
-                _window.swaps[autograd.running()] += tensor is call.tensors[0]
+                schemes.seen(schemes.ALL_TO_ALL, groups.others(call.group))
+                if tensor is call.tensors[0]:
+                    schemes.swapped(inside=autograd.running())
             elif autograd.running():
-                _window.special = "in backward"
+                schemes.seen(schemes.IN_BACKWARD, groups.others(call.group))
                 _window.inside.append(exchange)
 
 
@@ -211,16 +215,6 @@ def latest() -> tuple[Exchange, ...]:
     return _window.latest
 
 
-def special() -> str:
-    """What this rank ever did that replicas do not do; empty for nothing."""
-    return _window.special
-
-
-def swaps() -> tuple[int, ...]:
-    """How often `all_to_all` carried numbers outside of backwards, and inside; empty for never."""
-    return tuple(_window.swaps) if any(_window.swaps) else ()
-
-
 def unseen() -> bool:
     """Whether the default group communicated since the last step by ways that are not watched."""
     known = _window.sequence >= 0 and not _window.uncounted
@@ -255,7 +249,8 @@ def gradients_exchanged(parameters: Sequence[Any]) -> bool:
 
 def handed(parameters: Sequence[Any]) -> Handed:
     """What was handed over of the gradients of these parameters, some of which may be None."""
-    return _handed(_window.recent, parameters, plain=not _window.special)
+    found = _handed(_window.recent, parameters)
+    return found if schemes.replicas(found.group) else found._replace(group=-1)
 
 
 def handed_inside(parameters: Sequence[Any]) -> bool:
@@ -264,10 +259,10 @@ def handed_inside(parameters: Sequence[Any]) -> bool:
     sizes = [p.grad.numel() for p in parameters if p is not None and p.grad is not None]
     if sum(e.elements for e in _window.inside) > FLAT[1] * sum(sizes):
         return False
-    return _handed(_window.inside, parameters, plain=_window.special == "in backward").every
+    return schemes.special() == schemes.IN_BACKWARD and _handed(_window.inside, parameters).every
 
 
-def _handed(exchanges: list[Exchange], parameters: Sequence[Any], *, plain: bool) -> Handed:
+def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
     if not exchanges:
         return Handed()
     gradients = {
@@ -299,11 +294,10 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any], *, plain: bool
     told = sum(gradients[i].numel() for i in found)
     other = sum(size * count for (place, size), count in sizes.items() if not place)
     flat = other if other <= FLAT[1] * total else 0
-    every = bool(total) and plain and {e.group for e in exchanges} == {0}
+    used = {e.group for e in exchanges}
     whole = told == total or total - told <= other <= total - told + (FLAT[1] - 1) * total
-    return Handed(
-        tuple(found), other, every and whole, bool(total) and told + flat >= ENOUGH * total
-    )
+    group = used.pop() if total and whole and len(used) == 1 else -1
+    return Handed(tuple(found), other, group, bool(total) and told + flat >= ENOUGH * total)
 
 
 def apply(parameters: Sequence[Reference]) -> bool:

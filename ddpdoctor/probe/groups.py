@@ -19,10 +19,11 @@ LOST = "process groups"
 
 
 class _Groups:
-    """Numbers of the groups of this process, by torch's name for them."""
+    """Numbers of the groups of this process, by torch's name for them, and the others in them."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
+        self.others: dict[int, frozenset[int]] = {}
         self.created = 0
 
 
@@ -34,6 +35,11 @@ def number_of(group: Any) -> int:
     if group is None:
         return 0
     return _groups.numbers.get(group_name(group), -1)
+
+
+def others(group: int) -> frozenset[int]:
+    """Global ranks of its other members, by its number; empty where they are not known."""
+    return _groups.others.get(group, frozenset())
 
 
 def exist() -> bool:
@@ -204,6 +210,7 @@ def _tell_ready(
     if member:
         _groups.numbers[name] = number
         ranks = group_ranks(group)
+        _groups.others[number] = frozenset(ranks) - {dist.get_rank()}
     active.emit(
         GroupReady(
             at=time.monotonic(),

@@ -238,6 +238,7 @@ class Call:
         op: as in `calls.KINDS`; group: its number, -1 where unknown.
         tensors: what goes in. Watchers must not keep them.
         reduction: torch's own reduce operation, None where there is none.
+        peers: global ranks on the other side of a point-to-point call, -1 for any.
     """
 
     op: str
@@ -245,6 +246,7 @@ class Call:
     p2p: bool
     tensors: tuple[Any, ...]
     reduction: Any = None
+    peers: tuple[int, ...] = ()
 
     @property
     def carries_values(self) -> bool:

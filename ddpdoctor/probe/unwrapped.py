@@ -12,7 +12,7 @@ import msgspec
 
 from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
-from . import autograd, discarded, exchanges, inflight, models, moments, optimizers
+from . import autograd, discarded, exchanges, inflight, models, moments, optimizers, schemes
 from .digests import capturing, sums
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
@@ -47,8 +47,8 @@ class Loose:
         parameters: those that no wrapper was given.
         exchanged: by what means they were ever exchanged, empty where they never were, or only
             before the first step of all.
-        complete, completed, inside, shared, averaged, late: as in `UnwrappedState`, of the steps so
-            far.
+        complete, completed, group, inside, shared, averaged, late: as in `UnwrappedState`, of the
+            steps so far.
         spread: as in `UnwrappedState`; 0 is the group of all ranks, which is judged by what is
             exchanged in it.
         handed: of the step that is about to be taken.
@@ -64,6 +64,7 @@ class Loose:
         self.exchanged = ""
         self.complete = False
         self.completed = 0
+        self.group = 0
         self.inside = 0
         self.shared = 0
         self.averaged = 0
@@ -121,7 +122,7 @@ def _follow(active: Recorder, step: Step) -> None:
     if not active.step:
         known.spread = exchanges.spread(alive)
     _write(active, known, wait=False)
-    complete = known.handed.every and not step.closure
+    complete = not step.closure and _counts(known, known.handed.group)
     known.shared += known.handed.most
     known.averaged += exchanges.parameters_averaged(alive)
     known.late += exchanges.apply(known.parameters)
@@ -133,6 +134,18 @@ def _follow(active: Recorder, step: Step) -> None:
         _look(active, step.known.number, known, step.number)
     known.completed += complete
     known.inside += exchanges.handed_inside(every)
+
+
+def _counts(known: Loose, group: int) -> bool:
+    """Whether gradients that were all handed to a group make a step complete: the group is the same
+    in all of them. The default one takes the place of others."""
+    if group < 0 or known.group == group:
+        return group >= 0
+    if group and (known.group or known.completed):
+        known.group = known.group and -1
+        return False
+    known.group, known.completed = group, 0
+    return True
 
 
 def _due(known: Loose, step: int, complete: bool) -> bool:
@@ -175,6 +188,8 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         exchanged=known.exchanged,
         complete=known.complete and not last,
         completed=known.completed,
+        group=known.group,
+        partners=schemes.partners() if known.group > 0 else (),
         inside=known.inside,
         averaged=known.averaged,
         shared=known.shared,
@@ -182,7 +197,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         spread=known.spread,
         numbers=exchanges.numbers() if known.spread > 0 else {},
         elements=exchanges.elements(),
-        swaps=exchanges.swaps(),
+        swaps=schemes.swaps(),
         wrapped=autograd.synced(),
         each=EACH if closely else "",
         handed=pack(known.handed.positions) if closely else "",
@@ -267,7 +282,7 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
 def _exchanged(active: Recorder, known: Loose, parameters: list[Any]) -> str:
     """How the ranks ever exchanged these parameters or their gradients. Before the first step of
     all they take the parameters of one to begin with: that does not keep them equal."""
-    if found := exchanges.special() or known.exchanged:
+    if found := schemes.special() or known.exchanged:
         return found
     if known.handed.most:
         return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ddpdoctor.probe import exchanges, unwrapped
+from ddpdoctor.probe import calls, exchanges, schemes, unwrapped
 from ddpdoctor.probe.exchanges import Exchange, parameters_averaged
 from ddpdoctor.probe.moments import Call
 
@@ -14,6 +15,7 @@ from ddpdoctor.probe.moments import Call
 def window(monkeypatch):
     fresh = exchanges._Window()
     monkeypatch.setattr(exchanges, "_window", fresh)
+    monkeypatch.setattr(schemes, "_schemes", schemes._Schemes())
     return fresh
 
 
@@ -98,7 +100,7 @@ def test_every_gradient_alone_or_copied_or_as_one(window):
 def test_a_head_that_stays_local(window, shared):
     body, head = made = trained(8, 3, shared=shared)
     window.recent = [handed(body.grad)]
-    assert exchanges.handed(made) == ((0,), 0, False, True)
+    assert exchanges.handed(made) == ((0,), 0, -1, True)
     window.recent.append(handed(head.grad))
     assert exchanges.handed(made).every
 
@@ -106,9 +108,9 @@ def test_a_head_that_stays_local(window, shared):
 def test_one_of_two_that_are_alike_in_size(window):
     _, two = made = trained(8, 8)
     window.recent = [handed(two.grad)]
-    assert exchanges.handed([None, *made]) == ((2,), 0, False, True)
+    assert exchanges.handed([None, *made]) == ((2,), 0, -1, True)
     window.recent = [handed(two.grad), handed(torch.zeros(3))]
-    assert exchanges.handed(made) == ((1,), 3, False, True)
+    assert exchanges.handed(made) == ((1,), 3, -1, True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -155,13 +157,48 @@ def test_parameters_are_no_gradients(window):
 
 def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
-    window.recent, window.special = [handed(p.grad) for p in made], "point-to-point"
+    window.recent = [handed(p.grad) for p in made]
+    schemes.seen("point-to-point", (1,))
     assert not exchanges.handed(made).every
+
+
+def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch):
+    made = trained(8, 3)
+    others = {1: frozenset({2}), 2: frozenset({1, 3})}
+    monkeypatch.setattr(schemes.groups, "others", lambda group: others.get(group, frozenset()))
+    schemes.seen("point-to-point", (1,))
+
+    def group_of(*groups):
+        window.recent = [handed(p.grad, g) for p, g in zip(made, groups, strict=True)]
+        return exchanges.handed(made).group
+
+    assert group_of(1, 1) == 1, "what a stage of a pipeline sends goes to others"
+    assert group_of(2, 2) == group_of(1, 2) == group_of(0, 0) == -1
+    schemes.seen("point-to-point", (-1,))
+    assert group_of(1, 1) == -1, "from any"
+
+
+@pytest.mark.parametrize(("groups", "told"), [
+    ((1, 1, 1), [(True, 1, 0), (True, 1, 1), (True, 1, 2)]),
+    ((1, -1, 1), [(True, 1, 0), (False, 1, 1), (True, 1, 1)]),
+    ((0, 1, 0), [(True, 0, 0), (False, 0, 1), (True, 0, 1)]),
+    ((1, 2, 1), [(True, 1, 0), (False, -1, 1), (False, -1, 1)]),
+    ((1, 0, 1), [(True, 1, 0), (True, 0, 0), (False, 0, 1)]),
+])  # fmt: skip
+def test_steps_are_complete_in_one_group(groups, told):
+    known = unwrapped.Loose([])
+    seen = []
+    for group in groups:
+        complete = unwrapped._counts(known, group)
+        seen.append((complete, known.group, known.completed))
+        known.completed += complete
+    assert seen == told
 
 
 def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     made = trained(8, 3)
-    window.inside, window.special = [handed(torch.zeros(11))], "in backward"
+    window.inside = [handed(torch.zeros(11))]
+    schemes.seen("in backward", (1,))
     assert exchanges.handed_inside(made) and not exchanges.handed(made).every
     window.inside = [handed(p.grad) for p in made]
     assert exchanges.handed_inside(made)
@@ -169,7 +206,8 @@ def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     assert not exchanges.handed_inside(made), "activations are among it"
     window.inside = [handed(torch.zeros(11))._replace(group=1)]
     assert not exchanges.handed_inside(made)
-    window.inside, window.special = [handed(torch.zeros(11))], "all-to-all"
+    window.inside = [handed(torch.zeros(11))]
+    schemes.seen("all-to-all", (1,))
     assert not exchanges.handed_inside(made)
     window.inside = []
     assert not exchanges.handed_inside(made)
@@ -253,3 +291,20 @@ def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
     recorder.step = 4
     exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
     assert not exchanges.gradients_exchanged(made), "after the step it is no gradient"
+
+
+def test_who_is_on_the_other_side(monkeypatch):
+    told = []
+    happens = SimpleNamespace(happens=lambda _, call: told.append((call.op, call.peers)))
+    monkeypatch.setattr(calls.moments, "called", happens)
+    monkeypatch.setattr(calls, "tape", lambda _: None)
+    x = torch.zeros(2)
+    for op, args in (("send", (x, 3)), ("recv", (x,)), ("all_reduce", (x,)), ("broadcast", (x, 1))):
+        calls._reader(getattr(dist, op), calls.KINDS[op])(None, args, {})
+    isend, irecv = (SimpleNamespace(__name__=name) for name in ("isend", "irecv"))
+    batch = [SimpleNamespace(op=isend, peer=1, group=None), SimpleNamespace(op=irecv, peer=3)]
+    calls._reader(dist.batch_isend_irecv, calls.KINDS[calls.BATCH])(None, (batch,), {})
+    assert told == [
+        ("send", (3,)), ("recv", (-1,)), ("all_reduce", ()), ("broadcast", ()),
+        (calls.BATCH, (1, 3)),
+    ]  # fmt: skip

@@ -216,3 +216,66 @@ def test_lists_of_parameters_that_change_are_left_out():
 def test_nothing_to_compare_is_said():
     run = run_of({n: states(n, local=range(12)) for n in (0, 1)})
     assert "wrapped" in ParameterDrift().unobserved(run)
+
+
+def staged(change=None, **faulty):
+    """Two stages of a pipeline, each on two ranks, which exchange in groups of their own and send
+    to the other stage; `faulty` are ranks 1 and 3, `change` is of what they do later."""
+    tables = {}
+    for n in range(4):
+        rows = states(n, **(faulty if n % 2 else {}))
+        own = {"exchanged": "point-to-point", "group": 1, "partners": (n ^ 1,)}
+        own_group = group((n % 2, n % 2 + 2), 1, f"stage {n % 2}")
+        tables[n] = [own_group, *(msgspec.structs.replace(s, **own) for s in rows)]
+        if n % 2 and change:
+            tables[n][8:] = [msgspec.structs.replace(s, **change) for s in tables[n][8:]]
+    return list(ParameterDrift().examine(run_of(tables)))
+
+
+def test_an_exchange_in_a_group_that_leaves_a_step_out():
+    assert staged() == []
+    (found,) = staged(local=(5,), apart=range(6, 13))
+    assert (found.ranks, found.steps.first) == ((1, 3), 6)
+    assert (found.severity.value, found.confidence.value) == ("error", "proven")
+    assert "differ between ranks 1,3 from step 6" in found.summary
+    assert "no rank of the group hands all gradients of step 5" in found.cause
+
+
+def test_an_exchange_in_a_group_that_stops_while_the_other_goes_on():
+    (found,) = staged(local=range(4, 12), apart=range(5, 13))
+    assert (found.ranks, found.steps.first) == ((1, 3), 5)
+    assert found.confidence.value == "suspected"
+    assert "any step from 4 on" in found.cause and "ranks 0,2 go on with theirs" in found.cause
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"change": {"elements": 50}}, id="as much is exchanged later by other means"),
+    pytest.param({"change": {"averaged": 1}}, id="the parameters are averaged"),
+    pytest.param({"change": {"partners": (0, 1, 2, 3)}}, id="they send to each other"),
+    pytest.param({"change": {"partners": (-1,)}}, id="they receive from any"),
+    pytest.param({"change": {"group": -1}}, id="in another group"),
+    pytest.param({"change": {"group": 0}}, id="in the default group"),
+    pytest.param({"apart": range(5, 12)}, id="equal again at the end"),
+])  # fmt: skip
+def test_groups_that_say_nothing(kwargs):
+    assert staged(**{"local": range(4, 12), "apart": range(5, 13), **kwargs}) == []
+
+
+def test_groups_that_part_in_one_step_are_told_together():
+    tables = {n: list(states(n, local=(5,), apart=range(6, 13))) for n in range(4)}
+    for n, rows in tables.items():
+        mine = group((0, 1) if n < 2 else (2, 3), 1, "pair")
+        tables[n] = [mine, *(msgspec.structs.replace(s, group=1) for s in rows)]
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert found.ranks == (0, 1, 2, 3)
+    assert found.summary.endswith("and so on ranks 2-3 in groups of their own")
+
+
+def test_a_group_of_all_ranks_that_is_not_the_default_one():
+    tables = {n: list(states(n, local=(5,), apart=range(6, 13))) for n in (0, 1)}
+    for n, rows in tables.items():
+        own = {"group": 3, "exchanged": "gradients of a group"}
+        all_ranks = group((0, 1), 3, "all")
+        tables[n] = [all_ranks, *(msgspec.structs.replace(s, **own) for s in rows)]
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert "between the ranks" in found.summary and "no rank hands" in found.cause
