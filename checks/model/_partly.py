@@ -1,17 +1,100 @@
 """Parameters whose gradients nothing synchronises, beside others of the same model that stay equal:
-an optimizer that exchanges gradients itself was given only some of them."""
+an optimizer that exchanges gradients itself was given only some of them, or leaves some out."""
 
 from __future__ import annotations
+
+from math import prod
 
 import msgspec
 
 from ddpdoctor.events import OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank
 
 from . import _models as models
 
 LOOKS_AT_LEAST = 3
+ENOUGH = 0.5
+"""Share of what stays equal that is exchanged per step."""
+
+Looks = list[list[UnwrappedState]]
+"""What every rank saw before the same steps, ascending."""
+
+
+def left_out(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
+    """The finding as one of those that differ, where the optimizer's own step keeps others equal
+    that get gradients which differ, and exchanges enough for it."""
+    rank, event = next(iter(alike.items()))
+    looks = _close_looks(alike, event.optimizer)
+    apart, kept = (
+        _sorted(looks, len(event.parameters)) if len(looks) >= LOOKS_AT_LEAST else ([], [])
+    )
+    size = sum(prod(event.parameters[i].shape) for i in kept)
+    if not apart or not kept or not _exchanges(looks, size):
+        return None
+    names = tuple(event.parameters[i].name for i in apart)
+    few, every = len(apart), len(event.parameters)
+    are, these, their = ("is", "this one", "its") if few == 1 else ("are", "these", "their")
+    spot = rank.location(event.step_site)
+    calls = (("exchanges others here", looks[-1][0].exchange_site), ("made here", event.site))
+    return msgspec.structs.replace(
+        told,
+        subjects=names,
+        location=spot or told.location,
+        label="leaves some as each rank has them" if spot else told.label,
+        related=models.related(rank, calls) if spot else told.related,
+        summary=f"{few} of the {every} parameters of {event.kind or 'an optimizer'} {are} trained "
+        f"{where}, and nothing synchronises {their} gradients: they differ",
+        cause=f"{these} and {len(kept)} others begin equal and get gradients that differ between "
+        "ranks; the others stay equal, so that something exchanges theirs in the optimizer's step, "
+        f"and {these} {'parts' if few == 1 else 'part'}: every rank applies its own",
+        fix=f"exchange {their} gradients as well, in the optimizer's step or before it: "
+        "`dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`",
+        evidence={
+            "parameters": f"{few} of {every}",
+            "parameters that stay equal": len(kept),
+            "steps compared": [look[0].step for look in looks],
+            "numbers exchanged since step 1": min(s.elements for s in looks[-1]),
+        },
+    )
+
+
+def _close_looks(alike: dict[Rank, Unwrapped], optimizer: int) -> Looks:
+    """Those of which all digests are told one by one."""
+    tables = [
+        {s.step: s for s in r.of(UnwrappedState) if s.optimizer == optimizer and s.each}
+        for r in alike
+    ]
+    common = sorted(set.intersection(*map(set, tables)))
+    return [[table[step] for table in tables] for step in common]
+
+
+def _sorted(looks: Looks, count: int) -> tuple[list[int], list[int]]:
+    """Under gradients that differ: positions of those that were equal before the first step and
+    part for good; and of those that move and are equal at every look."""
+    rows = [[unpack(s.each) for s in look] for look in looks]
+
+    def values(position: int) -> list[set[int]]:
+        return [{row[position] for row in every} for every in rows]
+
+    apart, kept = [], []
+    for i in range(count):
+        equal = [len(v) == 1 for v in values(count + i)]
+        if all(len(v) == 1 for v in values(i)[1:]):
+            continue
+        if all(equal):
+            kept += [i] * (len(set.union(*values(count + i))) > 1)
+        elif equal[0] and not any(equal[equal.index(False) :]):
+            apart.append(i)
+    return apart, kept
+
+
+def _exchanges(looks: Looks, size: int) -> bool:
+    """Whether every step but the first exchanges about as much as that."""
+    return all(
+        s.elements >= ENOUGH * size * (s.step - 1) for look in looks for s in look if s.step > 1
+    )
 
 
 def named(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:

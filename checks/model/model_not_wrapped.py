@@ -35,12 +35,13 @@ class ModelNotWrapped(Check):
     Several ranks with a process group step an optimizer on parameters that no wrapper was given,
     whose gradients differ between the ranks when they are applied, and that no collective carried
     since the first step, or only after they were applied, or only copies of them, what comes of
-    which is not written back: each rank trains a model of its own. That
-    one rank gave its parameters to the others before it makes them equal once, and does not keep
-    them so. Beside tensor parallelism it is suspected where the parameters were sent over a group
-    before the first step, and that group exchanges next to nothing afterwards (losses); and beside
-    all_to_all in forward and backward (sequence parallelism) where all parameters begin alike on
-    all ranks, each gets another gradient on each rank, and nothing is exchanged before a step.
+    which is not written back: each rank trains a model of its own. Of an optimizer that keeps some
+    parameters equal in its own step, those are named that part. That one rank gave its parameters
+    to the others before it makes them equal once, and does not keep them so. Beside tensor
+    parallelism it is suspected where the parameters were sent over a group before the first step,
+    and that group exchanges next to nothing afterwards (losses); and beside all_to_all in forward
+    and backward (sequence parallelism) where all parameters begin alike on all ranks, each gets
+    another gradient on each rank, and nothing is exchanged before a step.
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that
@@ -137,7 +138,8 @@ class ModelNotWrapped(Check):
             told = self._tell(run, alike, Severity.ERROR, common, moved)
             late = any(s.late for r in states for s in _states(r, optimizer))
             where = models.on_ranks(run, (r.rank for r in alike))
-            yield told if late else _partly.named(told, alike, where)
+            inside = None if late else _partly.left_out(told, alike, where)
+            yield inside or (told if late else _partly.named(told, alike, where))
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
 

@@ -10,6 +10,7 @@ from wraps import codes, group, parameters
 
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Edited, ExceptionRaised, OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
 
 CHECK = ModelNotWrapped()
@@ -128,6 +129,41 @@ def test_another_optimizer_that_keeps_the_rest_of_the_model_equal(kept):
         assert "DistributedDataParallel" not in found.fix and "as well" in found.fix
     else:
         assert found.location.line == 3 and "DistributedDataParallel" in found.fix
+
+
+def in_its_own_step(elements, looks=(0, 1, 2, 4), equal=(0, 1, 2)):
+    """The optimizer's step makes the parameters at `equal` equal, of 4 with 40 elements."""
+
+    def told(rank):
+        for n in looks:
+            gradients = [10 * n + i + 1000 * rank for i in range(1, 5)]
+            values = [20 * n + i + 1000 * rank * (n and i not in equal) for i in range(4)]
+            both = state(n, sum(gradients), sum(values))
+            each = pack([*gradients, *values])
+            yield msgspec.structs.replace(both, elements=elements * max(0, n - 1), each=each)
+
+    return list(CHECK.examine(make_run({r: loose(*told(r)) for r in (0, 1)})))
+
+
+@pytest.mark.parametrize(("equal", "names"), [
+    ((0, 1, 2), ("head.bias",)), ((0, 2), ("body.bias", "head.bias")),
+])  # fmt: skip
+def test_what_the_optimizers_own_step_leaves_out(equal, names):
+    (found,) = in_its_own_step(36, equal=equal)
+    assert (found.subjects, found.severity.value) == (names, "error")
+    assert found.summary.startswith(f"{len(names)} of the 4 parameters of Net")
+    assert f"and {4 - len(names)} others begin equal" in found.cause
+    assert "DistributedDataParallel" not in found.fix
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"elements": 2}, id="equal by chance, only losses are exchanged"),
+    pytest.param({"elements": 36, "looks": (0, 1)}, id="a first update that is the same"),
+    pytest.param({"elements": 36, "equal": ()}, id="none stays equal"),
+])  # fmt: skip
+def test_steps_that_keep_nothing_equal_for_sure(kwargs):
+    (found,) = in_its_own_step(**kwargs)
+    assert len(found.subjects) == 4
 
 
 def test_ranks_that_agree_without_exchanging_anything_are_a_note():
