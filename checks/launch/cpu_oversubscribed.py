@@ -32,7 +32,7 @@ class CpuOversubscribed(Check):
 
     ## How to fix it
     Cores divided by ranks: `OMP_NUM_THREADS=<that>` in the environment, or
-    `torch.set_num_threads(...)` before the first step; fewer DataLoader workers.
+    `torch.set_num_threads(...)` before the first step; fewer DataLoader workers, or fewer ranks.
 
     ## When it stays quiet
     torchrun's `OMP_NUM_THREADS=1`; ranks that each have cores of their own; ranks that train on
@@ -76,16 +76,22 @@ class CpuOversubscribed(Check):
         rank = max(ranks, key=lambda r: seen[r.rank].compute)
         event = seen[rank.rank]
         share = max(1, int(cores) // len(ranks))
+        each = event.compute <= share  # the number of threads is as it should be
         return self.finding(
             ranks=tuple(seen),
             location=_spot(rank, event, too_many),
-            label="too many threads" if too_many else "too many workers",
+            label=f"too many {'workers' if not too_many else 'ranks' if each else 'threads'}",
             summary=(
                 f"{len(ranks)} ranks with {compute} threads to compute with and "
                 f"{sum(workers.values())} workers share {cores:g} cores on {node}"
             ),
-            cause="threads of one rank wait for cores that the threads of another rank hold",
-            fix=_fix(rank, event, share, too_many),
+            cause="threads of one rank wait for cores that the threads of another rank hold"
+            if not each
+            else f"ranks{' and their workers' * any(workers.values())} wait for cores that others "
+            f"hold, though no rank computes with more than its share, {share}",
+            fix=_fewer(sum(workers.values()), len(ranks) > cores)
+            if each
+            else _fix(rank, event, share, too_many),
             fix_kind=FixKind.SAFE,
             evidence={
                 "ranks": [
@@ -138,6 +144,12 @@ def _spot(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:
     if not compute and loaders:
         return rank.location(loaders[0].site)
     return rank.location(event.site)
+
+
+def _fewer(workers: int, ranks: bool) -> str:
+    """Of what there may be less, where the number of threads is as it should be."""
+    many = ["fewer `num_workers`"] * bool(workers) + ["fewer ranks on this machine"] * ranks
+    return ", or ".join(many)
 
 
 def _fix(rank: Rank, event: ThreadsSeen, share: int, compute: bool) -> str:

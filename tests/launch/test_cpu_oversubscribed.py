@@ -106,6 +106,18 @@ def test_workers_that_crowd() -> None:
     assert "32 workers" in finding.summary
 
 
+def test_threads_that_are_as_few_as_they_should_be_are_not_what_to_change() -> None:
+    (crowded,) = found(run_of(1, node(6.0, children=8), workers=8))
+    assert crowded.fix == "fewer `num_workers`"
+    (narrow,) = found(run_of(1, node(1.5, children=1, quota=2.0), workers=1))
+    assert narrow.fix == "fewer `num_workers`, or fewer ranks on this machine"
+    (alone,) = found(run_of(1, node(1.0, quota=1.0), asked=False))
+    assert alone.fix == "fewer ranks on this machine"
+    assert "OMP_NUM_THREADS" not in f"{crowded} {narrow} {alone}" and "workers" not in alone.cause
+    (both,) = found(run_of(3, node(6.0, children=8), workers=8))
+    assert both.fix.startswith("OMP_NUM_THREADS=2") and both.fix.endswith("fewer `num_workers`")
+
+
 def test_workers_that_mostly_wait() -> None:
     assert not found(run_of(1, node(1.5, children=8), workers=8))
 
