@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -130,15 +130,13 @@ class Log:
         """How many calls the rank has begun in this group."""
         return self.segments[-1].end if self.segments else 0
 
+    def number_at(self, index: int) -> int:
+        """Of the first segment that ends after that call."""
+        return bisect_right(self.segments, index, key=lambda s: s.end)
+
     def segment_at(self, index: int) -> Segment | None:
-        low, high = 0, len(self.segments)
-        while low < high:
-            middle = (low + high) // 2
-            if self.segments[middle].end <= index:
-                low = middle + 1
-            else:
-                high = middle
-        found = self.segments[low] if low < len(self.segments) else None
+        number = self.number_at(index)
+        found = self.segments[number] if number < len(self.segments) else None
         return found if found is not None and found.first <= index else None
 
 
@@ -158,6 +156,13 @@ class Book:
 
     def at(self, log: Log, index: int) -> Made | None:
         """The call with that number, where it is on record."""
+        made = self.meant(log, index)
+        if made is None or made.call is not None:
+            return made
+        return replace(made, call=_in_ring(log, index))
+
+    def meant(self, log: Log, index: int) -> Made | None:
+        """The same without a look into the ring."""
         segment = log.segment_at(index)
         if segment is None:
             return None
@@ -167,8 +172,7 @@ class Book:
         known = self._made(log.rank, *segment.codes[place], log.group)
         taken = segment.step + times * segment.every
         step = self._step(log.rank, taken) if log.rank.steps else -1
-        call = segment.call or _in_ring(log, index)
-        return replace(known, index=index, step=step, call=call)
+        return replace(known, index=index, step=step, call=segment.call)
 
     def point_to_point(self, rank: Rank, call: Call) -> Made:
         """A call that has no number in its group."""
@@ -316,27 +320,27 @@ def _helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) 
     return max(len(places) - 1, 0)
 
 
-def first_difference(a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]]) -> int | None:
-    """The first index at which two ranks' calls differ, as far as both are on record."""
-    xs = [(s.first, part(s), s.repeat) for s in a.segments]
-    ys = [(s.first, part(s), s.repeat) for s in b.segments]
-    i = j = 0
-    while i < len(xs) and j < len(ys):
-        (first_x, x, times_x), (first_y, y, times_y) = xs[i], ys[j]
-        if first_x == first_y and x == y:
-            times = min(times_x, times_y)
-            i = _consume(xs, i, times)
-            j = _consume(ys, j, times)
+def first_difference(
+    a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]], start: int = 0
+) -> int | None:
+    """The first index from `start` on at which two ranks' calls differ, as far as both are on
+    record."""
+    xs, ys = _rest(a, part, start), _rest(b, part, start)
+    x, y = next(xs, None), next(ys, None)
+    while x is not None and y is not None:
+        if x.first == y.first and x.values == y.values:
+            times = min(x.repeat, y.repeat)
+            x, y = x.past(times) or next(xs, None), y.past(times) or next(ys, None)
             continue
-        end_x, end_y = first_x + len(x), first_y + len(y)
-        for index in range(max(first_x, first_y), min(end_x, end_y)):
-            here, there = x[index - first_x], y[index - first_y]
+        for index in range(max(x.first, y.first, start), min(x.end, y.end)):
+            here, there = x.values[index - x.first], y.values[index - y.first]
             if here != there and UNKNOWN not in (here, there):
                 return index
+        end_x, end_y = x.end, y.end
         if end_x <= end_y:
-            i = _consume(xs, i, 1)
+            x = x.past(1) or next(xs, None)
         if end_y <= end_x:
-            j = _consume(ys, j, 1)
+            y = y.past(1) or next(ys, None)
     return None
 
 
@@ -356,12 +360,32 @@ def _steps(rank: Rank) -> list[tuple[int, int]]:
     return found if len(last) > 1 else []
 
 
-def _consume(parts: list[tuple[int, tuple[int, ...], int]], at: int, times: int) -> int:
-    first, values, repeat = parts[at]
-    if repeat <= times:
-        return at + 1
-    parts[at] = (first + times * len(values), values, repeat - times)
-    return at
+@dataclass(frozen=True)
+class _Part:
+    """`repeat` times the same values; `end`: of the first time."""
+
+    first: int
+    values: tuple[int, ...]
+    repeat: int
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.values)
+
+    def past(self, times: int) -> _Part | None:
+        """What is left after so many times."""
+        if self.repeat <= times:
+            return None
+        return _Part(self.first + times * len(self.values), self.values, self.repeat - times)
+
+
+def _rest(log: Log, part: Callable[[Segment], tuple[int, ...]], start: int) -> Iterator[_Part]:
+    """What a log holds from the time on that `start` is in."""
+    for number in range(log.number_at(start), len(log.segments)):
+        segment = log.segments[number]
+        values = part(segment)
+        whole = _Part(segment.first, values, segment.repeat)
+        yield whole.past(max(0, start - segment.first) // len(values)) or whole
 
 
 def _by_lines(made: Made) -> bool:

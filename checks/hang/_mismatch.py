@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import lru_cache
 
 from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
-from ddpdoctor.findings import Location
-from ddpdoctor.run import Run
+from ddpdoctor.findings import Location, Steps
 
 from ._branches import arms, branch, called_apart, condition, is_inside, same_lines, within
-from ._log import Book, GroupKey, Log, Made, book, first_difference, lines
+from ._log import Book, GroupKey, Log, Made, lines
 from ._usual import HISTORY, left_out
 
 WINDOW = 64
@@ -21,7 +19,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Parting:
-    """The first call of a group in which ranks differ.
+    """A call of a group in which ranks differ, and in which they did not before.
 
     Attributes:
         made: what each rank called there (only ranks with that call on record).
@@ -35,6 +33,9 @@ class Parting:
         left_out: where the ranks at fault left that call out, the earlier rounds in all of which
             they made it.
         before: what each rank called before that.
+        width: so many calls on they make the same ones again, 0 where that is not seen.
+        again: the later calls in which they differ in the same way; `steps`: of all of them, up to
+            step `until` where there were too many to look on.
     """
 
     key: GroupKey
@@ -49,6 +50,10 @@ class Parting:
     elsewhere: bool = False
     left_out: int = 0
     before: tuple[Made, ...] = ()
+    width: int = 0
+    again: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    until: int | None = None
 
     def may_be_left(self, file: str, line: int) -> bool:
         """Whether some may have left a loop before the others: not where all were outside of it in
@@ -63,6 +68,13 @@ class Parting:
         )
 
     @property
+    def when(self) -> Steps | None:
+        found = Steps.of([self.place.step, *self.steps])
+        if found is None or self.until is None:
+            return found
+        return Steps(found.first, found.last, found.count, self.until - found.first + 1)
+
+    @property
     def location(self) -> Location | None:
         """The line to point at: of a helper that all ranks share, or that other ranks are not in,
         the line that called it."""
@@ -72,36 +84,12 @@ class Parting:
 _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")
 
 
-@lru_cache(maxsize=1)
-def partings(run: Run) -> tuple[Parting, ...]:
-    """One for every group whose ranks part."""
-    known = book(run)
-    found = []
-    for key, logs in known.logs.items():
-        if len(logs) > 1 and (parting := _part(known, key, logs)) is not None:
-            found.append(parting)
-    return tuple(found)
+def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int) -> Parting | None:
+    """The parting at that call, if it is one.
 
-
-def _part(known: Book, key: GroupKey, logs: dict[int, Log]) -> Parting | None:
-    ranks = sorted(logs)
-    first = logs[ranks[0]]
-    others = [logs[r] for r in ranks[1:]]
-    hard = [i for o in others if (i := first_difference(first, o, lambda s: s.whats)) is not None]
-    soft = [i for o in others if (i := first_difference(first, o, lambda s: s.tokens)) is not None]
-    # A swap of calls that look alike shows in their lines before it shows in anything else.
-    end = min(hard, default=-1)
-    for index in sorted(set(soft)):
-        parting = _judge(known, key, logs, index, end)
-        if parting is not None:
-            return parting
-    return _judge(known, key, logs, end, end) if hard else None
-
-
-def _judge(
-    known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
-) -> Parting | None:
-    """`end`: where the calls themselves differ, -1 if they never do."""
+    Args:
+        end: where the calls themselves differ, -1 if they never do.
+    """
     made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
     sides = _sides(made)
     if len(sides) < 2:

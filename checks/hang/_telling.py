@@ -9,6 +9,7 @@ from ._branches import branch, condition, head_of, leading
 from ._log import Made
 from ._loops import left_loop
 from ._mismatch import Parting, around_all, describe_sides
+from ._partings import NEAR, got_past, latest
 from ._scene import Scene, Stand, scene
 
 
@@ -73,8 +74,13 @@ def evidence(run: Run, parting: Parting) -> Evidence:
             for side, m in describe_sides(parting)
         ],
         "differs": list(parting.differs) or ["order"],
+        **({"times": 1 + len(parting.again)} if parting.again else {}),
         **_progress(run, parting),
-        **standing(now, parting, sorted({m.rank.rank for m in made})),
+        **(
+            {"stuck": False, "all_got_past": True}
+            if got_past(run, parting)
+            else standing(now, parting, sorted({m.rank.rank for m in made}))
+        ),
     }
 
 
@@ -109,4 +115,4 @@ def _waits_near(stand: Stand, parting: Parting) -> bool:
     call = stand.call
     if call is None or stand.gone or stand.key != parting.key:
         return False
-    return parting.index <= call.index <= parting.index + 4
+    return 0 <= call.index - latest(parting, call.index) <= NEAR

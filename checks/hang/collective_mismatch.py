@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Run, ranks_text
 
 from . import _across
 from ._branches import condition, opener, parts, unbranched, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop
-from ._mismatch import Parting, entered, opposed, partings
+from ._mismatch import Parting, entered, opposed
+from ._partings import partings
 from ._scene import scene
 from ._telling import evidence, related, sides_text
 from ._threads import aside, order, remedy, started
@@ -75,10 +76,9 @@ class CollectiveMismatch(Check):
         place = parting.place
         proof = evidence(run, parting)
         left = _fault_of(parting)
-        steps = Steps.of([place.step]) if place.step >= 0 else None
         return self.finding(
             ranks=parting.odd,
-            steps=steps,
+            steps=parting.when,
             subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
             location=left.place if left else parting.location,
             label=left.label if left else _label(parting),
@@ -124,7 +124,10 @@ def _other_call(parting: Parting) -> bool:
 
 
 def _concerns(mine: Finding, other: Finding) -> bool:
-    """Failures that came before the ranks parted have another cause."""
+    """Failures that came before the ranks parted have another cause, and so have those that came
+    when all had gone on from there."""
+    if mine.evidence.get("all_got_past"):
+        return False
     return other.at == 0.0 or other.at >= mine.at - 1.0
 
 
@@ -163,7 +166,8 @@ def _cause(parting: Parting, stuck: bool) -> str:
     effect = (
         "none of them can ever finish"
         if stuck
-        else "each call pairs with another one, so that values get mixed up or the run hangs later"
+        else "each call pairs with another one, so that values get mixed up"
+        + (" or the run hangs later" if not parting.width else "")
     )
     if outs := _ways_out(parting):
         return f"{outs[0].cause}; {effect}"

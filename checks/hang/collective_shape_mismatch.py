@@ -9,7 +9,8 @@ from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._buffers import Apart, apart
-from ._mismatch import Parting, describe_sides, partings
+from ._mismatch import Parting, describe_sides
+from ._partings import partings
 from ._scene import Scene, Stand, scene
 from ._telling import evidence, related
 
@@ -74,7 +75,9 @@ class CollectiveShapeMismatch(Check):
             yield self._tell_buffers(sent)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
+        if other.check not in CONSEQUENCES or mine.evidence.get("all_got_past"):
+            return False
+        return other.at == 0.0 or other.at >= mine.at - 1.0
 
     def _tell(self, run: Run, parting: Parting) -> Finding:
         place = parting.place
@@ -84,7 +87,7 @@ class CollectiveShapeMismatch(Check):
         told = "; ".join(f"rank{'s' if ',' in r or '-' in r else ''} {r}: {t}" for r, t in sides)
         return self.finding(
             ranks=parting.odd,
-            steps=Steps.of([place.step]) if place.step >= 0 else None,
+            steps=parting.when,
             subjects=(op,),
             location=parting.location,
             label=f"{ranks_text(parting.odd)} differ in {words}",

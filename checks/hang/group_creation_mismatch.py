@@ -9,7 +9,8 @@ from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Log, Made, book
-from ._mismatch import Parting, partings
+from ._mismatch import Parting
+from ._partings import partings
 from ._scene import scene
 from ._telling import evidence, related
 from ._waiting import awaited

@@ -1,0 +1,147 @@
+"""Ranks that part again and again: what is told of each time, and which one a stop follows from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
+from ddpdoctor.checks.hang.rank_missing import RankMissing
+from ddpdoctor.checks.hang.stall import Stall
+from tapes import START, Tape, run_of, stall, stood, tapes
+
+from ddpdoctor.diagnose import fold
+from ddpdoctor.events import CallBlock, CallRun, Event, StepDone
+from ddpdoctor.findings import Finding, Steps
+from ddpdoctor.ring import Phase, State
+from ddpdoctor.run import Run
+
+CHECKS = CollectiveMismatch(), CollectiveShapeMismatch(), RankMissing(), Stall()
+
+
+def found(run: Run) -> list[Finding]:
+    every = [f for check in CHECKS for f in check.examine(run)]
+    return fold(sorted(every, key=lambda f: f.at), {check.name: check for check in CHECKS})
+
+
+def a_step(tape: Tape, step: int, **arguments: object) -> None:
+    """Gradients, a metric and a count; `arguments` are those of the metric."""
+    tape.call(line=5, numel=64, step=step)
+    tape.call(line=7, step=step, **arguments)  # type: ignore[arg-type]
+    tape.call(line=9, numel=1, step=step)
+
+
+def trained(made: dict[int, Tape]) -> dict[int, list[Event]]:
+    """The ranks have optimizers."""
+    return {r: [StepDone(at=START, optimizer=0, step=99_999, site=-1, wall_s=0.1)] for r in made}
+
+
+def test_a_stop_follows_from_the_last_mismatch_before_it(tmp_path: Path) -> None:
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(8):
+            a_step(tape, step, dtype="int32" if rank == 1 and step == 2 else "float32")
+        root = 2 if rank == 2 else 0
+        at = START + 40
+        if rank == 1:
+            tape.call("reduce", 12, root=root, step=8, at=at)
+            tape.call("all_gather", 14, step=8, at=at + 0.1, state=State.BEGUN)
+        else:
+            tape.call("reduce", 12, root=root, step=8, at=at, state=State.BEGUN)
+    seen = {0: [stall(START + 55, START + 40), *(stood(r, 12, "reduce()") for r in range(3))]}
+    run = run_of(tmp_path, made, now=START + 55, nodes=seen)
+    dtypes, roots = found(run)
+    assert "dtypes" in dtypes.summary
+    assert dtypes.evidence["stuck"] is False
+    assert dtypes.consequences == ()
+    assert "roots" in roots.summary
+    assert roots.ranks == (2,)
+    assert roots.evidence["stuck"] is True
+    assert [c.check for c in roots.consequences] == ["stall"]
+
+
+def test_a_rank_that_is_missing_long_after_a_mismatch(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for step in range(8):
+            a_step(tape, step, dtype="int32" if rank == 1 and step == 2 else "float32")
+    made[0].call(line=5, numel=64, step=8, at=START + 40, state=State.BEGUN)
+    made[1].now(Phase.USER, 20, "time.sleep(1e9)").progress_at = START + 40
+    seen = {0: [stall(START + 55, START + 40), stood(1, 20, "time.sleep(1e9)", cpu=0.0)]}
+    run = run_of(tmp_path, made, now=START + 55, nodes=seen)
+    dtypes, missing = found(run)
+    assert "dtypes" in dtypes.summary
+    assert dtypes.evidence["stuck"] is False
+    assert missing.check == "rank-missing"
+    assert missing.ranks == (1,)
+
+
+def test_a_stop_in_the_next_calls_still_follows_from_it(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        a_step(tape, 0)
+        a_step(tape, 1, numel=3 if rank == 1 else 4)
+    made[0].call(line=5, numel=64, step=2, at=START + 40, state=State.BEGUN)
+    made[1].now(Phase.USER, 20, "x.item()").progress_at = START + 40
+    seen = {0: [stall(START + 55, START + 40), stood(1, 20, "x.item()", cpu=0.0)]}
+    (finding,) = found(run_of(tmp_path, made, now=START + 55, nodes=seen))
+    assert "shapes" in finding.summary
+    assert [c.check for c in finding.consequences] == ["rank-missing"]
+
+
+def test_every_time_counts(tmp_path: Path) -> None:
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(12):
+            odd = rank == 1 and step >= 4 and step % 2 == 0
+            a_step(tape, step, reduce_op="MAX" if odd else "SUM")
+    run = run_of(tmp_path, made, more=trained(made))
+    (finding,) = found(run)
+    assert finding.steps == Steps(4, 10, 4)
+    assert finding.ranks == (1,)
+    assert finding.evidence["times"] == 4
+
+
+def test_a_swap_that_comes_again_and_a_mismatch_between(tmp_path: Path) -> None:
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(12):
+            lines = (7, 6) if rank == 2 and step in (3, 9) else (6, 7)
+            for line in lines:
+                tape.call(line=line, step=step)
+            dtype = "int32" if rank == 1 and step == 5 else "float32"
+            tape.call(line=9, numel=1, step=step, dtype=dtype)
+    run = run_of(tmp_path, made, more=trained(made))
+    swap, dtypes = found(run)
+    assert "in another order" in swap.summary
+    assert swap.steps == Steps(3, 9, 2)
+    assert swap.ranks == (2,)
+    assert "dtypes" in dtypes.summary
+    assert dtypes.steps == Steps(5, 5, 1)
+
+
+def test_from_a_call_too_many_on_all_is_a_consequence(tmp_path: Path) -> None:
+    """A parameter of a loop is left out: from there on the others' shapes meet other ones."""
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(8):
+            for n in range(80):
+                if (rank, step, n) != (1, 2, 10):
+                    tape.call(line=5, numel=1 + n // 2, step=step)
+            tape.call(line=9, numel=1, step=step)
+    (finding,) = found(run_of(tmp_path, made, more=trained(made)))
+    assert finding.steps is not None
+    assert finding.steps.first == 2
+
+
+def test_a_mismatch_in_each_of_many_rounds(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for _ in range(2):
+            a_step(tape, 1, reduce_op="MAX" if rank else "SUM")
+        tape.events += [
+            CallBlock(at=START, id=0, codes=(0, 0, 1, 1, 2, 2)),
+            CallRun(at=START, group=0, first=0, block=0, repeat=100_000, step=0),
+        ]
+    (finding,) = found(run_of(tmp_path, made, more=trained(made)))
+    assert finding.steps == Steps(0, 1999, 2000, 2000)
