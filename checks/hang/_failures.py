@@ -13,6 +13,7 @@ from ddpdoctor.events import (
     GroupDestroyed,
     RankExiting,
     RankStood,
+    SpawnFailed,
     StepDone,
     Stopped,
 )
@@ -234,6 +235,23 @@ def failures(run: Run) -> list[Failure]:
     if len(interrupted) < len(run.ranks):  # whoever stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
     return sorted(found, key=lambda f: f.at)
+
+
+def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
+    """Why `torch.multiprocessing.spawn` told ranks to end, and these: another process that it made
+    with them, and that is no rank, had raised by itself."""
+    told = [e for node in run.nodes.values() for e in node.of(SpawnFailed)]
+    killed = [r for r in run.ranks.values() if r.state == "killed" and r.ended] if told else []
+    ended = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
+    if not ended or stopped(run) or any(r.signal not in ("SIGTERM", None) for r in killed):
+        return None
+    spawned = {r.started.spawned if r.started else 0 for r in killed}
+    found = min((e for e in told if {e.count} == spawned), key=lambda e: e.wall, default=None)
+    first = min(f.at for f in ended)
+    if found is None or not 0 <= first - found.wall < _JUST_BEFORE_S:
+        return None
+    lost = LOST_PEER.search(found.message) or TIMED_OUT.search(found.message)
+    return None if lost and found.kind.startswith(_TORCHS) else (found, ended)
 
 
 def vanished(run: Run) -> list[Failure]:

@@ -11,13 +11,32 @@ from ddpdoctor.events import (
     GroupDestroyed,
     InitEntered,
     ProcessEnded,
+    SpawnFailed,
     StepDone,
 )
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.findings import (
+    Check,
+    Evidence,
+    Finding,
+    FixKind,
+    Location,
+    Related,
+    Severity,
+    Steps,
+)
 from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
 from ._astray import astray
-from ._failures import Failure, at_teardown, cut, failures, left_waiting, stopped, translate
+from ._failures import (
+    Failure,
+    at_teardown,
+    cut,
+    failures,
+    left_waiting,
+    spawn_failed,
+    stopped,
+    translate,
+)
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 
@@ -27,9 +46,11 @@ class FirstFailure(Check):
 
     ## What it finds
     Of all ranks that failed, the earliest that failed *on its own*: an exception in its code, or an
-    exit status of its own. Connection errors and timeouts on the others are its consequences and
-    are folded under it; equal exceptions on several ranks are told once. Of a file that a rank did
-    not find it says where another one wrote it, if each made the path from the clock or at random.
+    exit status of its own; also of a process that `torch.multiprocessing.spawn` made with them and
+    that is no rank, where it raised. Connection errors and timeouts on the others are its
+    consequences and are folded under it; equal exceptions on several ranks are told once. Of a file
+    that a rank did not find it says where another one wrote it, if each made the path from the
+    clock or at random.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
@@ -60,6 +81,11 @@ class FirstFailure(Check):
             if not stopped(run):
                 yield self._tell_unseen(unseen[0], [*own, *lost, *died])
             return
+        if spawned := spawn_failed(run):
+            raised, ended = spawned
+            if raised.wall < min((f.at for f in own), default=math.inf):
+                yield self._tell_spawned(raised, [*own, *lost, *ended])
+                return
         if died and (not own or died[0].at < own[0].at):
             return  # told by rank-died
         if own and _told_to_stop(own[0]):
@@ -172,6 +198,28 @@ class FirstFailure(Check):
                 **_aftermath(None, followers),
             },
             at=end.wall,
+        )
+
+    def _tell_spawned(self, raised: SpawnFailed, followers: list[Failure]) -> Finding:
+        """A process that was spawned with the ranks, and is none, raised."""
+        cwd = followers[0].rank.cwd
+        spots = [Location(shorten(f.file, cwd), f.line, f.function, f.text) for f in raised.frames]
+        lines = raised.message.strip().splitlines()
+        what = cut(": ".join((raised.kind, *lines[:1])), 200)
+        late = ranks_text(f.rank.rank for f in followers)
+        return self.finding(
+            ranks=(),
+            subjects=(raised.kind,),
+            location=spots[-1] if spots else None,
+            label="raised here",
+            summary=f"process {raised.index} of the {raised.count} that "
+            f"`torch.multiprocessing.spawn` made, which was in no process group, raised {what}",
+            cause=f"it failed first, and `torch.multiprocessing.spawn` then ended all others: what "
+            f"became of {late} follows from it",
+            fix="read the exception",
+            fix_kind=FixKind.CHECK,
+            evidence={"message": raised.message[:2000], **_aftermath(raised.wall, followers)},
+            at=raised.wall,
         )
 
 
@@ -301,7 +349,7 @@ def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
     is known when that failed."""
     rows: dict[str, list[Failure]] = {}
     for f in others:
-        text = f.rank.signal or f.text if f.kind == "signal" else f.text
+        text = f.rank.signal or "was told to end" if f.kind == "signal" else f.text
         rows.setdefault(text or "", []).append(f)
     if not rows:
         return {}

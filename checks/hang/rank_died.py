@@ -14,6 +14,7 @@ from ._failures import (
     crash_line,
     failures,
     inside_call,
+    spawn_failed,
     vanished,
     whereabouts,
 )
@@ -57,8 +58,8 @@ class RankDied(Check):
     smaller batches. A crash in native code: run that line alone, with `python -X faulthandler`.
 
     ## When it stays quiet
-    The launcher's own clean-up kill of the other ranks; a run that somebody stopped; an abort at
-    teardown after all work was done.
+    The launcher's own clean-up kill of the other ranks, also where what failed was no rank and is
+    known; a run that somebody stopped; an abort at teardown after all work was done.
     """
 
     code = "DDP605"
@@ -67,6 +68,8 @@ class RankDied(Check):
     severity = Severity.ERROR
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        if spawn_failed(run):
+            return  # told by first-failure
         if silent := vanished(run):
             yield self._tell(run, silent)
             return

@@ -83,6 +83,7 @@ from .node import (
     ProcessStarted,
     ProcessState,
     RankSample,
+    SpawnFailed,
     Stopped,
 )
 from .numerics import NonFinite
@@ -194,6 +195,7 @@ __all__ = [
     "Signature",
     "Site",
     "Sketch",
+    "SpawnFailed",
     "StackFrame",
     "StallOver",
     "StallSeen",

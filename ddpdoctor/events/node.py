@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event
+from .stall import StackFrame
 
 
 class MonitorStarted(Event, frozen=True, tag="monitor-started"):
@@ -64,6 +65,25 @@ class ProcessEnded(Event, frozen=True, tag="process-ended"):
     by_launcher: bool = False
     attempt: int = 0
     silent: bool = False
+
+
+class SpawnFailed(Event, frozen=True, tag="spawn-failed"):
+    """A process that `torch.multiprocessing.spawn` made, and that never became a rank, raised: it
+    then ends all others of that call.
+
+    Attributes:
+        index: its number in that call, of `count` processes; `count` is 0 where that is not known.
+        wall: seconds since the epoch.
+        kind, message: as in `ExceptionRaised`; frames: the user's lines, outermost first.
+    """
+
+    wall: float
+    index: int
+    count: int
+    pid: int
+    kind: str
+    message: str
+    frames: tuple[StackFrame, ...] = ()
 
 
 class ProcessState(Event, frozen=True, tag="process-state"):

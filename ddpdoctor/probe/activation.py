@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..events import SCHEMA, RankStarted, TorchLoaded
 from ..runfolder import EventWriter, rank_stem
-from . import patching, process
+from . import patching, process, spawned
 from .environment import interesting_environment, visible_arguments
 from .recorder import Recorder, guarded, recorder, set_recorder
 
@@ -182,7 +182,7 @@ def _become(rank: int, world_size: int) -> None:
             script_digest=_script_digest(),
             environment=_state.environment,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
-            spawned=process.spawned_with(),
+            spawned=spawned.spawned_with(),
         ),
         vital=True,
     )

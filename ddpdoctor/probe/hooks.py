@@ -53,11 +53,11 @@ def install(activate: Activate) -> list[Missing]:
         ownership,
         passing,
         phases,
-        process,
         reduction,
         references,
         routine,
         search_cost,
+        spawned,
         surroundings,
         sync,
         synctimes,
@@ -128,5 +128,5 @@ def install(activate: Activate) -> list[Missing]:
     groups.activate_with(activate)
     dataparallel.activate_with(activate)
     # By name: torch.multiprocessing re-exports a function that hides the module of the same name.
-    process.watch_spawned(importlib.import_module("torch.multiprocessing.spawn"))
+    spawned.watch_spawned(importlib.import_module("torch.multiprocessing.spawn"))
     return missing

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ..events import ExceptionRaised, Frame, RankExiting, ThreadFailed
 from . import moments, stacks
-from .frames import passed_over, unframe
+from .frames import passed_over
 from .passing import raised_at
 from .patching import replace
 from .recorder import Recorder, guarded, recorder
@@ -109,8 +109,8 @@ def _note_thread(active: Recorder, args: threading.ExceptHookArgs) -> None:
         ThreadFailed(
             at=time.monotonic(),
             thread=args.thread.name if args.thread is not None else "",
-            kind=_qualified(args.exc_type),
-            message=_text(error)[:MESSAGE_LIMIT],
+            kind=qualified(args.exc_type),
+            message=text_of(error)[:MESSAGE_LIMIT],
             frames=_frames(active, args.exc_traceback),
             step=active.step,
         ),
@@ -228,10 +228,10 @@ def call_failed(active: Recorder, number: int, error: BaseException) -> None:
 def _raised(
     active: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
 ) -> ExceptionRaised:
-    text = _text(error)
+    text = text_of(error)
     return ExceptionRaised(
         at=time.monotonic(),
-        kind=_qualified(type(error)),
+        kind=qualified(type(error)),
         message=text[:MESSAGE_LIMIT],
         frames=frames,
         caught=caught,
@@ -240,12 +240,14 @@ def _raised(
     )
 
 
-def _qualified(kind: type[BaseException]) -> str:
+def qualified(kind: type[BaseException]) -> str:
+    """Its name, with its module's."""
     module = kind.__module__
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What it says."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({error.filename}, line {error.lineno})"
     return str(error)
@@ -336,58 +338,3 @@ def _groups_alive() -> int:
     with contextlib.suppress(AttributeError):
         return len(dist.distributed_c10d._world.pg_map)
     return 1
-
-
-def watch_spawned(module: Any) -> None:
-    """See the exceptions of ranks made by `torch.multiprocessing.spawn`, which catches them."""
-    original = module._wrap
-
-    def _wrap(fn: Any, i: int, args: Any, error_file: str) -> Any:
-        return original(_Noted(fn), i, args, error_file)
-
-    replace(module, "_wrap", passed_over(_wrap, original))
-    _count_spawned(module)
-
-
-_SPAWNED = "DDPDOCTOR_SPAWNED"
-
-
-def _count_spawned(module: Any) -> None:
-    """Let spawned processes know how many they are (see `spawned_with`)."""
-    import torch.multiprocessing
-
-    start = module.start_processes
-
-    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
-        os.environ[_SPAWNED] = f"{nprocs}:{os.getpid()}"
-        try:
-            return start(fn, args, nprocs, *rest, **more)
-        except BaseException as error:
-            unframe(error)
-            raise
-
-    passed_over(start_processes, start)
-    for owner in (module, torch.multiprocessing):
-        if getattr(owner, "start_processes", None) is start:
-            replace(owner, "start_processes", start_processes)
-
-
-def spawned_with() -> int:
-    """How many processes were spawned together with this one; 0 where it was not spawned."""
-    count, _, parent = os.environ.get(_SPAWNED, "").partition(":")
-    return int(count) if count.isdecimal() and parent == str(os.getppid()) else 0
-
-
-class _Noted:
-    """Calls a function and records the exception that leaves it."""
-
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-
-    def __call__(self, *args: Any) -> Any:
-        try:
-            return self.fn(*args)
-        except Exception as error:
-            note_exception(error, error.__traceback__)
-            unframe(error)
-            raise
