@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from ddpdoctor.events import (
@@ -27,6 +27,8 @@ from ddpdoctor.run import Rank, Run
 from ._calls import sums_over_all
 
 SCATTER = 2654435761
+
+Turn = tuple[str, str, bool, int, int]
 
 
 @dataclass(eq=False)
@@ -93,11 +95,17 @@ class Epoch:
 
 @dataclass(eq=False)
 class Reader:
-    """What one rank read through one loader, or through the same loader made again and again."""
+    """What one rank read through one loader, or through the same loader made again and again.
+
+    Attributes:
+        turn: of the loader, or of the first of them: its lines, whether it trains, how many such
+            there were before, and the step at which it began; the same on every rank.
+    """
 
     rank: Rank
     seen: LoaderSeen
     epochs: list[Epoch] = field(default_factory=list)
+    turn: Turn = ("", "", False, 0, 0)
 
     @property
     def trains(self) -> bool:
@@ -186,11 +194,11 @@ def loaders(run: Run) -> tuple[Loader, ...]:
     """All loaders of the run. The same loader on two ranks is told by the lines that make and
     iterate it, not by its number: not every rank iterates every loader."""
     by_key: dict[tuple[str, str, int], dict[int, Reader]] = defaultdict(dict)
-    for rank in run.ranks.values():
+    for rank, readers in _remade(run).items():
         nth: dict[tuple[str, str], int] = defaultdict(int)
-        for reader in _readers(rank):
+        for reader in readers:
             place = (str(reader.made_at), str(reader.loop_at))
-            by_key[(*place, nth[place])][rank.rank] = reader
+            by_key[(*place, nth[place])][rank] = reader
             nth[place] += 1
     return tuple(Loader(readers) for readers in _joined(by_key))
 
@@ -230,39 +238,50 @@ def _readers(rank: Rank) -> list[Reader]:
         if reader is None:
             continue
         ended = ends.get(key)
-        epoch = Epoch(len(reader.epochs), reader.seen, began, ended, parts[key], content[key])
+        epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key])
         epoch.rows = rows[key]
         if ended is None:
             epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
         reader.epochs.append(epoch)
     for reader in readers.values():
         reader.epochs = _without_peeks(reader.epochs)
-    return _remade([r for r in readers.values() if r.epochs], rank)
+    found = sorted((r for r in readers.values() if r.epochs), key=lambda r: r.epochs[0].began.at)
+    nth: dict[tuple[str, str, bool], int] = defaultdict(int)
+    for reader in found:
+        kind = str(reader.made_at), str(reader.loop_at), reader.trains
+        reader.turn = *kind, nth[kind], reader.epochs[0].began.step
+        nth[kind] += 1
+    return found
 
 
 def _without_peeks(epochs: list[Epoch]) -> list[Epoch]:
     """Leave out iterations that only took one batch, to look at its shape, beside real ones."""
     real = [e for e in epochs if e.batches > 1 or e.exhausted or e.ended is None]
-    if not any(e.batches > 1 for e in real):
-        return epochs
-    for number, epoch in enumerate(real):
-        epoch.number = number
-    return real
+    return real if any(e.batches > 1 for e in real) else epochs
 
 
-def _remade(readers: list[Reader], rank: Rank) -> list[Reader]:
-    """Join loaders that are made anew for every epoch: one after the other at the same line, over
-    the same data, within the training of one model."""
+def _remade(run: Run) -> dict[int, list[Reader]]:
+    """Of each rank, with those joined that are made anew for every epoch. One that is another
+    loader than those before on some rank is so on all: what it reads may only there be other data.
+    """
+    made = {number: _readers(rank) for number, rank in run.ranks.items()}
+    apart = {reader.turn for readers in made.values() for reader in _follow(readers, set())}
+    return {number: _follow(readers, apart) for number, readers in made.items()}
+
+
+def _follow(readers: list[Reader], apart: set[Turn]) -> list[Reader]:
+    """Join loaders that come one after the other at the same line, over the same data, within the
+    training of one model; but for those in `apart`."""
     joined: list[Reader] = []
-    for reader in sorted(readers, key=lambda r: r.epochs[0].began.at):
-        for other in joined:
-            if _same_loader(other, reader) and not _restarted(rank, other, reader):
-                for epoch in reader.epochs:
-                    epoch.number = len(other.epochs)
-                    other.epochs.append(epoch)
-                break
+    for reader in readers:
+        alike = [r for r in joined if _same_loader(r, reader) and not _restarted(r, reader)]
+        if alike and reader.turn not in apart:
+            alike[-1].epochs += reader.epochs
         else:
-            joined.append(reader)
+            joined.append(replace(reader, epochs=list(reader.epochs)))
+    for reader in joined:
+        for number, epoch in enumerate(reader.epochs):
+            epoch.number = number
     return joined
 
 
@@ -281,8 +300,9 @@ def _same_loader(old: Reader, new: Reader) -> bool:
     )
 
 
-def _restarted(rank: Rank, old: Reader, new: Reader) -> bool:
+def _restarted(old: Reader, new: Reader) -> bool:
     """Whether another training began in between: a new model or a new optimizer."""
+    rank = old.rank
     since, until = old.epochs[-1].began.at, new.epochs[0].began.at
     made = [e.at for e in rank.of(Wrapped)] + [e.at for e in rank.of(OptimizerSeen)][1:]
     return any(since < at < until for at in made)

@@ -14,7 +14,7 @@ from .frames import passed_over, unframe, updates_statistics
 from .moments import Forward, Loading, Step
 from .passing import passed
 from .patching import around, replace
-from .reading import EPOCHS_IN_FULL, Place, Reading, halvings
+from .reading import EPOCHS_IN_FULL, Place, Reading, halvings, kept
 from .recorder import Recorder, current, run_hook
 from .routine import routine
 from .samplers import innermost, integer, length, weak
@@ -26,7 +26,7 @@ FINGERPRINTED = 2
 """Epochs, per line that makes loaders, of which some samples' content is recorded."""
 
 IDENTIFIED = 8
-"""Loaders, per line that makes them, whose data set is looked at."""
+"""Loaders, per line that makes them, whose data set is looked at; then half of them, and so on."""
 
 SOMEWHERE = Loading(-1)
 """Where the line could not be told."""
@@ -189,7 +189,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
             made=(made, nth),
             loop=site,
             sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
-            closely=nth < IDENTIFIED,
+            closely=kept(nth, halvings(nth, IDENTIFIED)),
         )
         active.emit(seen, vital=True)
     for other in [r for r in _data.readings.values() if r.loader == number and r.open]:

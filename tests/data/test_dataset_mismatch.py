@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 
@@ -124,3 +126,37 @@ def test_data_sets_that_agree() -> None:
 
 def test_nothing_known_of_the_data_set() -> None:
     assert not examine(part(0), part(1))
+
+
+def remade(rank: int, indices: Sequence[int], step: int = 10) -> list[Event]:
+    """A loader that is made anew in every epoch, with the digests of what its data set indexes; 0
+    where it was not looked at."""
+    return [
+        event
+        for n, order in enumerate(indices)
+        for event in loader(
+            n, [EVERYTHING[rank::3]], distributed=True, replicas=3, sampler_rank=rank,
+            total_size=102, made=n, began={"step": step * n},
+            payloads=(payload("indices", order),) if order else (),
+        )
+    ]  # fmt: skip
+
+
+def test_a_split_that_only_later_differs_on_one_rank() -> None:
+    others = [remade(r, [1, 1, 1, 1]) for r in range(2)]
+    (finding,) = found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 2, 2])))
+    assert finding.ranks == (2,) and finding.summary.endswith(
+        "differs between ranks, from step 20 on"
+    )
+    assert not found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 1, 1])))
+    some = [remade(r, [1, 1, 0, 1, 0]) for r in range(2)]
+    assert found(DatasetMismatch(), run_of(*some, remade(2, [1, 1, 0, 2, 0])))
+    assert not found(DatasetMismatch(), run_of(*some, remade(2, [1, 1, 0, 1, 0])))
+    drawn = [remade(r, [1, 1, 2, 2]) for r in range(3)]
+    assert not found(DatasetMismatch(), run_of(*drawn))
+
+
+def test_loaders_of_other_moments_are_not_compared() -> None:
+    """The rank is one epoch ahead: it already reads the next split."""
+    others = [remade(r, [1, 1, 1, 2]) for r in range(2)]
+    assert not found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 2], step=15)))

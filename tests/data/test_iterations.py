@@ -1,4 +1,4 @@
-"""One iterator of a loader for all epochs: how often its sampler began the same order anew."""
+"""What the probe records of one iterator for all epochs, and of loaders that are made anew."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.events import EpochEnded
+from ddpdoctor.events import EpochEnded, LoaderSeen
 from ddpdoctor.probe import data, moments, patching
 from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -65,3 +65,17 @@ def test_how_often_the_sampler_began_anew(recorder: Recorder, tmp_path: Path) ->
     recorder.writer.close()
     ends = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochEnded)]
     assert [(e.batches, e.again) for e in ends] == [(12, 2), (12, 0), (12, 2), (12, 2)]
+
+
+def test_data_sets_of_loaders_that_are_made_anew_are_looked_at_now_and_then(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    for _ in range(128):
+        values = utils.Subset(utils.TensorDataset(torch.arange(9)), range(4))
+        list(utils.DataLoader(values, batch_size=4))
+    recorder.writer.close()
+    seen = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, LoaderSeen)]
+    looked = [e.loader for e in seen if e.payloads]
+    assert looked[: data.IDENTIFIED] == list(range(data.IDENTIFIED))
+    for begin in (8, 16, 32, 64):
+        assert 2 <= sum(begin <= n < 2 * begin for n in looked) <= 6
