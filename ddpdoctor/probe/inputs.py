@@ -18,10 +18,10 @@ from .recorder import Recorder
 LOST = "what the models were given"
 
 FIRST = 16
-"""Forwards recorded one by one, per model; then every 16th up to `PER_DOUBLING` of them, then
-every 32nd and so on: the same ones on every rank."""
+"""Forwards recorded one by one, per model; then every `EVERY`-th up to `PER_DOUBLING` of them, then
+every second of these and so on: the same ones on every rank."""
 
-PER_DOUBLING = 8
+EVERY, PER_DOUBLING = 8, 16
 
 
 class _Model:
@@ -61,7 +61,7 @@ def sampled(forward: int) -> bool:
     """Whether this forward of a model is looked at."""
     if forward < FIRST:
         return True
-    stride = FIRST << max(0, (forward // (FIRST * PER_DOUBLING)).bit_length())
+    stride = EVERY << (forward // (EVERY * PER_DOUBLING)).bit_length()
     return forward % stride == 0
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpdoctor.checks.data._inputs import LATER
 
 from ddpdoctor.events import ForwardInput
 from ddpdoctor.probe import inputs, modules, moments, patching
@@ -77,3 +78,10 @@ def test_what_a_model_hands_back_of_its_input_is_no_state(fed: Fed) -> None:
     fed(data[0], output={"x": data[0], "y": torch.zeros(2)})
     second = fed(data[1])
     assert second.digest and not second.carried
+
+
+@pytest.mark.parametrize("forwards", [64, 96, 150, 250, 1000, 6000])
+def test_enough_forwards_of_the_second_half_are_looked_at(forwards: int) -> None:
+    looked = [n for n in range(forwards) if inputs.sampled(n)]
+    assert sum(2 * n >= forwards for n in looked) >= LATER
+    assert len(looked) <= 30 + 8 * max(0, forwards.bit_length() - 7)
