@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch import nn
 
 from ddpdoctor.probe.accumulators import Captures, FiringWatch, nodes_of
+from ddpdoctor.probe.looks import Look
 
 
 def watched(model: nn.Module) -> FiringWatch:
@@ -41,6 +43,11 @@ def test_a_gradient_that_is_none_is_ready_for_ddp_too() -> None:
     watch.stop()
     assert model[1].grad is None
     assert watch.counts == {0: 1, 1: 1}
+    look = Look.__new__(Look)
+    look.watched, look.firing, look.model = range(2), watch, Mock(find_unused=False)
+    assert look.untouched() == ()
+    look.model = Mock(find_unused=True)  # DDP leads the backward to what the loss has no part in
+    assert look.untouched() == (1,)
 
 
 def test_gradients_taken_inside_of_a_backward_are_not_accumulated() -> None:

@@ -103,11 +103,15 @@ class FiringWatch:
     """Counts, during one backward only, how often each parameter's gradient becomes ready.
 
     Attributes:
-        counts: by position; a position that is missing got no gradient.
+        counts: by position; a position that is missing was not reached.
+        given: positions reached with a gradient. The others among `counts` DDP takes for ready
+            too: with `find_unused_parameters` it leads the backward to all outputs of the forward,
+            also to those that the loss is not made of.
     """
 
     def __init__(self, parameters: Sequence[Any], positions: Sequence[int]) -> None:
         self.counts: dict[int, int] = {}
+        self.given: set[int] = set()
         self.on_complete: Callable[[], None] | None = None
         self._total = len(positions)
         Captures.depth = 0
@@ -124,6 +128,8 @@ class FiringWatch:
             return
         counts = self.counts
         counts[position] = counts.get(position, 0) + 1
+        if gradient is not None:
+            self.given.add(position)
         if len(counts) == self._total and self.on_complete is not None:
             # DDP may now wait for the other ranks, for ever: what is known must be told here.
             complete, self.on_complete = self.on_complete, None

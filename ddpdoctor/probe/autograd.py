@@ -78,7 +78,8 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for model in (*models.live(), *models.discarded()):
         look = Look(model)
         backward.looks.append(look)
-        if look.firing is not None and (model.pending_sync or model.unfinished):
+        awaited = model.pending_sync or model.unfinished
+        if look.firing is not None and awaited and not model.find_unused:
             look.firing.on_complete = partial(_complete, active, backward, model)
     moments.backward_begins.happens(active, backward)
     backward.frame = None

@@ -61,7 +61,8 @@ class Look:
         return frozenset([p for p, old, new in changed if old != new])
 
     def untouched(self) -> tuple[int, ...] | None:
-        """Positions whose gradient never became ready; None where that was not watched."""
+        """Positions that got no gradient; None where that was not watched."""
         if self.firing is None:
             return None
-        return tuple(p for p in self.watched if p not in self.firing.counts)
+        used = self.firing.given if self.model.find_unused else self.firing.counts
+        return tuple(p for p in self.watched if p not in used)
