@@ -68,7 +68,7 @@ class DdpBypassed(Check):
         first, last = events[0], _to_its_end(rank, events[-1])
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
-        call = next((e.call_site for e in events if e.call_site >= 0), -1)
+        call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
         wrapper, _ = models.names_in_code(rank, wrapped)
         return self.finding(

@@ -32,6 +32,9 @@ LOOKS = 3
 ARMED_STEPS = 50
 """Optimizer steps for which the probe waits to see the next such forward happen."""
 
+ARMED_AT_MOST = 3
+"""Times that it does so, per model."""
+
 
 @dataclass
 class Suspect:
@@ -53,6 +56,8 @@ class Bypass:
     """What is known of one model.
 
     Attributes:
+        call_site: the line of such a forward: one that was seen, else one that was found in the
+            source of what was running; `armed` times the probe waited to see one.
         by_hand: digests of a few parameters at the last such backward, where no optimizer holds the
             model; `moved` such backwards found that they had changed since the one before.
     """
@@ -61,6 +66,7 @@ class Bypass:
         self.suspect: Suspect | None = None
         self.call_site = -1
         self.looks = 0
+        self.armed = 0
         self.count = 0
         self.told: Bypassed | None = None
         self.last: Bypassed | None = None
@@ -231,8 +237,8 @@ def _tell(
     active: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
 ) -> None:
     known.count += 1
-    if known.call_site < 0:
-        _arm(active, model)
+    if known.armed < ARMED_AT_MOST:
+        _arm(active, model, known)
     known.last = Bypassed(
         at=time.monotonic(),
         model=model.number,
@@ -261,16 +267,17 @@ def _step_ends(active: Recorder, step: Step) -> None:
         _disarm()
 
 
-def _arm(active: Recorder, model: Model) -> None:
+def _arm(active: Recorder, model: Model, known: Bypass) -> None:
     """See the next forward that goes around the wrapper as it happens."""
     import torch
 
     inner = model.inner()
-    if inner is None or _Trap.handle is not None or active.step > ARMED_STEPS or compiling():
+    if inner is None or _Trap.handle is not None or compiling():
         return
     modules = list(inner.modules())
     if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
         return
+    known.armed += 1
     _Trap.modules = weakref.WeakSet(modules)
     _Trap.model, _Trap.until = model, active.step + ARMED_STEPS
     _Trap.handle = torch.nn.modules.module.register_module_forward_pre_hook(_sprung)
@@ -295,6 +302,7 @@ def _sprung(module: Any, args: Any) -> None:
         frame = _caller(active, sys._getframe(1))
         if known is not None and frame is not None:
             known.call_site = active.sites.number(frame.f_code, frame.f_lineno)
+            known.armed = ARMED_AT_MOST
         _disarm()
     except Exception as error:
         if (active := recorder()) is not None:

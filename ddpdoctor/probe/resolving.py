@@ -225,7 +225,7 @@ def _call_in(
     node = function_of(code)
     if node is None:
         return None
-    calls = list(_calls(node))[:CALLS]
+    calls = [c for c in list(_calls(node))[:CALLS] if not _other_arm(node, c.lineno, line)]
     # The forward precedes the backward: the last one before it, else (in a loop) the last at all.
     calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
     for call in calls:
@@ -240,6 +240,16 @@ def _call_in(
                 if found is not None:
                     return found
     return None
+
+
+def _other_arm(node: ast.AST, line: int, running: int) -> bool:
+    """Whether a line stands in another arm of an `if` than the one that is running."""
+    for choice in _own(node):
+        if isinstance(choice, ast.If) and choice.orelse:
+            begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
+            if choice.lineno <= min(line, running) < begin <= max(line, running) <= end:
+                return True
+    return False
 
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:

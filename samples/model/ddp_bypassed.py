@@ -32,9 +32,12 @@ class Trainer:
         loss = self.model.module.loss(x, y)
         return loss / loss.detach().clamp(min=1.0)
 
-    def step(self, x, y):
+    def step(self, x, y, noisy=False):
         self.optimizer.zero_grad()
-        loss = self.compute_loss(x, y)
+        if noisy:  # not in this run
+            loss = self.model.module.loss(x + 0.1 * torch.randn_like(x), y)
+        else:
+            loss = self.compute_loss(x, y)
         loss.backward()
         self.optimizer.step()
         return loss.detach()

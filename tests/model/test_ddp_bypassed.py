@@ -1,5 +1,6 @@
 """DDP304: steps on gradients that went around the wrapper."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from wraps import codes, rank
 from ddpdoctor.events import Bypassed, RankExiting, SyncPattern
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.probe import bypass
+from ddpdoctor.probe.resolving import call_in_frames
 
 CHECK = DdpBypassed()
 
@@ -26,6 +28,34 @@ def test_the_line_of_the_call_once_it_is_known():
     assert found.location.line == 6
     assert (found.steps.first, found.steps.last, found.steps.count) == (0, 3, 4)
     assert found.ranks == (0, 1)
+
+
+def test_a_call_that_was_seen_later_replaces_one_that_was_guessed():
+    guess = site(60, "train.py", 6, "loss = model.module.loss(x)")
+    seen = site(61, "train.py", 9, "loss = model.module(x)")
+    events = rank(guess, seen, bypassed(call_site=60), bypassed(3, 4, call_site=61))
+    (found,) = CHECK.examine(make_run({0: events, 1: events}))
+    assert found.location.line == 9
+
+
+def searched(other, model):
+    def now():
+        return call_in_frames(
+            sys._getframe(1), lambda code: code is searched.__code__, lambda called: called is model
+        )
+
+    if other:
+        return now() or model(1)
+    elif model is None:
+        return model(2)
+    else:
+        return now()
+
+
+def test_a_call_in_another_arm_than_the_one_that_runs_was_not_made():
+    first = searched.__code__.co_firstlineno
+    assert searched(True, SimpleNamespace()).line == first + 7
+    assert searched(False, SimpleNamespace()) is None
 
 
 def test_the_backward_where_the_call_was_not_found():
