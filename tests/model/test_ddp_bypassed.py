@@ -44,17 +44,17 @@ def searched(other, model):
             sys._getframe(1), lambda code: code is searched.__code__, lambda called: called is model
         )
 
+    found = None
     if other:
-        return now() or model(1)
-    elif model is None:
-        return model(2)
+        found = now() or model(1)
     else:
-        return now()
+        found = now()
+    return found
 
 
 def test_a_call_in_another_arm_than_the_one_that_runs_was_not_made():
     first = searched.__code__.co_firstlineno
-    assert searched(True, SimpleNamespace()).line == first + 7
+    assert searched(True, SimpleNamespace()).line == first + 8
     assert searched(False, SimpleNamespace()) is None
 
 
