@@ -173,7 +173,11 @@ def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -
         if module is not None and to is flag and any(id(p) in ids for p in module.parameters()):
             return site
     found = setting_in_frames(
-        sys._getframe(1), lambda code: active.sites.kind(code) == "user", "requires_grad", flag
+        sys._getframe(1),
+        lambda code: active.sites.kind(code) == "user",
+        "requires_grad",
+        flag,
+        after=model.made_at,
     )
     return active.sites.number(found.code, found.line) if found else -1
 

@@ -18,7 +18,7 @@ from .moments import Forward
 from .patching import around
 from .recorder import Recorder
 from .references import Reference
-from .resolving import setting_in_frames
+from .resolving import Found, setting_in_frames
 
 LOST = "models wrapped in DistributedDataParallel"
 
@@ -35,6 +35,7 @@ class Model:
         superseded: a later wrapper has taken the module, and this one is not called any more.
         sample: a few of the expected ones, which tell whether a backward reached the model;
             `sampled` are references to them.
+        made_at: the line that wraps it.
         group: number of the process group, -1 where it is not known.
         forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
             were under `no_sync`, last at `unsynced_site`.
@@ -55,6 +56,7 @@ class Model:
         self.wrapper: weakref.ref[Any] | None = None
         self.superseded = False
         self.inner = weakref.ref(module)
+        self.made_at: Found | None = None
         self.group = -1
         self.names: list[str] = []
         self.buffers: dict[str, tuple[int, ...]] = {}
@@ -234,6 +236,8 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool
     model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
     model.trainable = [p.requires_grad for _, p in named]
     model.group = groups.number_of(_group(given))
+    frame = active.sites.user_frame(sys._getframe(1))
+    model.made_at = None if frame is None or adopted else Found(frame.f_code, frame.f_lineno)
     _models.all.append(model)
     active.emit(
         Wrapped(

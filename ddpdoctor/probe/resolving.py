@@ -49,6 +49,8 @@ class Found:
 
 
 Wanted = Callable[[Any], bool]
+Sets = Callable[[ast.AST, Scope], bool]
+"""Whether a node is the statement that is looked for."""
 
 
 def first_argument(frame: FrameType) -> Any:
@@ -79,73 +81,107 @@ def setting_in_frames(
     is_user: Callable[[CodeType], bool],
     name: str,
     value: bool | None = None,
+    *,
+    after: Found | None = None,
 ) -> Found | None:
-    """The statement, in the frames that are running or in what they call, that sets an attribute
-    to a constant (`p.requires_grad = True`, `p.requires_grad_()`), or to anything; the last one
-    before the line that is executing, else the last at all."""
-    return _set_in_frames(frame, is_user, lambda node: _sets(node, name, value))
+    """The statement, in the frames that are running or in what they call, that sets a parameter's
+    or a module's attribute to a value (`p.requires_grad = True`, `p.requires_grad_()`), or to
+    anything; the last one before the line that is executing, else the last at all. Where a helper
+    sets it to what it is given, the line that gives it.
+
+    Args:
+        after: a line of the function in which it was not set before that.
+    """
+
+    def wanted(node: ast.AST, scope: Scope) -> bool:
+        return _sets(node, scope, name, value)
+
+    settings = _settings_in_frames(frame, is_user, wanted, value)
+    for found in settings:
+        if after is None or found.code is not after.code or found.line > after.line:
+            return found
+    return None
 
 
 def item_set_in_frames(
     frame: FrameType | None, is_user: Callable[[CodeType], bool], key: str
 ) -> Found | None:
     """The same for an item (`group["lr"] = rate`, `group["lr"] *= 0.5`)."""
-    return _set_in_frames(frame, is_user, lambda node: _sets_item(node, key))
+    settings = _settings_in_frames(frame, is_user, lambda node, scope: _sets_item(node, key))
+    return next(settings, None)
 
 
-def _set_in_frames(
-    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Callable[[ast.AST], bool]
-) -> Found | None:
+def _settings_in_frames(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    wanted: Sets,
+    value: bool | None = None,
+) -> Iterator[Found]:
     seen = 0
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code):
             seen += 1
             scope = Scope(variables(frame), frame.f_globals)
-            found = _setting_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, 2)
-            if found is not None:
-                return found
+            yield from _settings(frame.f_code, scope, is_user, wanted, value, frame.f_lineno, 2)
         frame = frame.f_back
-    return None
 
 
-def _setting_in(
+def _settings(
     code: CodeType,
     scope: Scope,
     is_user: Callable[[CodeType], bool],
-    wanted: Callable[[ast.AST], bool],
+    wanted: Sets,
+    value: bool | None,
     line: int,
     depth: int,
-) -> Found | None:
+) -> Iterator[Found]:
+    """The most likely one first."""
     node = function_of(code)
     if node is None:
-        return None
-    lines = [n.lineno for n in ast.walk(node) if wanted(n)]  # type: ignore[attr-defined]
-    before = [n for n in lines if n <= line]
-    if lines:
-        return Found(code, max(before or lines))
+        return
+    lines = [n.lineno for n in ast.walk(node) if wanted(n, scope)]  # type: ignore[attr-defined]
+    for found in sorted(lines, key=lambda n: (n <= line, n), reverse=True):
+        yield Found(code, found)
     for call in list(_calls(node))[:CALLS] if depth > 0 else ():
         inner = _into(call, scope, is_user)
         if inner is not None:
             function, bound = inner
-            found = _setting_in(function.__code__, bound, is_user, wanted, 1 << 30, depth - 1)
-            if found is not None:
-                return found
-    return None
+            within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
+            for setting in _settings(*within):
+                yield Found(code, call.lineno) if _gives(call, value) else setting
 
 
-def _sets(node: ast.AST, name: str, value: bool | None) -> bool:
+def _gives(call: ast.Call, value: bool | None) -> bool:
+    given = [*call.args, *(k.value for k in call.keywords)]
+    return value is not None and any(
+        isinstance(a, ast.Constant) and a.value is value for a in given
+    )
+
+
+def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
     if isinstance(node, ast.Assign):
-        target = node.targets[0]
-        named = isinstance(target, ast.Attribute) and target.attr == name
-        constant = node.value.value if isinstance(node.value, ast.Constant) else None
-        return named and (value is None or constant is value)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        target, given = node.targets[0], node.value
+        if not isinstance(target, ast.Attribute) or target.attr != name:
+            return False
+        owner = target.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr != f"{name}_":
+            return False
+        owner = node.func.value
+        given = next(iter([*node.args, *(k.value for k in node.keywords)]), ast.Constant(True))
+    else:
         return False
-    if node.func.attr != f"{name}_":
-        return False
-    given = [a.value for a in node.args if isinstance(a, ast.Constant)]
-    given += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
-    return (given[0] if given else True) is value
+    return not _is_input(owner, scope) and (value is None or _resolve(given, scope) is value)
+
+
+def _is_input(owner: ast.AST, scope: Scope) -> bool:
+    """Whether it is a tensor that is no parameter, or one that is made on the spot."""
+    import torch
+
+    made = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute)
+    found = _resolve(owner, scope)
+    tensor = isinstance(found, torch.Tensor) and not isinstance(found, torch.nn.Parameter)
+    return tensor or (made and found is None)
 
 
 def _sets_item(node: ast.AST, key: str) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
@@ -39,23 +40,25 @@ def test_a_call_that_was_seen_later_replaces_one_that_was_guessed():
 
 
 def searched(other, model):
-    def now():
-        return call_in_frames(
-            sys._getframe(1), lambda code: code is searched.__code__, lambda called: called is model
-        )
+    found = []
 
-    found = None
+    def look():
+        frame, code = sys._getframe(1), searched.__code__
+        found.append(call_in_frames(frame, lambda c: c is code, lambda called: called is model))
+
     if other:
-        found = now() or model(1)
+        look()
+        model and model(1)
     else:
-        found = now()
-    return found
+        look()
+    return found[0]
 
 
 def test_a_call_in_another_arm_than_the_one_that_runs_was_not_made():
     first = searched.__code__.co_firstlineno
-    assert searched(True, SimpleNamespace()).line == first + 8
-    assert searched(False, SimpleNamespace()) is None
+    model = Mock()
+    assert searched(True, model).line == first + 9
+    assert searched(False, model) is None
 
 
 def test_the_backward_where_the_call_was_not_found():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from ddpdoctor.probe import changes
 from ddpdoctor.probe.models import Model
+from ddpdoctor.probe.resolving import Found, setting_in_frames
 
 UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -68,3 +71,33 @@ def test_what_had_a_gradient_was_frozen_later(
     module.requires_grad_(False)
     changes._forward_failed(NOBODY, forward(made, UNFINISHED.format(without)))
     assert found == told
+
+
+def _set(module: nn.Module, on: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(on)
+
+
+def _program(flag: bool) -> tuple[Found | None, int]:
+    net, x = nn.Linear(2, 2), torch.ones(1, 2)
+    code = _program.__code__
+    _set(net, False)
+    _set(net, True)
+    wrapped = Found(code, code.co_firstlineno + 4)
+    noisy = x.clone().requires_grad_(True)
+    x.requires_grad_(True)
+    noisy.requires_grad_(False)
+    _set(net, True)
+    _set(net, False)
+    ours = (code, _set.__code__)
+    frame = sys._getframe()
+    found = setting_in_frames(frame, lambda c: c in ours, "requires_grad", flag, after=wrapped)
+    return found, code.co_firstlineno
+
+
+@pytest.mark.parametrize(("flag", "line"), [(True, 9), (False, 10)])
+def test_the_line_that_sets_the_parameters_after_the_wrap(flag: bool, line: int) -> None:
+    """Not one before it, nor of an input, nor the helper that does as it is told."""
+    found, first = _program(flag)
+    assert found is not None
+    assert found.line == first + line
