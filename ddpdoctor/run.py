@@ -148,6 +148,11 @@ class Rank(Facts):
         known = (s for s in self._sites.values() if (s.file, s.line) == (path, line))
         return next(known, Location(path, line))
 
+    def names_of(self, wrapped: Wrapped) -> tuple[str, str]:
+        """What the line of the wrap calls the wrapper, and what it was given; empty for unknown."""
+        spot = self.location(wrapped.site) if not wrapped.adopted else None
+        return spot.named("DDP", "DistributedDataParallel") if spot else ("", "")
+
     def wall(self, at: float) -> float:
         """A time on this rank's clock as seconds since the epoch, comparable between nodes."""
         return at - self.started.at + self.started.wall if self.started else at

@@ -100,8 +100,8 @@ class RedundantSync(Check):
             summary=f"{typical.synced} backwards per optimizer step all-reduce the same "
             f"gradients, {wasted} of them for nothing; `no_sync` would save {estimate}",
             cause=LATE if late >= 0 else EVERY,
-            fix="`with model.no_sync():` around forward and backward of all but the last "
-            "micro-batch",
+            fix=f"`with {member.rank.names_of(member.wrapped)[0] or 'model'}.no_sync():` around "
+            "forward and backward of all but the last micro-batch",
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "averaging_backwards_per_step": typical.synced,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
+from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place, Wrapped
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
@@ -50,6 +50,26 @@ def unbranched(head: Enclosing, what: str) -> str:
     if head.text.startswith(PAST):
         return f"{what} on every rank: move it in front of `{opener(head)}`"
     return f"{what} on every rank: move it out of `{head.text}`"
+
+
+def unwrapped(head: Enclosing, made: Made) -> str:
+    """What to do with a wrapped model, of whose calls this is one, that it keeps from some."""
+    name = _wrapper(made)
+    inner = f"`{name}.module(...)`" if name else "the module in it (`.module`)"
+    return f"run the wrapped model on every rank, or use {inner} {where(head)}"
+
+
+def _wrapper(made: Made) -> str:
+    """What the program calls the wrapper there, where that is certain: as the line that calls it
+    does, or as the only one that was made."""
+    source = made.location.source if made.location else ""
+    names = {made.rank.names_of(w)[0] for w in made.rank.of(Wrapped)}
+    called = [
+        n for n in names - {""} | {"model"} if re.search(rf"(?<![\w.]){re.escape(n)}\(", source)
+    ]
+    if len(called) == 1:
+        return called[0]
+    return names.pop() if len(names) == 1 and made.signature.op == "DDP backward" else ""
 
 
 def where(head: Enclosing) -> str:

@@ -10,7 +10,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Run, ranks_text
 
 from . import _across
-from ._branches import condition, opener, parts, unbranched, where
+from ._branches import condition, opener, parts, unbranched, unwrapped
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop
 from ._mismatch import Parting, entered, opposed
@@ -230,9 +230,7 @@ def _fix(parting: Parting) -> str:
             f"`{opener(branched[1])}`, or once outside of it"
         )
     if branched is not None and op.startswith("DDP"):
-        return (
-            f"run the wrapped model on every rank, or use `model.module(...)` {where(branched[1])}"
-        )
+        return unwrapped(branched[1], parting.place)
     if branched is not None:
         here = parting.location
         what = f"call {op}" if here is None or op in here.source else "make this call"

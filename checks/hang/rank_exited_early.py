@@ -17,7 +17,7 @@ from ._branches import (
     on_rank,
     parts,
     unbranched,
-    where,
+    unwrapped,
 )
 from ._caught import caught
 from ._failures import failure, failures, lost_peer, stopped
@@ -172,7 +172,7 @@ def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
 
 def _fix(only: Only | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
     if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
-        return f"run the wrapped model on every rank, or use `model.module(...)` {where(only[1])}"
+        return unwrapped(only[1], waiting.made)
     if only:
         return unbranched(only[1], "call it")
     if loop:

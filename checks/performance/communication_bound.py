@@ -71,6 +71,7 @@ class CommunicationBound(Check):
         self, seen: dict[Rank, SyncTimes], rank: Rank, times: SyncTimes, step: _Step
     ) -> Finding:
         wrapped = next((w for w in rank.of(Wrapped) if w.model == times.model), None)
+        name = (rank.names_of(wrapped)[0] if wrapped else "") or "ddp"
         size = sum(times.bucket_bytes)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
@@ -87,7 +88,7 @@ class CommunicationBound(Check):
                 f"in {times.communication_s * 1e3:.0f} ms"
                 + (f", {step.averaging} times a step" if step.averaging > 1 else "")
             ),
-            fix=_fix(times, step),
+            fix=_fix(times, step, name),
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards in a step": step.backwards,
@@ -159,8 +160,8 @@ def _count(times: SyncTimes) -> str:
     return f"{count} bucket{'s' if count > 1 else ''}"
 
 
-def _fix(times: SyncTimes, step: _Step) -> str:
-    ideas = [_accumulation(step)]
+def _fix(times: SyncTimes, step: _Step, name: str) -> str:
+    ideas = [_accumulation(step, name)]
     small = times.bucket_bytes and max(times.bucket_bytes) < SMALL_BUCKET
     if small and len(times.bucket_bytes) >= MANY_BUCKETS:
         ideas.append("try `bucket_cap_mb=25` or more: the buckets are small")
@@ -168,18 +169,20 @@ def _fix(times: SyncTimes, step: _Step) -> str:
         ideas.append("`gradient_as_bucket_view=True` saves a copy")
     if sum(times.bucket_bytes) >= MIB:
         ideas.append(
-            "`ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)` sends half as much "
-            "(`bf16_compress_hook` with NCCL)"
+            f"`{name}.register_comm_hook(None, default_hooks.fp16_compress_hook)` sends half as "
+            "much (`bf16_compress_hook` with NCCL)"
         )
     return "; ".join(ideas)
 
 
-def _accumulation(step: _Step) -> str:
+def _accumulation(step: _Step, name: str) -> str:
     if step.averaging > 1:
-        return f"all but the last of the {step.backwards} backwards of a step under `ddp.no_sync()`"
+        return (
+            f"all but the last of the {step.backwards} backwards of a step under `{name}.no_sync()`"
+        )
     if step.backwards > 1:
         return (
             f"accumulate gradients over more batches: `no_sync` covers {step.backwards - 1} of "
             f"the {step.backwards} of a step now"
         )
-    return "accumulate gradients over several batches under `ddp.no_sync()`"
+    return f"accumulate gradients over several batches under `{name}.no_sync()`"

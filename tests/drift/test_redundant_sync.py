@@ -1,7 +1,8 @@
 """DDP408 on literal events."""
 
 from ddpdoctor.checks.drift.redundant_sync import RedundantSync
-from replicas import LINE, OTHER, run_of
+from recordings import site
+from replicas import LINE, OTHER, WRAP, run_of
 
 from ddpdoctor.events import SyncPattern
 from ddpdoctor.findings import Severity
@@ -20,6 +21,12 @@ def test_accumulation_that_averages_every_time():
     assert finding.steps.count == 4
     assert "4 backwards" in finding.summary
     assert "30 ms of each 100 ms step" in finding.summary
+
+
+def test_the_advice_names_the_wrapper_as_the_program_does():
+    events = [site(WRAP, "train.py", 10, "self.ddp = DDP(net)"), pattern()]
+    (finding,) = RedundantSync().examine(run_of(dict.fromkeys(range(2), events)))
+    assert finding.fix.startswith("`with self.ddp.no_sync():` around")
 
 
 def test_one_averaging_backward_per_step():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec.structs import replace
+from recordings import site
 from tapes import START, run_of, tapes
 
 from ddpdoctor.events import (
@@ -14,6 +15,7 @@ from ddpdoctor.events import (
     Enclosing,
     Place,
     Site,
+    Wrapped,
 )
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
@@ -114,6 +116,31 @@ def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
     assert finding.fix == (
         "run the wrapped model on every rank, or use `model.module(...)` under `if R == 0:`"
     )
+
+
+@pytest.mark.parametrize(("text", "wraps", "told"), [
+    ("loss = ddp_net(x)", ("ddp_net = DDP(net)",), "`ddp_net.module(...)`"),
+    ("loss = self.ddp(x)", ("self.ddp = DDP(net)",), "`self.ddp.module(...)`"),
+    ("loss = model(x)", ("ddp_net = DDP(net)",), "`model.module(...)`"),
+    ("loss = net(x)", ("ddp_net = DDP(net)",), "the module in it (`.module`)"),
+    ("loss = d(g(z))", ("g = DDP(g)", "d = DDP(d)"), "the module in it (`.module`)"),
+    ("loss = g(z)", ("g = DDP(g)", "d = DDP(d)"), "`g.module(...)`"),
+    ("loss = (x)", ("wrap(net)",), "the module in it (`.module`)"),
+])  # fmt: skip
+def test_the_advice_names_the_wrapper_as_the_program_does(
+    tmp_path: Path, text: str, wraps: tuple[str, ...], told: str
+) -> None:
+    made = tapes()
+    made[0].call("DDP forward", 8, text, inside=(Enclosing(line=7, text="if R == 0:"),))
+    for n, wrap in enumerate(wraps):
+        made[0].events += [
+            site(90 + n, "train.py", 2 + n, wrap),
+            Wrapped(at=START, model=n, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=90 + n),
+        ]  # fmt: skip
+    made[1].call("barrier", 12)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.fix == f"run the wrapped model on every rank, or use {told} under `if R == 0:`"
 
 
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:

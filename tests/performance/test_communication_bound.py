@@ -14,7 +14,7 @@ MB = 1 << 20
 def rank(communication: float, overlap: float, *buckets: int) -> list[Event]:
     """A rank whose step computes for 0.1 s; times in seconds, buckets in megabytes."""
     return [
-        site(1, "train.py", 17, "model = DDP(net)"),
+        site(1, "train.py", 17, "net_ddp = DDP(net)"),
         Wrapped(
             at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0, site=1
         ),
@@ -36,6 +36,7 @@ def test_much_of_the_step() -> None:
     assert finding.location is not None and finding.location.line == 17
     assert "100 ms of a step of 200 ms" in finding.summary
     assert "bucket_cap_mb" not in finding.fix
+    assert "under `net_ddp.no_sync()`" in finding.fix
 
 
 def test_small_buckets() -> None:
