@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ddpdoctor.events import (
     ContentRead,
@@ -28,7 +29,20 @@ from ._calls import sums_over_all
 
 SCATTER = 2654435761
 
-Turn = tuple[str, str, bool, int, int]
+
+class Turn(NamedTuple):
+    """A loader's place among those of its lines that train, or of those that do not: the same on
+    every rank.
+
+    Attributes:
+        before: how many there were; step: at which it began.
+    """
+
+    made_at: str
+    loop_at: str
+    trains: bool
+    before: int
+    step: int
 
 
 @dataclass(eq=False)
@@ -98,14 +112,13 @@ class Reader:
     """What one rank read through one loader, or through the same loader made again and again.
 
     Attributes:
-        turn: of the loader, or of the first of them: its lines, whether it trains, how many such
-            there were before, and the step at which it began; the same on every rank.
+        turn: of the loader, or of the first of them.
     """
 
     rank: Rank
     seen: LoaderSeen
     epochs: list[Epoch] = field(default_factory=list)
-    turn: Turn = ("", "", False, 0, 0)
+    turn: Turn = field(default=Turn("", "", False, 0, 0))
 
     @property
     def trains(self) -> bool:
@@ -249,7 +262,7 @@ def _readers(rank: Rank) -> list[Reader]:
     nth: dict[tuple[str, str, bool], int] = defaultdict(int)
     for reader in found:
         kind = str(reader.made_at), str(reader.loop_at), reader.trains
-        reader.turn = *kind, nth[kind], reader.epochs[0].began.step
+        reader.turn = Turn(*kind, nth[kind], reader.epochs[0].began.step)
         nth[kind] += 1
     return found
 

@@ -64,7 +64,6 @@ class DatasetMismatch(Check):
         sets = [reader, *(f.readers[0] for f in alike)]
         split = _split(fault)
         how = "holds the same entries in another order" if reordered else "differs"
-        step = min(e.began.step for e in audit.epochs.values())
         return self.finding(
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
@@ -82,7 +81,7 @@ class DatasetMismatch(Check):
                 else f"{whom(run, fault.ranks)} divide different data sets among them"
             )
             + f": `{names[0]}` of {some(map(dataset, sets))} {how} between ranks"
-            + (f", from step {step} on" if step else "")
+            + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
             **_why(indices, lengths),
             evidence={**fault.evidence, "lengths": lengths, **figures(audit)},

@@ -109,6 +109,8 @@ class UnevenBatches(Check):
         lost = "" if unlike or _known(epochs) else _lost([run.ranks[r] for r in shortest])
         sizes = _sizes(epochs, counts)
         ahead = _ahead(readers, shortest, number + 1)
+        began = next(iter(epochs.values())).began
+        which = f"the epoch from step {began.step} on" if reader.turn.before else f"epoch {number}"
         fix = f"give every rank equally many samples{by}, stop all after {least} batches, or train "
         fix += "inside `with Join([model]):`, which does not copy the optimizer's state"
         if sizes:
@@ -140,7 +142,7 @@ class UnevenBatches(Check):
             if undivided
             else "not equally many batches on each rank",
             related=related(reader),
-            summary=f"ranks have different numbers of batches in epoch {number}: {least} on rank "
+            summary=f"ranks have different numbers of batches in {which}: {least} on rank "
             f"{shortest[0]}, {told[longest[0]]} on rank {longest[0]}",
             cause=cause,
             fix=fix,

@@ -38,6 +38,17 @@ def test_and_explained_after_it() -> None:
     assert finding.evidence["waits"] == [0]
 
 
+def test_data_that_is_only_later_fewer_on_one_rank() -> None:
+    def remade(last: int) -> list[Event]:
+        whole = [loader(n, [list(range(36))], began={"step": 9 * n}, made=n) for n in range(2)]
+        fields = {"began": {"step": 18}, "made": 2, "ended": last < 36, "length": 64 + last}
+        return [*whole[0], *whole[1], *loader(2, [list(range(last))], **fields)]  # type: ignore[arg-type]
+
+    (finding,) = examine(remade(36), remade(24))
+    assert "in the epoch from step 18 on: 6 on rank 1, 9 on rank 0" in finding.summary
+    assert "88 on rank 1" in finding.cause
+
+
 def test_batches_of_different_sizes() -> None:
     ranks = part(24, ended=False, batch_size=3), part(24, batch_size=5)
     (finding,) = examine(*ranks)
