@@ -289,7 +289,7 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         fields = _told(run, first)
         more = tuple(n for o in others for n in _told(run, o)["ranks"])
         if more:
-            fields["summary"] += f", and so on {ranks_text(more)} in groups of their own"
+            fields["summary"] += f", and likewise on {ranks_text(more)} in other groups"
         yield fields | {"ranks": tuple(sorted((*fields["ranks"], *more)))}
 
 

@@ -49,7 +49,7 @@ class Handed(NamedTuple):
         positions: those that were handed over themselves or as copies, by memory and size.
         other: elements of what else was.
         group: the one that all of them were handed to, be it in flat buffers, and nothing to any
-            other; -1 for none.
+            other but single numbers; -1 for none.
         most: by elements, `ENOUGH` of them were.
     """
 
@@ -294,7 +294,8 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
     told = sum(gradients[i].numel() for i in found)
     other = sum(size * count for (place, size), count in sizes.items() if not place)
     flat = other if other <= FLAT[1] * total else 0
-    used = {e.group for e in exchanges}
+    used = {e.group for e in exchanges if e.elements > 1 or e.memory in held}  # no loss, no norm
+    used = used or {e.group for e in exchanges}
     whole = told == total or total - told <= other <= total - told + (FLAT[1] - 1) * total
     group = used.pop() if total and whole and len(used) == 1 else -1
     return Handed(tuple(found), other, group, bool(total) and told + flat >= ENOUGH * total)

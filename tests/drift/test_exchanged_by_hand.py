@@ -178,6 +178,17 @@ def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch
     assert group_of(1, 1) == -1, "from any"
 
 
+def test_a_norm_of_all_gradients_that_goes_to_another_group(window):
+    made = trained(8, 3)
+    window.recent = [*(handed(p.grad, 1) for p in made), handed(torch.zeros(1), 2)]
+    assert exchanges.handed(made).group == 1
+    window.recent[-1] = handed(torch.zeros(2), 2)
+    assert exchanges.handed(made).group == -1
+    (scale,) = trained(1)
+    window.recent = [handed(scale.grad.clone(), 1)]
+    assert exchanges.handed([scale]).group == 1
+
+
 @pytest.mark.parametrize(("groups", "told"), [
     ((1, 1, 1), [(True, 1, 0), (True, 1, 1), (True, 1, 2)]),
     ((1, -1, 1), [(True, 1, 0), (False, 1, 1), (True, 1, 1)]),

@@ -268,7 +268,7 @@ def test_groups_that_part_in_one_step_are_told_together():
         tables[n] = [mine, *(msgspec.structs.replace(s, group=1) for s in rows)]
     (found,) = ParameterDrift().examine(run_of(tables))
     assert found.ranks == (0, 1, 2, 3)
-    assert found.summary.endswith("and so on ranks 2-3 in groups of their own")
+    assert found.summary.endswith("and likewise on ranks 2-3 in other groups")
 
 
 def test_a_group_of_all_ranks_that_is_not_the_default_one():
