@@ -138,6 +138,8 @@ def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
         digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
     elif tensor:
         digests = array("Q", [_mixed(*digest(values, r)) for r in rows])
+    elif any(values[r] is None for r in rows):
+        return  # what is filled while samples are read is another on each rank
     else:
         digests = array("Q", [_entry(values[r]) for r in rows])
     if not any(digests) and kind != "indices":

@@ -43,6 +43,20 @@ def test_a_list_has_no_number() -> None:
     assert seen(data.DataLoader([1, 2, 3])).layers[0].data == -1
 
 
+def test_what_is_filled_while_samples_are_read_is_not_compared() -> None:
+    class Cached(data.Dataset):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self.paths = ["a.txt", "b.txt", "c.txt"]
+            self.texts: list[str | None] = [None] * 3
+
+        def __len__(self) -> int:
+            return 3
+
+    photos = Cached()
+    photos.texts[1] = "read"
+    assert [p.name for p in seen(data.DataLoader(photos)).payloads] == ["paths"]
+
+
 class Quiet(data.DistributedSampler):  # type: ignore[misc,name-defined]
     def __init__(self, dataset: object) -> None:
         super().__init__(dataset, num_replicas=2, rank=0)
