@@ -20,6 +20,7 @@ from ddpdoctor.events import (
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, ranks_text
 
+from ._branches import condition
 from ._caught import handler
 from ._log import Made
 from ._mismatch import Parting
@@ -158,7 +159,7 @@ def left_loop(parting: Parting) -> Left | None:
     heads: dict[Key, Location] = {}
     for rank, made in parting.made.items():
         for key, head, _, _ in loops_around(made.rank, made.site):
-            if parting.may_be_left(*key[:2]):
+            if parting.may_be_left(*key):
                 inside.setdefault(key, []).append(rank)
                 heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
@@ -174,7 +175,21 @@ def left_loop(parting: Parting) -> Left | None:
         last = next((m for m in parting.before if m.rank.rank in left.ranks), None)
         left = _with_exits(left, last.rank, last.site, still) if last else left
     usual = parting.left_out and left and left.how is How.UNKNOWN
-    return None if usual else left  # the others are in a later round of the loop
+    again = usual or (left is not None and _came_again(parting, left))
+    return None if again else left  # the others are in a later round of the loop
+
+
+def _came_again(parting: Parting, left: Left) -> bool:
+    """Whether nothing says that a loop was left too early, but a branch around the call after it
+    that it keeps some from that, and all are in a loop around both."""
+    call = parting.place
+    if left.how is not How.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
+        return False
+    keys = [
+        {key for key, _, _, _ in loops_around(made.rank, made.site)}
+        for made in parting.made.values()
+    ]
+    return condition(call) is not None and bool(set.intersection(*keys))
 
 
 def blamed(parting: Parting) -> Parting:

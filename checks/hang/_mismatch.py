@@ -55,15 +55,13 @@ class Parting:
     steps: tuple[int, ...] = ()
     until: int | None = None
 
-    def may_be_left(self, file: str, line: int) -> bool:
+    def may_be_left(self, file: str, line: int, function: str) -> bool:
         """Whether some may have left a loop before the others: not where all were outside of it in
         the call before, so that who is in it came anew; nor where another thread makes a call."""
         if len({made.site.thread for made in self.made.values() if made.site}) > 1:
             return False
         return not self.before or any(
-            made.site is None
-            or len(made.site.places) in (0, CALLERS)
-            or is_inside(made.rank, made.site, file, line)
+            not _knows_all_of(made, file, function) or is_inside(made.rank, made.site, file, line)
             for made in self.before
         )
 
@@ -79,6 +77,15 @@ class Parting:
         """The line to point at: of a helper that all ranks share, or that other ranks are not in,
         the line that called it."""
         return self.place.location_at(self.depth or called_apart(self.place, self.made.values()))
+
+
+def _knows_all_of(made: Made, file: str, function: str) -> bool:
+    """Whether a call's lines tell in which statements of a function it is, if in any."""
+    places = made.site.places if made.site else ()
+    spots = (made.rank.location(place.site) for place in places)
+    return 0 < len(places) < CALLERS or any(
+        spot is not None and (spot.file, spot.function) == (file, function) for spot in spots
+    )
 
 
 _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")

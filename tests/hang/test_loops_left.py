@@ -78,6 +78,46 @@ def test_a_loop_that_the_others_came_to_once_more(tmp_path: Path, between: bool)
         assert finding.ranks == (0,)
 
 
+@pytest.mark.parametrize("branch", ["if rank == 0:", "if bad:"])
+def test_an_inner_loop_that_the_others_came_to_once_more(tmp_path: Path, branch: str) -> None:
+    made = tapes()
+    loop = ((8, "for _ in range(2):"), (6, "for update in range(9):"))
+    for tape in made.values():
+        tape.call(line=9, inside=loop).call(line=9, inside=loop)
+    made[0].call("barrier", 14, inside=((13, branch), loop[1]), state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    on_rank = branch == "if rank == 0:"
+    assert ("left the loop at train.py:8" in finding.cause) is not on_rank
+    if on_rank:
+        assert (finding.ranks, finding.location.line) == ((0,), 14)
+        assert "only some ranks enter `if rank == 0:`" in finding.cause
+        assert "move it out of `if rank == 0:`" in finding.fix
+
+
+def test_a_loop_in_a_caller_that_is_on_record(tmp_path: Path) -> None:
+    made = tapes()
+    loop = ((8, "for _ in range(2):"), (6, "for update in range(9):"))
+
+    def deep(tape: Tape, line: int, *inside: tuple[int, str], **more: object) -> None:
+        """A call in functions that the loop's calls, with no record of who calls that."""
+        tape.call(line=line, inside=inside, **more)  # type: ignore[arg-type]
+        last = tape.events.pop()
+        assert isinstance(last, CallSite)
+        number = 300 + line
+        helper = site(number, "train.py", line, function="metrics")
+        places = (Place(site=number),) * (CALLERS - 1)
+        tape.events += [helper, msgspec.structs.replace(last, places=(*places, *last.places))]
+
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+        deep(tape, 11, loop[1])
+    deep(made[0], 14, (13, "if last:"), loop[1], numel=1, state=State.BEGUN, at=START + 5)
+    made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop" not in finding.cause
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_call_of_a_thread_says_nothing_of_a_loop(tmp_path: Path, everywhere: bool) -> None:
     made = tapes()
