@@ -92,7 +92,7 @@ class CpuOversubscribed(Check):
             fix=_fewer(sum(workers.values()), len(ranks) > cores)
             if each
             else _fix(rank, event, share, too_many),
-            fix_kind=FixKind.SAFE,
+            fix_kind=FixKind.CHECK if each and len(ranks) > cores else FixKind.SAFE,
             evidence={
                 "ranks": [
                     {

@@ -8,7 +8,7 @@ from ddpdoctor.checks.launch.cpu_oversubscribed import CpuOversubscribed
 from recordings import HOST, PID, START, make_run, monitor, site, started, steps
 
 from ddpdoctor.events import Event, LoaderSeen, RankSample, ThreadsSeen
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Finding, FixKind
 from ddpdoctor.run import Run
 
 
@@ -111,6 +111,7 @@ def test_threads_that_are_as_few_as_they_should_be_are_not_what_to_change() -> N
     assert crowded.fix == "fewer `num_workers`"
     (narrow,) = found(run_of(1, node(1.5, children=1, quota=2.0), workers=1))
     assert narrow.fix == "fewer `num_workers`, or fewer ranks on this machine"
+    assert (crowded.fix_kind, narrow.fix_kind) == (FixKind.SAFE, FixKind.CHECK), "other batches"
     (alone,) = found(run_of(1, node(1.0, quota=1.0), asked=False))
     assert alone.fix == "fewer ranks on this machine"
     assert "OMP_NUM_THREADS" not in f"{crowded} {narrow} {alone}" and "workers" not in alone.cause
