@@ -136,5 +136,5 @@ def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
         epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indices}
         if len(epochs) > 1:
             length = max(e.seen.length for e in epochs.values())
-            found.append(Audit(number, length, epochs))
+            found.append(Audit(max(e.number for e in epochs.values()), length, epochs))
     return found

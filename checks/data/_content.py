@@ -59,7 +59,8 @@ def _numbers(text: str) -> list[int]:
 def by_index(reader: Reader, number: int | None = None) -> dict[int, Row]:
     """Digests of samples by their index, of one epoch or of the first that has them."""
     found: dict[int, Row] = {}
-    for epoch in reader.epochs if number is None else reader.epochs[number : number + 1]:
+    epochs = reader.looked
+    for epoch in epochs if number is None else epochs[number : number + 1]:
         for read in epoch.content:
             for index, row in zip(_numbers(read.indices), _rows(read), strict=False):
                 found.setdefault(index, row)
@@ -75,7 +76,11 @@ def verdict(readers: Sequence[Reader]) -> str:
         return "same"
     if "differ" not in answers:
         return "unknown"
-    again = [compare(by_index(r, 0), by_index(r, 1)) for r in readers if len(r.epochs) > 1]
+    again = [
+        compare(by_index(r, 0), by_index(r, 1))
+        for r in readers
+        if len(r.earlier) + len(r.epochs) > 1
+    ]
     return "random" if "differ" in again else "differ"
 
 
@@ -147,14 +152,15 @@ def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
 # --- whole epochs of streams ---------------------------------------------------------------------
 
 
-def same_pass(readers: Sequence[Reader], *, workers: bool) -> tuple[int, int]:
-    """Whether two readers, or all workers of one, delivered the same rows in whole epochs, in
-    whatever order: how many were the same, and of how many. (0, 0) where not, or not known.
+def same_pass(readers: Sequence[Reader], *, workers: bool, since: int = 0) -> tuple[int, int]:
+    """Whether two readers, or all workers of one, delivered the same rows in whole epochs (from
+    `since` on), in whatever order: how many were the same, and of how many. (0, 0) where not, or
+    not known.
 
     Those that draw with replacement, or a choice of their own, differ in one epoch or the next.
     """
     found = (0, 0)
-    for epochs in zip(*(r.epochs[:2] for r in readers), strict=False):
+    for epochs in zip(*(r.epochs[since : since + 2] for r in readers), strict=False):
         given = [_passes(e, max(1, e.seen.workers)) for e in epochs]
         sets = given[0] if workers else [set().union(*g) for g in given]
         if len(sets) < 2 or not all(sets):

@@ -21,7 +21,7 @@ from ddpdoctor.events import (
     StepDone,
     Wrapped,
 )
-from ddpdoctor.events.pack import unpack, unpack_ascending
+from ddpdoctor.events.pack import unpack_ascending
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
@@ -113,12 +113,19 @@ class Reader:
 
     Attributes:
         turn: of the loader, or of the first of them.
+        earlier: epochs over the same data before that, while it was divided in another way.
     """
 
     rank: Rank
     seen: LoaderSeen
     epochs: list[Epoch] = field(default_factory=list)
     turn: Turn = field(default=Turn("", "", False, 0, 0))
+    earlier: list[Epoch] = field(default_factory=list)
+
+    @property
+    def looked(self) -> list[Epoch]:
+        """All in which samples of this data may have been looked at."""
+        return [*self.earlier, *self.epochs]
 
     @property
     def trains(self) -> bool:
@@ -175,25 +182,6 @@ class Loader:
         return [
             self.readers[r] for r in sorted(ranks) if r in self.readers and self.readers[r].read
         ]
-
-
-def read_through(of: LoaderSeen, reader: Reader) -> set[int]:
-    """Which indices of one loader's data set another loader of the rank read: through the same
-    object, or a `Subset` of it."""
-    found: set[int] = set()
-    wanted = of.layers[0].data if of.layers else -1
-    for epoch in reader.epochs:
-        read = epoch.indices
-        for layer in epoch.seen.layers:
-            if layer.data == wanted >= 0:
-                found.update(read)
-                break
-            try:
-                selected = unpack(layer.indices)
-            except ValueError:  # a damaged record
-                break
-            read = [selected[i] for i in read if 0 <= i < len(selected)]
-    return found
 
 
 def in_order(ended: EpochEnded) -> bool:
@@ -283,17 +271,19 @@ def _remade(run: Run) -> dict[int, list[Reader]]:
 
 
 def _follow(readers: list[Reader], apart: set[Turn]) -> list[Reader]:
-    """Join loaders that come one after the other at the same line, over the same data, within the
-    training of one model; but for those in `apart`."""
+    """Join loaders that come one after the other at the same line, over the same data divided in
+    the same way, within the training of one model; but for those in `apart`."""
     joined: list[Reader] = []
     for reader in readers:
         alike = [r for r in joined if _same_loader(r, reader) and not _restarted(r, reader)]
-        if alike and reader.turn not in apart:
-            alike[-1].epochs += reader.epochs
+        same = [r for r in alike if _divided_alike(r.seen, reader.seen)]
+        if same and reader.turn not in apart:
+            same[-1].epochs += reader.epochs
         else:
-            joined.append(replace(reader, epochs=list(reader.epochs)))
+            before = alike[-1].looked if alike else []
+            joined.append(replace(reader, epochs=list(reader.epochs), earlier=before))
     for reader in joined:
-        for number, epoch in enumerate(reader.epochs):
+        for number, epoch in enumerate(reader.epochs, len(reader.earlier)):
             epoch.number = number
     return joined
 
@@ -311,6 +301,10 @@ def _same_loader(old: Reader, new: Reader) -> bool:
         and same_use
         and (orders[0] == orders[1] or not orders[0] or not orders[1])
     )
+
+
+def _divided_alike(a: LoaderSeen, b: LoaderSeen) -> bool:
+    return (a.sampler, a.replicas, a.sampler_rank) == (b.sampler, b.replicas, b.sampler_rank)
 
 
 def _restarted(old: Reader, new: Reader) -> bool:

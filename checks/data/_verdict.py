@@ -6,6 +6,7 @@ each loader gets one verdict, the first that fits, and the check of that name re
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from ddpdoctor.events import Payload
 from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
-from ._content import Row, overlap, parts_differ, rows, same_pass, verdict
+from ._content import WHOLE, Row, overlap, parts_differ, rows, same_pass, verdict
 from ._inputs import in_parts
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
@@ -21,6 +22,9 @@ PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedR
 
 MOVING = "read by several ranks, by epoch"
 """Name of the evidence that the ranks do not take their shares of one order."""
+
+FROM_EPOCH = "from epoch"
+"""Name of the evidence that a stream was divided before."""
 
 MATERIAL = 0.3
 """Share of a stream's samples that another rank or worker has to deliver too."""
@@ -238,14 +242,14 @@ def _doubt(answer: str, readers: list[Reader]) -> str:
         return ""
     if answer == "random":
         return "what a sample contains changes each time it is read"
-    if any(e.content for r in readers for e in r.epochs):
+    if any(e.content for r in readers for e in r.looked):
         alike = all(r.seen.payloads and not _constant(r) for r in readers)
         return "" if alike else "all samples that were looked at are alike"
     return "" if all(r.seen.payloads for r in readers) else "the samples could not be looked at"
 
 
 def _constant(reader: Reader) -> bool:
-    found = [row for e in reader.epochs for _, row in rows(e)]
+    found = [row for e in reader.looked for _, row in rows(e)]
     return len(found) > 1 and len(set(found)) == 1
 
 
@@ -304,37 +308,66 @@ def _digest_of(reader: Reader, name: str) -> str:
 
 
 def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
-    """Ranks that deliver the same samples of an iterable data set."""
+    """Ranks that deliver the same samples of an iterable data set, always or from one epoch on."""
     readers = loader.of(ranks)
-    # One worker of each rank: what the workers of one rank share must not hide it.
-    first = {r.rank.rank: _by_worker(r)[0] for r in readers}
-    best: tuple[int, int] = (0, 0)
-    together: set[int] = set()
-    for i, a in enumerate(first):
-        for b in list(first)[i + 1 :]:
-            common, of = overlap(first[a], first[b])
-            if not of or common / of < MATERIAL:
-                common, of = same_pass([loader.readers[a], loader.readers[b]], workers=False)
-            if of:
-                together |= {a, b}
-                best = max(best, (common, of))
+    number, (together, best) = 0, _together(readers, 0, MATERIAL)
+    if not together:
+        number, (together, best) = _later(readers)
     if not together:
         return None
     evidence: dict[str, object] = {
         "samples compared": best[1],
         "delivered by several ranks": best[0],
         "workers deliver them again": any(_shares(r) for r in readers) or _all_share(readers),
-        "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
+        "batches": {r.rank.rank: r.epochs[number].batches for r in readers},
+        **({FROM_EPOCH: number} if number else {}),
     }
     members = [r for r in readers if r.rank.rank in together]
     return Fault("data-overlap", loader, tuple(sorted(together)), members, None, "", evidence)
 
 
-def _by_worker(reader: Reader) -> list[list[Row]]:
-    """Digests of the samples that each worker delivered; they take turns."""
+Sharing = tuple[set[int], tuple[int, int]]
+"""Ranks that deliver the same samples; how many of these two of them do, and of how many."""
+
+
+def _together(readers: list[Reader], number: int, share: float) -> Sharing:
+    """Those that deliver at least that share of the other's samples in an epoch."""
+    # One worker of each rank: what the workers of one rank share must not hide it.
+    first = {r.rank.rank: _by_worker(r, number)[0] for r in readers}
+    best: tuple[int, int] = (0, 0)
+    together: set[int] = set()
+    for a, b in itertools.combinations(readers, 2):
+        common, of = overlap(first[a.rank.rank], first[b.rank.rank])
+        if not of or common / of < share:
+            common, of = same_pass([a, b], workers=False, since=number)
+        if of:
+            together |= {a.rank.rank, b.rank.rank}
+            best = max(best, (common, of))
+    return together, best
+
+
+def _later(readers: list[Reader]) -> tuple[int, Sharing]:
+    """From which epoch on ranks deliver the same samples, in all that were looked at until the
+    last, and most of them."""
+    found: tuple[int, Sharing] = (0, (set(), (0, 0)))
+    for number in range(min(len(r.epochs) for r in readers) - 1, 0, -1):
+        epochs = [r.epochs[number] for r in readers]
+        if not all(e.content and e.trained for e in epochs):
+            continue
+        sharing = _together(readers, number, WHOLE)
+        known = found[1][0]
+        at_once = len({e.began.step for e in epochs}) == 1
+        if not sharing[0] or not at_once or (known and known != sharing[0]):
+            break
+        found = number, sharing
+    return found
+
+
+def _by_worker(reader: Reader, number: int = 0) -> list[list[Row]]:
+    """Digests of the samples that each worker delivered in an epoch; they take turns."""
     workers = max(1, reader.seen.workers)
     found: list[list[Row]] = [[] for _ in range(workers)]
-    for batch, row in rows(reader.epochs[0]):
+    for batch, row in rows(reader.epochs[number]):
         found[batch % workers].append(row)
     return found
 

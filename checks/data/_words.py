@@ -33,6 +33,12 @@ def use(loader: Loader) -> str:
     return "training" if loader.trains else "evaluation"
 
 
+def since(reader: Reader, number: int = 0) -> str:
+    """Where the loader was another one, or right, before that epoch."""
+    late = number > 0 or bool(reader.earlier)
+    return f", from step {reader.epochs[number].began.step} on" if late else ""
+
+
 def dataset(reader: Reader) -> str:
     seen = reader.seen
     return f"{seen.dataset} ({seen.length})" if seen.length >= 0 else seen.dataset

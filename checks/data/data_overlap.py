@@ -11,8 +11,8 @@ from ddpdoctor.run import Rank, Run
 
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
-from ._verdict import MOVING, Fault, faults, of_check
-from ._words import dataset, figures, related, some, use, whom
+from ._verdict import FROM_EPOCH, MOVING, Fault, faults, of_check
+from ._words import dataset, figures, related, since, some, use, whom
 
 
 class DataOverlap(Check):
@@ -74,6 +74,8 @@ class DataOverlap(Check):
         reader, audit = fault.readers[0], fault.audit
         workers = fault.evidence.get("between") == "workers"
         note = bool(fault.doubt) or not fault.loader.trains
+        first = fault.evidence.get(FROM_EPOCH, 0)
+        number = first if isinstance(first, int) else 0
         who = f"the workers of {whom(run, fault.ranks)}" if workers else whom(run, fault.ranks)
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
@@ -93,11 +95,11 @@ class DataOverlap(Check):
             label="not divided among the workers" if workers else "not divided among the ranks",
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
-            + (f" ({fault.doubt})" if fault.doubt else ""),
+            f"{since(reader, number)}" + (f" ({fault.doubt})" if fault.doubt else ""),
             cause=_cause(reader.seen, workers, fault.evidence.get(MOVING)),
             fix=_fix(reader.seen, workers=workers, moving=MOVING in fault.evidence),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
-            at=reader.rank.wall(audit.at if audit else reader.epochs[0].began.at),
+            at=reader.rank.wall(audit.at if audit else reader.epochs[number].began.at),
         )
 
     def _of_gradients(self, run: Run, work: SameWork) -> Finding:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.events import LoaderSeen
+from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from ._audit import Audit, audits
-from ._loaders import Loader, Reader, in_order, loaders, read_through
+from ._loaders import Loader, Reader, in_order, loaders
 from ._verdict import faults
 from ._words import dataset, figures, no_loader, related, some, spelled, use
 
@@ -121,5 +123,24 @@ def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
         if other is not loader and other.trains == loader.trains:
             for rank, reader in other.readers.items():
                 if rank in audit.epochs:
-                    missing -= read_through(audit.epochs[rank].seen, reader)
+                    missing -= _read_through(audit.epochs[rank].seen, reader)
     return not missing
+
+
+def _read_through(of: LoaderSeen, reader: Reader) -> set[int]:
+    """Which indices of one loader's data set another loader of the rank read: through the same
+    object, or a `Subset` of it."""
+    found: set[int] = set()
+    wanted = of.layers[0].data if of.layers else -1
+    for epoch in reader.epochs:
+        read = epoch.indices
+        for layer in epoch.seen.layers:
+            if layer.data == wanted >= 0:
+                found.update(read)
+                break
+            try:
+                selected = unpack(layer.indices)
+            except ValueError:  # a damaged record
+                break
+            read = [selected[i] for i in read if 0 <= i < len(selected)]
+    return found

@@ -9,7 +9,7 @@ from ddpdoctor.run import Run
 
 from ._audit import Audit
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, use, whom
+from ._words import dataset, figures, no_loader, related, since, use, whom
 
 
 class SamplerMissing(Check):
@@ -68,7 +68,8 @@ class SamplerMissing(Check):
             label="no distributed sampler" if _plain(fault) else "every rank gets the same samples",
             related=related(reader, sampler=False),
             summary=f"{whom(run, fault.ranks)} read the same {share} of {len(audit.total)} "
-            f"samples of {dataset(reader)} in one epoch of {use(fault.loader)}{doubt}",
+            f"samples of {dataset(reader)} in one epoch of {use(fault.loader)}"
+            f"{since(reader)}{doubt}",
             cause=f"the loader's {reader.seen.sampler} hands out {_what(fault, audit)} on every "
             "rank" + (", in the same order" if audit.same_order else ""),
             fix=_fix(fault),

@@ -10,7 +10,7 @@ from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._loaders import Reader
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, whom
+from ._words import dataset, figures, no_loader, related, since, whom
 
 FIX = "leave both out (torch asks the group), or name them: `DistributedSampler(dataset, \
 num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
@@ -117,7 +117,8 @@ class SamplerRankMismatch(Check):
             summary=f"the sampler of {dataset(reader)} divides it over {reader.seen.replicas} "
             f"replicas as {_places(fault)} on {whom(run, fault.ranks)}: "
             f"{among}{len(audit.shared)} samples read by several ranks"
-            + (f", {audit.never} by none" if audit.complete else ""),
+            + (f", {audit.never} by none" if audit.complete else "")
+            + since(reader),
             cause=f"{len(audit.epochs)} ranks average their gradients; each needs a rank of its "
             f"own below num_replicas={len(audit.epochs)}"
             + (f", the same on {ranks_text(beside)} if these share one model" if beside else ""),

@@ -22,8 +22,8 @@ from .torch_private import sequence_number
 
 LOST = "what each rank read from its DataLoaders"
 
-FINGERPRINTED = 2
-"""Epochs, per line that makes loaders, of which some samples' content is recorded."""
+WATCHED = 2
+"""Epochs, per line that makes loaders, in which the random generators are watched."""
 
 IDENTIFIED = 8
 """Loaders, per line that makes them, whose data set is looked at; then half of them, and so on."""
@@ -199,11 +199,12 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     place = _data.places.setdefault(made, Place())
     count, place.epochs = place.epochs, place.epochs + 1
     recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
-    close = count < FINGERPRINTED
+    # The content of some samples of the epochs 0, 1, 2, 4, 8, ...: a loader may become another one.
+    close = count & (count - 1) == 0
     iterable = loader._dataset_kind == 1
     prints = Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
     reading = Reading(number, epoch, place, prints, silent=not recorded)
-    reading.watch_random = close and loader.num_workers == 0
+    reading.watch_random = count < WATCHED and loader.num_workers == 0
     reading.sequence, reading.sampler = _sequence(), id(innermost(loader))
     identifier = id(iterator)
     _data.readings[identifier] = reading

@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     ContentRead,
+    EpochBegan,
     Event,
     Payload,
     RowsRead,
@@ -361,3 +362,37 @@ def test_shares_that_overlap_within_a_group_that_divides_the_data() -> None:
         events[r] = [*prologue(4, wrapped=False, group=group), *sums(1), *read]
     (finding,) = found(DataOverlap(), make_run(events))
     assert finding.ranks == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("later", "epoch"),
+    [
+        ((COUNTING, COUNTING, OTHERS), None),
+        ((OTHERS, COUNTING, COUNTING), 2),
+        ((OTHERS, OTHERS, COUNTING), 3),
+        ((OTHERS, COUNTING, COUNTING[::-1]), 2),
+        ((OTHERS, COUNTING[:1] + OTHERS[1:], COUNTING[:1] + OTHERS[1:]), None),
+    ],
+)
+def test_a_stream_that_no_rank_splits_any_more(
+    later: Sequence[Sequence[Sequence[int]]], epoch: int | None
+) -> None:
+    def epochs(of: Sequence[Sequence[Sequence[int]]]) -> list[Event]:
+        every: list[Event] = []
+        for number, batches in enumerate(of):
+            events = stream(batches)
+            every += [
+                msgspec.structs.replace(
+                    e, at=10.0 * number, epoch=number,
+                    **({"step": 10 * number} if isinstance(e, EpochBegan) else {}),
+                )
+                for e in events
+                if hasattr(e, "epoch")
+            ] if number else events  # fmt: skip
+        return every
+
+    told = examine(epochs([COUNTING] * 4), epochs([OTHERS, *later]))
+    assert len(told) == (epoch is not None)
+    for finding in told:
+        assert finding.severity is Severity.ERROR
+        assert epoch and f"in training, from step {10 * epoch} on" in finding.summary
