@@ -35,6 +35,8 @@ TIMED_OUT = re.compile(
 )
 CLEAN_UP_S = 5.0
 """A launcher ends the other ranks within that."""
+_SEEN_S = 1.0
+"""The end of a process is seen within that."""
 _JUST_BEFORE_S = 60.0
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
@@ -234,7 +236,15 @@ def failures(run: Run) -> list[Failure]:
     interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
     if len(interrupted) < len(run.ranks):  # whoever stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
-    return sorted(found, key=lambda f: f.at)
+    aborts = [f for f in found if at_teardown(run, f)]
+    return sorted((f for f in found if not _cleaned_up(f, aborts)), key=lambda f: f.at)
+
+
+def _cleaned_up(ended: Failure, aborts: list[Failure]) -> bool:
+    """Whether it was told to end since another process had aborted at its teardown; the two may be
+    seen at once."""
+    told = ended.kind == "signal" and ended.rank.signal == "SIGTERM"
+    return told and any(-_SEEN_S < ended.at - abort.at < CLEAN_UP_S for abort in aborts)
 
 
 def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
@@ -294,10 +304,14 @@ def at_teardown(run: Run, found: Failure) -> bool:
     rank = found.rank
     if found.kind != "signal" or rank.signal not in ("SIGABRT", "SIGSEGV", "SIGBUS"):
         return False
-    over = rank.of(RankExiting) or any(not g.name for g in rank.of(GroupDestroyed))
-    if not over or rank.exception is not None:
+    if not is_done(rank) or rank.exception is not None:
         return False
     return rank.steps >= max(r.steps for r in run.ranks.values())
+
+
+def is_done(rank: Rank) -> bool:
+    """Whether a rank had left, or destroyed its groups."""
+    return bool(rank.of(RankExiting)) or any(not g.name for g in rank.of(GroupDestroyed))
 
 
 def translate(message: str) -> str:

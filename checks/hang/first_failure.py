@@ -32,6 +32,7 @@ from ._failures import (
     at_teardown,
     cut,
     failures,
+    is_done,
     left_waiting,
     spawn_failed,
     stopped,
@@ -95,7 +96,7 @@ class FirstFailure(Check):
         elif lost:
             yield self._tell_lost(run, lost)
         elif aborts:
-            yield self._tell_abort(aborts)
+            yield self._tell_abort(run, aborts)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or mine.evidence.get("consequence"):
@@ -164,16 +165,19 @@ class FirstFailure(Check):
             at=first.at,
         )
 
-    def _tell_abort(self, aborts: list[Failure]) -> Finding:
+    def _tell_abort(self, run: Run, aborts: list[Failure]) -> Finding:
         ranks = tuple(sorted(f.rank.rank for f in aborts))
+        ended = [r for r in run.ranks.values() if r.signal == "SIGTERM" and not is_done(r)]
+        others = ranks_text(r.rank for r in ended)
+        cut_off = f"{others} was told to end because of it, and was not seen to be done before"
         return self.finding(
             severity=Severity.NOTE,
             ranks=ranks,
             subjects=(aborts[0].rank.signal or "",),
             summary=f"{ranks_text(ranks)} ended with {aborts[0].rank.signal} at teardown, after "
-            "all work was done",
-            cause="torch's own threads are still running when the interpreter goes away; results "
-            "and checkpoints are complete",
+            f"all {'its ' if ended else ''}work was done",
+            cause="torch's own threads are still running when the interpreter goes away; "
+            + (cut_off if ended else "results and checkpoints are complete"),
             fix="end with a small collective (`dist.barrier()`) and `dist.destroy_process_group()`",
             fix_kind=FixKind.TEMPLATE,
             evidence={"signal": aborts[0].rank.signal, "steps": aborts[0].rank.steps},

@@ -177,6 +177,16 @@ def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     assert finding.severity is Severity.NOTE
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_an_abort_at_teardown_for_which_others_were_told_to_end(done: bool) -> None:
+    over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
+    run = make_run({0: over if done else [], 1: over}, ended={0: -15, 1: -6})
+    (finding,) = found(run)
+    assert (finding.severity, finding.ranks) == (Severity.NOTE, (1,))
+    assert ("checkpoints are complete" in finding.cause) is done
+    assert ("rank 0 was told to end because of it" in finding.cause) is not done
+
+
 class Awkward(Exception):
     """Cannot be made of a text alone."""
 

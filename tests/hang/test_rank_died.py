@@ -164,3 +164,19 @@ def test_abort_at_teardown(tmp_path: Path) -> None:
         r: [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")] for r in made
     }
     assert found(run_of(tmp_path, made, more=more, ended={1: -6})) == []
+
+
+@pytest.mark.parametrize("late", [-0.1, 0.0, 0.2, 20.0])
+def test_told_to_end_after_an_abort_at_teardown(tmp_path: Path, late: float) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    more = {1: [GroupDestroyed(at=START + 5)]}
+    ends = [end(1, START + 6, signal=6), end(0, START + 6 + late, signal=15)]
+    told = found(run_of(tmp_path, made, more=more, nodes={0: ends}, ended=None))
+    assert [f.ranks for f in told] == ([(0,)] if late > 5 else [])
+
+
+def test_told_to_end_with_no_abort_before(tmp_path: Path) -> None:
+    more = {1: [GroupDestroyed(at=START + 5)]}
+    ends = [end(0, START + 6, signal=15), end(1, START + 6.2, signal=9)]
+    (finding,) = found(run_of(tmp_path, tapes(), more=more, nodes={0: ends}, ended=None))
+    assert finding.ranks == (0,)
