@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, InitEntered, TrainsAlone
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks
+from ddpdoctor.run import Rank, Run, fold_ranks
 
 
 class GroupNeverFormed(Check):
@@ -27,7 +27,9 @@ class GroupNeverFormed(Check):
 
     ## When it stays quiet
     Programs that do not train; a single training process among helpers; programs that have loaded
-    another means of communication (MPI, Horovod, Ray, DeepSpeed, RPC).
+    another means of communication (MPI, Horovod, Ray, DeepSpeed, RPC) or wait for keys of a store
+    of their own; and where something else than the optimizer changes parameters between the steps,
+    or gradients before them otherwise than by a factor: that may be what other ranks have sent.
     """
 
     code = "DDP106"
@@ -36,13 +38,16 @@ class GroupNeverFormed(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.training_ranks() else "no optimizer step seen"
+        if not run.training_ranks():
+            return "no optimizer step seen"
+        means = {layer: None for r in run.ranks.values() for layer in _means(r)}
+        return f"without a group ranks may still exchange: {', '.join(means)}" if means else None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if run.any(GroupReady) or run.any(InitEntered):
             return
         alone = {r: e for r in run.ranks.values() if (e := r.first(TrainsAlone)) is not None}
-        if len(alone) < 2 or any(e.layers for e in alone.values()):
+        if len(alone) < 2 or any(_means(r) for r in alone):
             return
         rank, event = next(iter(alone.items()))
         yield self.finding(
@@ -67,3 +72,8 @@ class GroupNeverFormed(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _means(rank: Rank) -> list[str]:
+    """Other means of communication."""
+    return [layer for event in rank.of(TrainsAlone) for layer in event.layers]

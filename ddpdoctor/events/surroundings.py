@@ -20,8 +20,11 @@ class ProgramSeen(Event, frozen=True, tag="program"):
 class TrainsAlone(Event, frozen=True, tag="trains-alone"):
     """The first optimizer step of a rank of several, with no process group to share it through.
 
+    Told again where other means of communication show only later.
+
     Attributes:
-        layers: other means of communication that the program has loaded (mpi4py, horovod, ...).
+        layers: those that the program has loaded (mpi4py, horovod, ...) or uses (a store), and what
+            something else than an optimizer changes.
     """
 
     step: int

@@ -16,6 +16,7 @@ def install(activate: Activate) -> list[Missing]:
     """Wrap torch; call once, right after torch was imported. What could not be put in place."""
     from . import (
         afterwrap,
+        alone,
         autograd,
         averaging,
         bypass,
@@ -96,6 +97,7 @@ def install(activate: Activate) -> list[Missing]:
         phases,
         search_cost,
         surroundings,
+        alone,
         drift,
         latebuffers,
         evaluation,

@@ -33,7 +33,7 @@ def install() -> None:
 
     _meetings.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
-    for name in ("wait", "get"):  # both wait for somebody to set the key
+    for name in ("wait", "get", "multi_get"):  # they wait for somebody to set the key
         around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""What the rank runs with: the program's files and libraries, its threads, a group or none."""
+"""What the rank runs with: the program's files and libraries, and its threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..events import ProgramSeen, ThreadsSeen, TrainsAlone
+from ..events import ProgramSeen, ThreadsSeen
 from . import moments
 from .moments import Step
 from .patching import around
 from .recorder import Recorder
 from .sites import classify
 
-LOST = "the program's files, its threads, and whether it trains without a group"
+LOST = "the program's files and its threads"
 
 THREADS_AT = 3
 """Optimizer step at which threads are counted first: those that training needs exist by then."""
@@ -25,11 +25,6 @@ THREADS_EVERY_S = 5.0
 
 MOST_FILES = 300
 LARGEST_FILE = 4 * 1024 * 1024
-
-OTHER_LAYERS = (
-    "mpi4py", "horovod", "ray", "deepspeed", "hivemind", "oneccl_bindings_for_pytorch", "byteps",
-    "bagua", "cupy.cuda.nccl", "zmq", "nccl", "ucp", "multiprocess.managers",
-)  # fmt: skip
 
 
 class _Surroundings:
@@ -57,27 +52,6 @@ def _step_due(active: Recorder, step: Step) -> None:
         return
     _state.program_told = True
     active.emit(ProgramSeen(at=time.monotonic(), files=_own_files(), versions=_versions()))
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
-        active.emit(
-            TrainsAlone(
-                at=time.monotonic(), step=active.step, site=step.site, layers=_other_layers()
-            ),
-            vital=True,
-        )
-
-
-def _has_group() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.is_available() and dist.is_initialized())
-
-
-def _other_layers() -> tuple[str, ...]:
-    found = [name for name in OTHER_LAYERS if name in sys.modules]
-    rpc = sys.modules.get("torch.distributed.rpc")
-    if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
-        found.append("torch.distributed.rpc")
-    return tuple(found)
 
 
 def _own_files() -> dict[str, str]:

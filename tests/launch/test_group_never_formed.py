@@ -39,3 +39,10 @@ def test_a_group_made_after_a_warm_up() -> None:
     ready = GroupReady(at=0, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=1)
     run = make_run({r: trains(more=(ready,)) for r in (0, 1)})
     assert not list(GroupNeverFormed().examine(run))
+
+
+def test_another_way_to_each_other_that_shows_later() -> None:
+    later = TrainsAlone(at=1, step=2, site=1, layers=("parameters that change between steps",))
+    run = make_run({0: trains(more=(later,)), 1: trains()})
+    assert not list(GroupNeverFormed().examine(run))
+    assert "between steps" in (GroupNeverFormed().unobserved(run) or "")
