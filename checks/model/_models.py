@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     UnusedParameters,
     Wrapped,
 )
+from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Location, Related
 from ddpdoctor.run import Rank, Run, fold_ranks
@@ -86,6 +87,7 @@ def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
         for other in run.ranks.values()
         for seen in other.of(Replica)
         if other is not rank and seen.model == model and rank.rank in seen.ranks
+        if seen.optimizer != UNHELD
         if (wrapped := wrap_of(other, model)) is not None
         for name in names_of(wrapped, unpack(seen.parameters))
     }

@@ -6,9 +6,11 @@ import pytest
 import torch
 from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParameterMismatch
 from recordings import make_run, site, steps
-from wraps import codes, rank
+from wraps import LAYERS, codes, rank
 
-from ddpdoctor.events import Ownership
+from ddpdoctor.events import Ownership, Replica
+from ddpdoctor.events.drift import UNHELD
+from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe import optimizers, ownership
 from ddpdoctor.probe.models import Model
@@ -57,6 +59,13 @@ def test_only_a_head_is_trained():
 def test_a_wrapped_model_that_no_optimizer_holds():
     (found,) = CHECK.examine(both(owned([f"{n}.weight" for n in range(6)])))
     assert (found.severity, found.steps) == (Severity.ERROR, Steps(0, 3, 4))
+
+
+@pytest.mark.parametrize("optimizer, found", [(UNHELD, ["DDP307 error"]), (1, [])])
+def test_only_what_an_optimizer_of_another_rank_holds_is_not_missing(optimizer, found):
+    copies = Replica(at=0, model=0, optimizer=optimizer, ranks=(0, 1), parameters=pack(range(6)))
+    event = owned([f"{layer}.weight" for layer in LAYERS], trained=3, stale=("4x4",) * 3)
+    assert codes(both(event, copies), CHECK) == found
 
 
 def test_an_optimizer_that_came_later():
