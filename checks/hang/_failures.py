@@ -268,8 +268,8 @@ def vanished(run: Run) -> list[Failure]:
     """Ranks that ended without a word, nobody knows how, while others only lost their peers or were
     told to end.
 
-    Whom a launcher tells to end leaves its stacks; whom it kills because that did not help ends
-    long after the others.
+    Whom a launcher tells to end leaves its stacks, and ends after one of those that lost a peer;
+    whom it kills because that did not help ends long after the others.
     """
     found = failures(run)
     if not all(_lost_others(f) or f.rank.signal == "SIGTERM" for f in found):
@@ -281,13 +281,22 @@ def vanished(run: Run) -> list[Failure]:
         if r.ended and not r.ended.silent and (r.rank in left or not r.of(RankExiting))
     ]
     first = min(ends, default=-math.inf)
+    losers = [f.rank for f in found if _lost_others(f)]
+    before = min((r.wall(r.ended.at) for r in losers if r.ended), default=-math.inf)
     return [
         Failure(r, at, "signal")
         for r in run.ranks.values()
         if r.ended is not None
-        and r.ended.silent
-        and (at := r.wall(r.ended.at)) < first + CLEAN_UP_S
+        and (at := r.wall(r.ended.at)) < (first + CLEAN_UP_S if r.ended.silent else before)
+        and (r.ended.silent or _unexplained(r, left))
     ]
+
+
+def _unexplained(rank: Rank, failed: set[int]) -> bool:
+    """Whether nobody knows how it ended."""
+    end = rank.ended
+    known = end is None or end.by_launcher or end.status is not None or end.signal is not None
+    return not known and rank.rank not in failed and not rank.of(RankExiting)
 
 
 def _lost_others(f: Failure) -> bool:

@@ -38,6 +38,10 @@ UNKNOWN = (
     "nobody saw how this process ended, only that the others lost it: killed from outside (by the "
     "kernel for lack of memory, a scheduler, or a person)"
 )
+TOLD = (
+    "it wrote down its stacks, as it does at SIGTERM, and ended before those that lost it: told to "
+    "end from outside (a scheduler, a time limit, `kill`)"
+)
 
 
 class RankDied(Check):
@@ -91,7 +95,9 @@ class RankDied(Check):
     def _tell(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]
         rank, name = first.rank, first.rank.signal
-        how = f"died of {name}" if name else "ended without a word"
+        told = rank.ended is not None and not rank.ended.silent and run.stall is None
+        unnamed = "was told to end" if told else "ended without a word"
+        how = f"died of {name}" if name else unnamed
         ranks = tuple(sorted(f.rank.rank for f in died))
         memory = _memory(run, rank)
         starved = bool(memory.get("oom_kills"))
@@ -113,7 +119,7 @@ class RankDied(Check):
             + (f", {'in' if there else 'last seen at'} {where}" if where else ""),
             cause="the kernel ended it for lack of memory: its counter of such kills went up"
             if starved
-            else unseen or _meaning(name, rank),
+            else unseen or (TOLD if told and not name else _meaning(name, rank)),
             fix="look at the end of the output: `torch.multiprocessing.spawn` names there the "
             "process that ended first, and its error"
             if unseen

@@ -142,6 +142,19 @@ def test_gone_without_a_word_after_the_others(tmp_path: Path, why: str) -> None:
     assert found(run) == []
 
 
+@pytest.mark.parametrize(("at", "status"), [(6.2, None), (6.3, None), (6.4, None), (6.2, 0)])
+def test_told_to_end_before_the_others_lost_it(
+    tmp_path: Path, at: float, status: int | None
+) -> None:
+    """One that spawn ends after a rank that lost a peer is not seen to be gone before that one."""
+    nodes = {0: [end(1, START + at, status=status), end(0, START + 6.3)]}
+    told = found(run_of(tmp_path, tapes(), more={0: [LOST]}, nodes=nodes, ended=None))
+    assert len(told) == (at < 6.3 and status is None)
+    for finding in told:
+        assert (finding.ranks, finding.confidence) == ((1,), Confidence.SUSPECTED)
+        assert "rank 1 was told to end" in finding.summary
+
+
 def test_the_launcher_cleans_up(tmp_path: Path) -> None:
     nodes = {0: [end(1, START + 6, signal=15, by_launcher=True), end(0, START + 5, status=1)]}
     assert found(run_of(tmp_path, tapes(), nodes=nodes, ended=None)) == []
