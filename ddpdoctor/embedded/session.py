@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -78,33 +79,69 @@ def checkup(function: Any = None, /, **options: Any) -> Any:
     return _decorated(asked, raise_on, function)
 
 
-def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> Any:
-    if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
-        session().prepare(asked)
-    calls = 0
+class _Calls:
+    """What surrounds each call of a decorated function."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
+    def __init__(self, asked: dict[str, Any], raise_on: str | None) -> None:
+        self._asked = asked
+        self._raise_on = raise_on
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+        if self._count == 1:
+            session().begin(self._asked)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._raise_on is None:
+            return
         current = session()
-        if calls == 1:
-            current.begin(asked)
-        if raise_on is None:
-            return function(*args, **kwargs)
-        try:
-            result = function(*args, **kwargs)
-        except BaseException:
+        if kind is not None:
             current.left()
-            raise
-        verdict = current.verdict(raise_on, asked, calls)
+            return
+        verdict = current.verdict(self._raise_on, self._asked, self._count)
         if verdict is not None:
             fault = FaultFound(verdict.findings, str(current.folder or ""))
             current.raising(fault)
             raise fault
-        return result
 
-    return wrapper
+
+def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> Any:
+    """A function of the same kind, which its caller may ask for (`inspect.iscoroutinefunction`)."""
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_decorated(asked, raise_on, function.__func__))
+    if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
+        session().prepare(asked)
+    calls = _Calls(asked, raise_on)
+    like = functools.wraps(function)
+    if inspect.iscoroutinefunction(function):
+
+        @like
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with calls:
+                return await function(*args, **kwargs)
+
+        return awaited
+    if inspect.isgeneratorfunction(function):
+
+        @like
+        def generated(*args: Any, **kwargs: Any) -> Any:
+            with calls:
+                return (yield from function(*args, **kwargs))
+
+        return generated
+
+    @like
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with calls:
+            return function(*args, **kwargs)
+
+    return called
 
 
 class examine:
