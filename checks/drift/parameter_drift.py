@@ -127,7 +127,8 @@ class ParameterDrift(Check):
         if (last := divergence(group, "parameters", "end")) is not None:
             cause = _cause(group, last)
             severity = Severity.ERROR if cause.trained else Severity.NOTE
-            yield self._finding(run, group, last, cause, severity=severity)
+            if cause.trained or run.outcome() == "completed":  # else one was in mid-step, maybe
+                yield self._finding(run, group, last, cause, severity=severity)
 
     def _skipped(self, group: Replicas, step: int, made: dict[int, int]) -> Finding:
         """Ranks that needed more backwards for as many steps left some out."""

@@ -36,7 +36,8 @@ class ProcessGroupLeak(Check):
         return None if run.any(GroupReady) else "no process group was made"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        if any(r.state not in ("finished", "running") for r in run.ranks.values()):
+        states = {r.state for r in run.ranks.values()}
+        if run.outcome() == "killed" or not states <= {"finished", "running"}:
             return
         left = {
             r: e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ TICK_S = 0.25
 TICK_WHILE_RANKS_WAIT_S = 0.05
 VIEW_S = 1.0
 _LAST_WORDS_S = 5.0
+_IMPATIENT_S = 3.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -78,6 +80,7 @@ class Supervisor:
         self._say = say
         self._view = view
         self._viewed = 0.0
+        self._interrupted = math.inf
         self._monitor = monitor
         self._forward = forward
         self._handled = 0
@@ -136,6 +139,9 @@ class Supervisor:
             say(f"stopping the run: {reason}")
             self._stop("doctor", reason, signal.SIGTERM)
         now = time.monotonic()
+        if now - self._interrupted > _IMPATIENT_S:
+            self._interrupted = math.inf
+            say("the ranks are given up to 30 s to end; Ctrl-C once more ends them at once")
         if self._view and self._monitor.run and now - self._viewed >= VIEW_S:
             self._viewed = now
             self._view(self._monitor.run)
@@ -146,6 +152,7 @@ class Supervisor:
         for number in came:
             if not self.stopped_by:
                 by = "interrupt" if number is signal.SIGINT else "terminate"
+                self._interrupted = time.monotonic() if by == "interrupt" else math.inf
                 self._stop(by, number.name, number)
             else:
                 self._kill_all()
@@ -202,8 +209,8 @@ class Supervisor:
 
 
 def to_launcher(pid: int, number: signal.Signals) -> None:
-    """torchrun takes 30 s to end stuck ranks by SIGINT and less than one by SIGTERM."""
-    os.kill(pid, signal.SIGTERM if number in _STOPPING else number)
+    """torchrun hands it on to its ranks, which may have something to save."""
+    os.kill(pid, number)
 
 
 def to_group(pid: int, number: signal.Signals) -> None:
