@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises over text that is no JSON, or not the JSON that was asked for."""
+
 _encoder = msgspec.json.Encoder()
 
 

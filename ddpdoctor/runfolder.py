@@ -22,7 +22,7 @@ import msgspec
 
 from .events import Event, decode, encode
 from .held import HeldFile
-from .jsontext import to_json
+from .jsontext import UNREADABLE, to_json
 
 RANK_LIMIT_BYTES = 16 * 1024 * 1024
 """Most that one rank's event file may take. What would exceed it is counted, not written."""
@@ -111,7 +111,7 @@ class RunFolder:
         """`run.json`, or None where it is missing or unreadable."""
         try:
             return msgspec.json.decode(self.info_path.read_bytes(), type=RunInfo)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             return None
 
     def attempts(self) -> list[int]:
@@ -269,7 +269,7 @@ class Lines:
                     continue
                 try:
                     event = decode(line)
-                except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                except UNREADABLE:
                     self.unreadable += 1
                     continue
                 yield event

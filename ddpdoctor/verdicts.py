@@ -21,6 +21,7 @@ from . import registry
 from .diagnose import diagnose
 from .findings import Confidence, Finding, Report, Severity
 from .held import mapped
+from .jsontext import UNREADABLE
 from .run import Run
 from .runfolder import RunFolder, write_private
 
@@ -229,5 +230,5 @@ def _read_count(path: Path) -> int | None:
 def _read(path: Path, kind: type[S]) -> S | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, *UNREADABLE):
         return None

@@ -110,6 +110,13 @@ def test_lines_from_hell_are_skipped(tmp_path: Path) -> None:
     assert any("unreadable" in lost for lost in report.coverage.lost)
 
 
+def test_bytes_that_are_no_text_make_a_file_unreadable(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "run", {0: [started(0, 1)]})
+    assert folder.read_info() is not None
+    folder.info_path.write_bytes(folder.info_path.read_bytes().replace(b"train", b"tr\xe5in"))
+    assert folder.read_info() is None
+
+
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text('{"event":"step","at":1,"optimizer":0,"step":7,"site":-1,"wall_s":1}\n')

@@ -130,6 +130,18 @@ def test_missing_ranks_have_a_row() -> None:
     assert "missing: no record of ranks 2-3" in text
 
 
+def test_ranks_stand_in_order_also_those_without_a_record() -> None:
+    report = report_of(ToyQuiet(), ranks=3)
+    report = msgspec.structs.replace(report, ranks=report.ranks[1:])
+    assert [row[0] for row in facts.rank_grid(report).rows] == ["0", "1", "2"]
+
+
+def test_a_narrow_terminal_shows_the_ranks() -> None:
+    lines = render.text(report_of(ToyQuiet(), ended={1: 1}), 30).splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("rank  state"))
+    assert [line[0] for line in lines[head + 1 : head + 3]] == ["0", "1"]
+
+
 def test_tables_of_the_report() -> None:
     table = Table(title="consumed", columns=("rank", "samples"), rows=(("0", "64"), ("1", "60")))
     report = msgspec.structs.replace(report_of(ToyQuiet()), tables=(table,))

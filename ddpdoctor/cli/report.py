@@ -34,6 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
+    if args.rank is not None and args.format != "text":
+        raise UsageError(f"--rank tells a story in text: leave out --format {args.format}")
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     attempts = open_run(args.folders)

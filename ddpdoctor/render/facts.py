@@ -171,10 +171,11 @@ def rank_grid(report: Report) -> Grid:
     for rank in report.ranks:
         key = (_state(rank), rank.steps, rank.last) if fold else rank.rank
         groups.setdefault(key, []).append(rank)
-    rows = [_rank_row(group) for group in groups.values()]
+    first = {group[0].rank: _rank_row(group) for group in groups.values()}
     known = {r.rank for r in report.ranks}
     if known and (gone := [r for r in range(report.run.world_size) if r not in known]):
-        rows.append((fold_ranks(gone), "no record", "", "", ""))
+        first[gone[0]] = (fold_ranks(gone), "no record", "", "", "")
+    rows = [first[rank] for rank in sorted(first)]
     return Grid(RANK_COLUMNS, tuple(rows[:ROWS_LIMIT]), max(len(rows) - ROWS_LIMIT, 0))
 
 

@@ -94,12 +94,12 @@ def foot(report: Report, width: int) -> Iterator[RenderableType]:
 def rank_table(grid: Grid, width: int) -> Table:
     """One row per rank; what does not fit is cut in the last column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in grid.columns:
-        right = name in ("steps", "step time")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    sizes = facts.widths(grid)[:-1]
     # Cut here: rich would take the room for a long cell from the columns before it.
-    taken = sum(size + 2 for size in facts.widths(grid)[:-1])
-    room = max(width - taken, 20)
+    room = max(width - sum(size + 2 for size in sizes), len(grid.columns[-1]))
+    for name, size in zip(grid.columns, (*sizes, len(grid.columns[-1])), strict=True):
+        right = name in ("steps", "step time")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=size)
     for row in grid.rows:
         state = row[1].partition(" ")[0] if len(row) > 1 else ""
         cells = [Text(cell) for cell in (*row[:-1], cut(row[-1], room))]
