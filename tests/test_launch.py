@@ -248,6 +248,23 @@ def test_a_stopped_run_is_reported(place: Path, number: signal.Signals, by: str)
     assert _ranks_are_gone()
 
 
+def test_an_interrupt_reaches_the_ranks_as_such(place: Path) -> None:
+    """`except KeyboardInterrupt: save()` is what many programs have."""
+    saving = script("""
+        import os, pathlib, time
+        rank = os.environ["RANK"]
+        try:
+            pathlib.Path(f"up-{rank}").touch()
+            time.sleep(100)
+        except KeyboardInterrupt:
+            pathlib.Path(f"saved-{rank}").touch()
+    """)
+    process = _started((*DOCTOR, "run", "--out", "out", *TWO, saving), _both_up)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)
+    assert Path("saved-0").exists() and Path("saved-1").exists()
+
+
 def test_second_interrupt_ends_stubborn_ranks(place: Path) -> None:
     stubborn = script(
         "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
