@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import inf
 
 from ddpdoctor.events import (
@@ -24,7 +25,17 @@ from ._branches import condition
 from ._caught import handler
 from ._log import Made
 from ._mismatch import Parting
-from ._ways import SAME_ON_ALL, Key, catching, depth_in, exits, loops_around, places, ways_out
+from ._ways import (
+    OF_MODEL,
+    SAME_ON_ALL,
+    Key,
+    catching,
+    depth_in,
+    exits,
+    loops_around,
+    places,
+    ways_out,
+)
 
 Leaver = tuple[Rank, float]
 """A rank, and until when what it did counts: it may have gone on after a call that failed."""
@@ -267,7 +278,19 @@ def _with_exits(left: Left, leaver: Rank, last: CallSite | None, stay: Made) -> 
     if left.how not in (How.BROKE, How.UNKNOWN):
         return left
     sure = left.how is How.BROKE
-    return replace(left, exits=exits(leaver, last, stay, left.loop, sure))
+    even = _even_within(left.loop, leaver, stay)
+    return replace(left, exits=exits(leaver, last, stay, left.loop, sure, even))
+
+
+def _even_within(loop: Location, leaver: Rank, stay: Made) -> bool:
+    """Whether the loops in that one had as many rounds on both ranks, those that are over."""
+    heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
+    return all(
+        SAME_ON_ALL.match(head.source)
+        or OF_MODEL.match(head.source)
+        or _how((leaver, inf), _until(stay), head, False) is not How.UNKNOWN
+        for head in takewhile(lambda head: head != loop, heads)
+    )
 
 
 def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddpdoctor.events import CallSite, Enclosing, Place, Way
+from ddpdoctor.events import CallSite, Enclosing, ExceptionPassed, Place, Way
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
 from ._branches import ON_RANK, opener
+from ._caught import handler
 from ._log import Made
 
 Key = tuple[str, int, str]
@@ -17,6 +18,10 @@ Key = tuple[str, int, str]
 
 SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
 """A loop that has as many rounds on every rank."""
+OF_MODEL = re.compile(
+    r"for .+ in .*\b(?:params?|param_groups|grads|(?:named_)?(?:parameters|buffers|modules))\b.*:"
+)
+"""A loop over parts of a model."""
 _ENDLESS = re.compile(r"while (?:True|1):|for .+ in (?:itertools\.)?count\(.*\):")
 
 
@@ -103,11 +108,12 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
 
 
 def exits(
-    leaver: Rank, last: CallSite | None, stay: Made, loop: Location, sure: bool
+    leaver: Rank, last: CallSite | None, stay: Made, loop: Location, sure: bool, even: bool
 ) -> tuple[Location, ...]:
     """The statements one of which ended a loop on a rank that left it after its `last` call, while
     another one is in a call in there; none where it may as well have been its head, unless the
-    loop is `sure` not to have ended by that."""
+    loop is `sure` not to have ended by that, or fewer rounds of one in it, unless these are
+    `even`. Of an exception it may have caught anywhere."""
     key = (loop.file, loop.line, loop.function)
     ended = {
         way.line: Location(loop.file, way.line, loop.function, way.text)
@@ -125,9 +131,19 @@ def exits(
             if (begin < n < end if same_round else n > begin or n < end)
         }
         sure = sure or same_round
-    if not sure and not _ENDLESS.match(loop.source) and not SAME_ON_ALL.match(loop.source):
-        ended = {n: way for n, way in ended.items() if ON_RANK.search(way.source)}
-    return tuple(ended.values())
+    sure = sure or _ENDLESS.match(loop.source) is not None
+    counted = even and SAME_ON_ALL.match(loop.source) is not None
+    return tuple(
+        way
+        for way in ended.values()
+        if sure or ON_RANK.search(way.source) or (counted and not _unseen(leaver, way))
+    )
+
+
+def _unseen(rank: Rank, way: Location) -> bool:
+    """Whether it is a handler that no exception was seen to come to."""
+    passed = rank.of(ExceptionPassed)
+    return way.source.startswith("except") and not any(handler(rank, e, [way]) for e in passed)
 
 
 def _line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:

@@ -15,6 +15,8 @@ _DEFINES = ("def ", "async def ", "class ")
 _CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
 _BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
 _RETURNS = re.compile(r"(?:^|[:;]\s*)(?:return\b|(?:sys\.|os\._)?exit\()")
+_ENDS = re.compile(r"(?:^|[:;]\s*)(?:return\b|exit\()")
+"""What ends a loop; of `sys.exit` and `os._exit` it is seen where they are called."""
 _RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
 _LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
 WAYS_LIMIT = 8
@@ -116,7 +118,7 @@ def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]
             inner, inner_depth = "", -1
         if inner.startswith(_DEFINES):
             continue
-        if _RETURNS.search(code) or (not inner and _BREAKS.search(code)):
+        if _ENDS.search(code) or (not inner and _BREAKS.search(code)):
             exits.append(_exit(lines, number, end))
         if inner:
             continue

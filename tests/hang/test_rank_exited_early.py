@@ -124,6 +124,37 @@ def test_the_statement_that_ended_a_loop(
     assert ("decide together" in finding.fix) == (line != 8)
 
 
+@pytest.mark.parametrize(
+    ("inner", "under", "named"),
+    [
+        ("for x in batches(rank):", "if worse > 3:", False),  # these may have been fewer
+        ("for i in range(5):", "if worse > 3:", True),
+        ("for p in model.parameters():", "if worse > 3:", True),
+        ("for i in range(5):", "except OSError:", False),
+    ],
+)
+def test_what_may_not_have_ended_a_loop(
+    tmp_path: Path, inner: str, under: str, named: bool
+) -> None:
+    way = Way(line=11, text=under, first=13, last=14)
+    loop = ((8, inner), Enclosing(line=7, text="for epoch in range(3):", exits=(way,)))
+    (finding,) = found(left(tmp_path, loop=loop))
+    assert ("ends it" in finding.cause) is named
+    assert finding.location is not None
+    assert finding.location.line == (11 if named else 7)
+
+
+def test_a_handler_that_ended_a_loop(tmp_path: Path) -> None:
+    way = Way(line=11, text="except OSError:", first=13, last=14)
+    loop = (Enclosing(line=8, text="for i in range(80):", exits=(way,)),)
+    tried = Site(at=START, id=70, file=f"{CWD}/train.py", line=9, function="main")
+    seen = ExceptionPassed(
+        at=START + 3, where="handler", kind="OSError", message="full", step=7, tried=70
+    )
+    (finding,) = found(left(tmp_path, loop=loop, loaders={0: [], 1: [tried, seen]}))
+    assert "`except OSError:` (train.py:11) ends it" in finding.cause
+
+
 def test_what_was_caught_is_told(tmp_path: Path) -> None:
     bad = ExceptionPassed(
         at=START + 3, where="forward", kind="ValueError", message="odd\nvery", step=7

@@ -129,6 +129,9 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     assert [(w.line, w.text) for w in statements.enclosing(str(path), 14)[-1].exits] == [
         (12, "if part: return")
     ]
+    path = tmp_path / "exited.py"
+    path.write_text(ROUNDS.replace("x = None", "sys.exit(0)"))
+    assert not statements.enclosing(str(path), 14)[-1].exits
 
 
 def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
