@@ -283,9 +283,10 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     fix += "same step twice on the ranks that differ and compare"
     if unseen := found.unseen:
         text += f", but of the steps {unseen[0]} to {found.first} only the last was looked at"
-        fix = "run it again with `--every 1`: then every step is looked at, and on the CPU an edit "
-        fix += "by hand is told with its rank, and with its line where it is made more than once; "
-        fix += "look for code under `if rank == ...`"
+    if unseen or found.kind == "gradients":
+        fix = "run it again with `--every 1`: then all of them are looked at in every step, and on "
+        fix += "the CPU an edit by hand is told with its rank, and with its line where it is made "
+        fix += "more than once; look for code under `if rank == ...`"
     if blind:
         suspects = f"; but {' and '.join(sorted(blind))} were not observed: the doctor itself "
         suspects += "failed there, and it may well be those"

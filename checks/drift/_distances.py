@@ -12,20 +12,24 @@ def distances(group: Replicas, found: Divergence) -> dict[int, float]:
     measured."""
     kind = found.kind
     steps = set(found.keys) if found.point == "step" else None
+    end = max(m.last_step for m in group.members.values()) + 1
     sketches: dict[int, dict[int, Sketch]] = {}
     for number, member in group.members.items():
         for event in member.rank.of(Sketch):
             same = (event.model, event.optimizer) == (member.model, member.optimizer)
             apart = event.step >= found.first if steps is None else event.step in steps
-            if same and event.kind == kind and apart:
+            if same and event.kind == kind and (apart or event.step == end):
                 sketches.setdefault(event.step, {})[number] = event
     # Ranks that agree have no distance: it takes one of each side.
     sides = [set(side) for side in found.split]
-    return {
+    found_apart = {
         step: _distance(list(seen.values()))
         for step, seen in sorted(sketches.items())
         if sum(not side.isdisjoint(seen) for side in sides) > 1
     }
+    if not found_apart.get(end, 1.0):
+        del found_apart[end]  # made equal after the last step
+    return found_apart
 
 
 def _distance(sketches: list[Sketch]) -> float:

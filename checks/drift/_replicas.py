@@ -19,6 +19,8 @@ from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 from ._lacking import Lacking
 
 ABSENT = 0
+ZERO = 1
+"""Digests of no tensor, and of one in which nothing but zeros is."""
 
 NO_COPIES = "no two ranks were seen to train copies of one wrapped model"
 
@@ -258,18 +260,18 @@ def divergence(
     return found
 
 
-def lacking(group: Replicas, found: Divergence) -> tuple[int, ...]:
-    """The ranks that have none of the tensors that differ at first, where the others have them all
-    and agree on them."""
+def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int, ...]:
+    """The ranks that have none of the tensors that differ at first, or only zeros in them, where
+    the others have them all and agree on them."""
     count, key = found.total, found.first
     tables = _tables(group, found.kind, found.point)
     rows = {n: table[key] for n, table in tables.items() if key in table}
     differing = _differing(rows, key, count, parts=False)
     known = {n: _by_position(row, key, count) for n, row in rows.items()}
     values = {n: tuple(table[p] for p in differing) for n, table in known.items()}
-    none = tuple(sorted(n for n, mine in values.items() if not any(mine)))
+    none = tuple(sorted(n for n, mine in values.items() if set(mine) == {what}))
     rest = {mine for n, mine in values.items() if n not in none}
-    return none if len(rest) == 1 and ABSENT not in next(iter(rest)) else ()
+    return none if len(rest) == 1 and {ABSENT, what}.isdisjoint(next(iter(rest))) else ()
 
 
 def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:

@@ -188,6 +188,7 @@ def _edits(member: Member) -> list[Edited]:
         e
         for e in member.rank.of(Edited)
         if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
+        and not e.counted
     ]
 
 

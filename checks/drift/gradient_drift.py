@@ -12,6 +12,7 @@ from . import _causes, _loads
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
+    ZERO,
     Divergence,
     Replicas,
     compared,
@@ -70,11 +71,12 @@ class GradientDrift(Check):
         if found is None or _averages_parameters(group):
             return
         cause = _cause(group, found)
+        apart, since = _size(group, found, cause)
         yield self.finding(
             **_causes.told(group, found, cause),
             summary=f"gradients of {_causes.some(found.names)} differ "
-            f"{_causes.between(found.split, run)}{_causes.largest(group, found)} "
-            f"when the optimizer steps, first {'seen ' * bool(found.unseen)}at step {found.first}",
+            f"{_causes.between(found.split, run)}{apart} when the optimizer steps, "
+            f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
             evidence=_causes.evidence(group, found) | cause.evidence,
         )
 
@@ -90,11 +92,14 @@ def _averages_parameters(group: Replicas) -> bool:
 def _cause(group: Replicas, found: Divergence) -> Cause:
     if ranks := lacking(group, found):
         return _lacks(group, found, ranks)
+    if ranks := lacking(group, found, ZERO):
+        return _zeroes(group, found, ranks)
     cause = _causes.edited(group, "gradients", found.first) or _causes.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
         seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
-        seen += ", and no edit by hand was seen on any rank"
+        seen += ", and no edit by hand was seen on any rank, where not all of them are looked at "
+        seen += "for that in every step"
         cause = _causes.unknown(group, found, seen)
     elif len(cause.ranks) < len(group.members) and not cause.everybody:
         return cause
@@ -115,6 +120,36 @@ def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
         ranks=ranks,
         evidence={"no_gradient_on": list(ranks)},
     )
+
+
+def _zeroes(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
+    """These ranks step with zeros where the others have gradients, equal ones."""
+    spot = _causes.own_line(group, "gradients", found.first, ranks)
+    verb = "has" if len(ranks) == 1 else "have"
+    return Cause(
+        text=f"{ranks_text(ranks)} {verb} nothing but zeros in them when the optimizer steps, the "
+        f"others what DDP averaged: it is zeroed {'here, ' * (spot is not None)}after the backward"
+        + ("" if spot else ", by which line is not known (`zero_()`, a product with 0)"),
+        fix="zero it on every rank, or on none: look for code under `if rank == ...`, or under a "
+        "condition on the rank's own data, between `backward` and `step`",
+        label=f"on {ranks_text(ranks)} only" if spot else "steps with zeros for gradients",
+        location=spot,
+        ranks=ranks,
+        evidence={"zeros_on": list(ranks)},
+    )
+
+
+def _size(group: Replicas, found: Divergence, cause: Cause) -> tuple[str, str]:
+    """By how much they differ; or else how far the parameters are apart since."""
+    if size := _causes.largest(group, found):
+        return size, ""
+    if "zeros_on" in cause.evidence:
+        return " by all of their norm", ""
+    parameters = divergence(group, "parameters")
+    if parameters is None or parameters.first <= found.first:
+        return "", ""
+    size = _causes.largest(group, parameters)
+    return "", f"; the parameters are apart{size} since" if size else ""
 
 
 def _of_other_parameters(group: Replicas, found: Divergence, cause: Cause) -> Cause:

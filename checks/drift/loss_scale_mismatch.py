@@ -102,6 +102,7 @@ def _edits(member: Member) -> list[Edited]:
         if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
         and e.changed
         and (e.beside or not e.functions)
+        and not e.counted
     ]
 
 

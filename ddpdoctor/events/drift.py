@@ -92,6 +92,7 @@ class Sketch(Event, frozen=True, tag="sketch"):
     tensors themselves, within some ten percent.
 
     Attributes:
+        step: of the optimizer that was to follow: one more than it took, at the end.
         norm: Euclidean norm of the tensors on this rank.
         bins: sums over random halves; ranks use the same ones.
     """
@@ -155,6 +156,7 @@ class Edited(Event, frozen=True, tag="edited"):
         functions: what was called meanwhile (`clip_grad_norm_`).
         beside: something else than these functions changed them, too.
         undone: `changed` False, but they were changed and put back.
+        counted: gradients whose values were not looked at were written to, as torch counts writes.
         divisor: the world size as written, where the line divides by it.
     """
 
@@ -170,6 +172,7 @@ class Edited(Event, frozen=True, tag="edited"):
     more: tuple[int, ...] = ()
     beside: bool = False
     undone: bool = False
+    counted: bool = False
 
 
 class Rewritten(Event, frozen=True, tag="rewritten"):

@@ -273,14 +273,19 @@ def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) 
     early = step.number < FIRST_STEPS
     if step.number and (early or active.affordable()):
         _record_state(active, watch, step)
-    parameters = watch.holding.parameters(watch.holding.positions)
-    size = sum(p.numel() for p in parameters if p is not None)
-    on_cpu = all(p is None or p.is_cpu for p in parameters)
+    size = _size_to_sketch(watch)
     cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or active.affordable()
-    if not on_cpu or size > SKETCHED_AT_MOST or not cheap:
-        return
-    for kind in kinds:
-        _sketch(active, watch, kind, step.number)
+    if cheap and size <= SKETCHED_AT_MOST:
+        for kind in kinds:
+            _sketch(active, watch, kind, step.number)
+
+
+def _size_to_sketch(watch: Watch) -> float:
+    """Elements of the parameters; no limit allows for what is not on the CPU."""
+    parameters = watch.holding.parameters(watch.holding.positions)
+    if any(p is not None and not p.is_cpu for p in parameters):
+        return math.inf
+    return sum(p.numel() for p in parameters if p is not None)
 
 
 def _sketch(active: Recorder, watch: Watch, kind: str, step: int) -> None:
@@ -384,6 +389,8 @@ def _finish(active: Recorder) -> None:
         if (steps := holding.steps()) > 0:
             edits.tell_parameters(active, steps, holding)
             writes.look(active, holding, watch.writes, steps, last=True)
+            if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
+                _sketch(active, watch, "parameters", steps)
         for kind in ("parameters", "buffers"):
             tensors = _tensors(holding, kind, 0, 1)
             waiting = _digest(active, tensors)

@@ -20,6 +20,7 @@ from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
+from .touched import Touched
 from .tracing import Tracer
 from .writes import version
 
@@ -44,6 +45,7 @@ class Taken:
     Attributes:
         latest: digests after the last of torch's functions that may change them.
         beside: something else changed them before that.
+        touched: of gradients, those that were written to, whether their values are here or not.
     """
 
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
@@ -52,6 +54,7 @@ class Taken:
         self.values = [some_values([t]) for t in tensors] if sampled else []
         self.versions = [] if sampled else [version(t) for t in tensors]
         self.beside = False
+        self.touched: Touched | None = None
 
     def only(self, positions: Set[int]) -> Taken:
         """The same of those of them that are among these."""
@@ -59,7 +62,7 @@ class Taken:
         part = Taken([self.positions[n] for n in kept], [], sampled=True)
         part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
         part.values = [self.values[n] for n in kept]
-        part.beside = self.beside
+        part.beside, part.touched = self.beside, self.touched
         return part
 
 
@@ -154,6 +157,8 @@ def _changing(name: str) -> None:
     began = time.perf_counter_ns()
     for model, taken in _taken():
         taken.beside |= _gradients_now(model, taken) != taken.latest
+        if taken.touched is not None:
+            taken.touched.look()
     _edits.spent_ns += time.perf_counter_ns() - began
 
 
@@ -164,6 +169,8 @@ def _changed(active: Recorder, token: Any, result: Any, error: BaseException | N
     began = time.perf_counter_ns()
     for model, taken in _taken():
         taken.latest = _gradients_now(model, taken)
+        if taken.touched is not None:
+            taken.touched.pass_over()
         tracer = _followed(model).tracer
         if tracer is not None and tracer.kind == "gradients":
             tracer.pass_over()
@@ -234,6 +241,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
         grads = [_gradient(model, p) for p in positions]
         followed.gradients = Taken(positions, grads, sampled=True)
+        followed.gradients.touched = Touched(model, model.expected)
         _trace(active, followed, "gradients", model)
         _edits.spent_ns += time.perf_counter_ns() - began
 
@@ -262,14 +270,8 @@ def _step_begins(active: Recorder, step: Step) -> None:
         began = time.perf_counter_ns()
         tell_parameters(active, step.number, holding)
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
-            _tell(
-                active,
-                step.number,
-                holding,
-                "state",
-                before,
-                _state(step, holding, before.positions),
-            )
+            after = _state(step, holding, before.positions)
+            _tell(active, step.number, holding, "state", before, after)
         taken = followed.gradients
         followed.gradients = None
         if taken is not None:
@@ -339,11 +341,15 @@ def _tell(
         for p, old, new in zip(before.positions, before.numbers, now.numbers, strict=True)
         if old != new
     ]
-    changed = bool(differing)
-    functions = tuple(_edits.functions) if changed and kind == "gradients" else ()
-    beside = bool(functions) and (before.beside or now.numbers != before.latest)
+    counted: list[int] = []
+    if before.touched is not None:
+        before.touched.look()
+        counted = sorted(before.touched.besides(before.positions, holding.held))
+    changed = bool(differing or counted)
+    functions = tuple(_edits.functions) if differing and kind == "gradients" else ()
+    beside = bool(functions) and (before.beside or now.numbers != before.latest or bool(counted))
     undone = [] if changed else _rewritten(before, now)
-    ratio = _ratio(before, now) if changed and kind == "gradients" else 0.0
+    ratio = _ratio(before, now) if differing and kind == "gradients" else 0.0
     if followed.tracer is not None and followed.tracer.kind == kind:
         found = followed.tracer.stop()
         followed.tracer = None
@@ -352,18 +358,18 @@ def _tell(
             followed.sites[kind] = tuple(active.sites.number(*place) for place in found)
             code, line = found[0]
             followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
-    by_hand = undone or (differing if beside or not functions else [])
+    by_hand = undone or counted or (differing if beside or not functions else [])
     if by_hand and kind not in followed.sites:
         after = dict(zip(now.positions, now.numbers, strict=True))
-        gone = [p for p in by_hand if after[p] == ABSENT]
+        gone = [p for p in by_hand if after.get(p) == ABSENT]
         followed.wanted[kind] = (gone or by_hand)[0]
         last = followed.changed_at.get(kind, active.step)
         followed.expected[kind] = 2 * active.step - last
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
     sites = followed.sites.get(kind, ()) if changed or undone else ()
-    state = (changed, ratio, sites, beside, bool(undone))
-    if followed.told.get(key, (False, 0.0, (), False, False)) == state:
+    state = (changed, ratio, sites, beside, bool(undone), bool(counted))
+    if followed.told.get(key, (False, 0.0, (), False, False, False)) == state:
         return
     if followed.count >= TOLD_AT_MOST:
         return
@@ -383,6 +389,7 @@ def _tell(
             functions=functions,
             beside=beside,
             undone=bool(undone),
+            counted=bool(counted),
             divisor=followed.divisors.get(kind, "") if changed else "",
         )
     )

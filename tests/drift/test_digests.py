@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ddpdoctor.checks.drift._replicas import ZERO
 
 from ddpdoctor.events.codec import decode, encode
 from ddpdoctor.events.drift import Sketch, chosen, full
@@ -143,3 +144,26 @@ def test_what_is_not_finite_has_no_sketch(monkeypatch, value, told) -> None:
     drift._sketch(SimpleNamespace(emit=emitted.append), watch, "parameters", 4)
     assert len(emitted) == told
     assert [decode(encode(event)) for event in emitted] == emitted
+
+
+def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    told = []
+    active = SimpleNamespace(emit=told.append, every=0, budget_percent=1.0, own_ns=0, step=7)
+    model = SimpleNamespace(
+        number=0, wrapper=lambda: parameter, forwards=7, synced_backwards=7, inner=lambda: None
+    )
+    holding = SimpleNamespace(
+        model=model, optimizer=0, positions=[0], steps=lambda: 7, parameters=lambda at: [parameter]
+    )
+    monkeypatch.setattr(drift, "_drift", drift._Drift())
+    monkeypatch.setattr(drift.edits, "tell_parameters", lambda *args: None)
+    drift._drift.watches[0, 0] = drift.Watch.__new__(drift.Watch)
+    vars(drift._drift.watches[0, 0]).update(holding=holding, rows={}, writes=drift.writes.Writes())
+    drift._finish(active)
+    assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
+
+
+def test_the_digest_of_zeros():
+    assert digests([torch.zeros(3), torch.zeros(64, 64)]) == [ZERO, ZERO]
+    assert ZERO not in digests([torch.tensor([0.0, 1e-40]), torch.ones(2)])

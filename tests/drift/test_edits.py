@@ -105,3 +105,59 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
         edits._step_begins(active, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
     assert edits._followed(model).gradients is None
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ({1: lambda p: p.grad.zero_()}, [(True, True, 0.0)]),
+        ({1: lambda p: setattr(p, "grad", torch.ones(2))}, [(True, True, 0.0)]),
+        ({n: lambda p: p.grad.mul_(1.0) for n in range(20)}, []),
+        ({n: lambda p: p.grad.mul_(0.5) for n in range(20)}, [(True, False, 0.5)]),
+        ({}, []),
+    ],
+    ids=["in place", "another one", "no change", "all", "none"],
+)
+def test_a_write_to_one_of_many_gradients(
+    monkeypatch: pytest.MonkeyPatch, writes: dict[int, Any], expected: list[Any]
+) -> None:
+    """It is counted, although only some values are looked at: unless those are written to, too,
+    and tell that nothing changes."""
+    told = told_of_gradients(monkeypatch, lambda p: [w(p[n]) for n, w in writes.items()])
+    assert [(e.changed, e.counted, e.ratio) for e in told] == expected
+
+
+def test_what_a_function_of_torchs_writes_is_no_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clips(parameters: list[Any], by_hand: bool) -> None:
+        if by_hand:
+            parameters[1].grad.zero_()
+        edits._changing("clip_grad_norm_")
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
+        edits._changed(None, None, None, None)  # type: ignore[arg-type]
+
+    for by_hand in (False, True):
+        (event,) = told_of_gradients(monkeypatch, lambda p: clips(p, by_hand))  # noqa: B023
+        assert (event.functions, event.beside) == (("clip_grad_norm_",), by_hand)
+
+
+def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any]:
+    """What is told of twenty gradients that are written to between a backward and the step."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(20)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    every = list(range(20))
+    model: Any = SimpleNamespace(
+        number=0, expected=every, parameters=[weakref.ref(p) for p in parameters]
+    )
+    model = type("Model", (), vars(model))()
+    told: list[Any] = []
+    active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
+    edits._backward_ends(active, SimpleNamespace(error=None, models=[model]))  # type: ignore[arg-type]
+    writing(parameters)
+    holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
+    step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
+    edits._step_begins(active, step)
+    return told

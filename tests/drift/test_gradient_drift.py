@@ -5,7 +5,7 @@ import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run
-from replicas import LINE, OTHER, digests, equal, replica, run_of
+from replicas import LINE, OTHER, digests, equal, replica, run_of, sketch
 
 from ddpdoctor.events import Clipped, Edited, Wrapped
 from ddpdoctor.events.pack import pack
@@ -201,3 +201,46 @@ def test_small_factors_are_told_apart_at_the_step_where_they_differ():
     (finding,) = GradientDrift().examine(run_of(ranks))
     assert "(rank 0 by 0.0076046, rank 1 by 0.0076012)" in finding.cause
     assert finding.location.line == 33, "it was followed at the next step"
+
+
+@pytest.mark.parametrize(("mine", "line"), [(edit(site=LINE), 33), (edit(), 40)])
+def test_gradients_that_one_rank_zeroes(mine, line):
+    zeroed = {0: [1, 2, 3, 4], 1: [5, 1, 7, 8], 2: [9, 8, 7, 6]}
+    events = {0: [digests("gradients", SAME)], 1: [mine, digests("gradients", zeroed)]}
+    (finding,) = GradientDrift().examine(run_of(events))
+    assert (finding.ranks, finding.location.line) == ((1,), line)
+    assert "by all of their norm" in finding.summary
+    assert "rank 1 has nothing but zeros in them" in finding.cause
+
+
+def test_gradients_that_are_zero_on_all_ranks_or_none_are_no_zeroing():
+    zeros = {0: [1, 2, 3, 4], 1: [1, 6, 7, 8], 2: [9, 8, 7, 6]}
+    ranks = {n: [digests("gradients", rows)] for n, rows in enumerate((SAME, APART, zeros))}
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "zeros" not in finding.cause
+
+
+def test_no_claim_about_edits_that_were_not_looked_for():
+    ranks = {n: [digests("gradients", APART if n else SAME)] for n in range(2)}
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "where not all of them are looked at for that" in finding.cause
+    assert "--every 1" in finding.fix
+
+
+def test_the_size_that_is_known_is_that_of_the_parameters_at_the_end():
+    parted = digests("parameters", {2: [1, 1, 1, 2], 3: [3, 3, 3, 4]})
+    ranks = {
+        n: [
+            digests("gradients", APART if n else SAME),
+            parted if n else digests("parameters", {2: [1, 1, 1, 7], 3: [3, 3, 3, 9]}),
+            sketch(4, 1.0 + 0.5 * n),
+        ]
+        for n in range(2)
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.summary.endswith("; the parameters are apart by 5 % of their norm since")
+    (effect,) = ParameterDrift().examine(run_of(ranks))
+    assert "by 5 % of their norm" in effect.summary
+    alike = {n: [*events[:-1], sketch(4, 1.0)] for n, events in ranks.items()}
+    (effect,) = ParameterDrift().examine(run_of(alike))
+    assert "norm" not in effect.summary
