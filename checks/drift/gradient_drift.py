@@ -63,6 +63,8 @@ class GradientDrift(Check):
         return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "nonfinite-origin":
+            return _edited_in(mine, other)
         later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
         return other.check in later and _causes.may_follow(other, mine, 1)
 
@@ -79,6 +81,22 @@ class GradientDrift(Check):
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
             evidence=_causes.evidence(group, found) | cause.evidence,
         )
+
+
+def _edited_in(mine: Finding, other: Finding) -> bool:
+    """Whether what is not finite came with gradients that the same ranks edited, and only they have
+    it: averaging would have given it to all."""
+    if other.evidence.get("brought by a gradient of step", "") == "" or other.steps is None:
+        return False
+    ranks = mine.evidence.get("edited_by_hand_on")
+    within = mine.steps is None or mine.steps.first <= other.steps.first <= mine.steps.last
+    same = isinstance(ranks, list) and {*other.ranks} <= {*ranks}
+    return (
+        within
+        and same
+        and bool(other.evidence.get("finite on"))
+        and bool({*other.subjects} & {*mine.subjects})
+    )
 
 
 def _averages_parameters(group: Replicas) -> bool:

@@ -87,6 +87,10 @@ class NonfiniteOrigin(Check):
                 "module": event.module,
                 "rows of the batch": list(event.rows),
                 "skipped in a row": event.skipped or "",
+                "brought by a gradient of step": step if _brought(event) else "",
+                "finite on": [
+                    r.rank for r in run.training_ranks() if _brought(event) and r not in firsts
+                ],
             },
             at=rank.wall(event.at),
         )
@@ -119,9 +123,10 @@ def _brought(event: NonFinite) -> bool:
 def _lasting(event: NonFinite) -> str:
     if not event.skipped:
         return ""
+    since = f"backward {event.backward}, counted from 0," if event.backward >= 0 else "then"
     return (
-        f"; {event.skipped} backwards or more in a row, from number {event.backward} on (the first "
-        "is 0), led to no step: no loss scale can mend it"
+        f"; since {since} no step is taken ({event.skipped} in a row were seen): no loss scale can "
+        "mend it"
     )
 
 

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run
 from replicas import LINE, OTHER, digests, equal, replica, run_of, sketch
 
-from ddpdoctor.events import Clipped, Edited, Wrapped
+from ddpdoctor.events import Clipped, Edited, NonFinite, Wrapped
 from ddpdoctor.events.pack import pack
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
@@ -244,3 +245,29 @@ def test_the_size_that_is_known_is_that_of_the_parameters_at_the_end():
     alike = {n: [*events[:-1], sketch(4, 1.0)] for n, events in ranks.items()}
     (effect,) = ParameterDrift().examine(run_of(alike))
     assert "norm" not in effect.summary
+
+
+@pytest.mark.parametrize(
+    ("edits", "bad", "follows"),
+    [
+        ({1: edit(step=1)}, {1: {}}, True),
+        ({1: edit(step=1)}, {0: {}, 1: {}}, False),
+        ({0: edit(step=1)}, {1: {}}, False),
+        ({}, {1: {}}, False),
+        ({1: edit(step=1)}, {1: {"kind": "input"}}, False),
+        ({1: edit(step=1)}, {1: {"names": ("head.bias",)}}, False),
+        ({1: edit(step=1)}, {1: {"step": 1}}, False),
+    ],
+    ids=["it", "all have it", "another rank", "no edit", "an input", "another one", "before"],
+)
+def test_what_an_edit_made_not_finite_is_no_fault_of_its_own(edits, bad, follows):
+    whole = {"kind": "parameter", "step": 2, "names": ("body.weight",), "gradients": True}
+    ranks = {
+        n: [digests("gradients", APART if n else SAME)]
+        + ([edits[n]] if n in edits else [])
+        + ([NonFinite(at=0, value="nan", site=-1, **whole | bad[n])] if n in bad else [])
+        for n in range(2)
+    }
+    run = run_of(ranks)
+    (drift,), (origin,) = GradientDrift().examine(run), NonfiniteOrigin().examine(run)
+    assert GradientDrift().explains(drift, origin) is follows

@@ -171,7 +171,7 @@ def test_the_rank_that_was_first_to_skip_for_ever() -> None:
     )
     assert finding.ranks == (0,)
     assert finding.steps is not None and finding.steps.first == 0
-    assert "from number 3 on" in finding.cause
+    assert "since backward 3, counted from 0, no step is taken (4 in a row" in finding.cause
 
 
 def test_gradients_that_the_scaler_looked_at_too_early() -> None:
