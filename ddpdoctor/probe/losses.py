@@ -29,6 +29,9 @@ LOOKED_AT = 6
 """Backwards of a line whose loss is looked at, and later one in `LOOKED_AT_AGAIN` of all."""
 
 LOOKED_AT_AGAIN = 17  # a prime: lines that take turns all get theirs
+WAYS_AT_MOST = 8
+"""Of making a line's loss: a new one is looked at. Its last nodes tell them apart."""
+
 FOLLOWED_AT_MOST = 100
 """Forwards of whose graphs torch keeps the lines, to find one that divides the loss."""
 
@@ -50,12 +53,16 @@ _NONE = "", "0", ""
 class _Losses:
     """
     Attributes:
-        suspected: by site of the backward, the step since which its loss may be divided by the
-            world size; `unclear` as much of that as can be told if no backward follows.
+        ways: by site of the backward, how its loss was made.
+        suspected: by site, the step since which its loss may be divided by the world size;
+            `unclear` as much of that as can be told if no backward follows; `cleared` the divisors
+            that are equal to it, or multiples, and that no line calls so.
     """
 
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
+        self.ways: dict[int, set[tuple[str, ...]]] = {}
+        self.cleared: dict[int, set[tuple[float, ...]]] = {}
         self.suspected: dict[int, int] = {}
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
         self.told: set[int] = set()
@@ -103,6 +110,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.told
     due = backward.number >= _losses.last + LOOKED_AT_AGAIN
+    due |= _made_anew(backward)
     if looked >= LOOKED_AT and not suspected and not due:
         _losses.idle += 1
         if _losses.idle == ENOUGH:
@@ -124,6 +132,20 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             reduction, weight, rows = _look(active, backward, node, pending)
             for model in pending:
                 _tell_batch(active, backward, model, reduction, weight, rows)
+
+
+def _made_anew(backward: Backward) -> bool:
+    """Whether the loss was made in a way that this line has not seen."""
+    ways = _losses.ways.setdefault(backward.site, set())
+    node = getattr(backward.roots[0], "grad_fn", None) if backward.roots else None
+    way: tuple[str, ...] = ()
+    while node is not None and len(way) < 3:
+        way = (*way, node.name())
+        node = next((n for n, _ in node.next_functions), None)
+    if way in ways or len(ways) >= WAYS_AT_MOST:
+        return False
+    ways.add(way)
+    return True
 
 
 def _look(
@@ -207,7 +229,9 @@ def _suspect(
     active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaged: bool
 ) -> None:
     """Numbers that equal the world size, or a multiple: only the lines can tell which is that."""
-    if backward.site in _losses.told:
+    cleared = _losses.cleared.setdefault(backward.site, set())
+    divisors = tuple(divisor for _, divisor, _ in divided)
+    if backward.site in _losses.told or divisors in cleared:
         return
     known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
     if not any(text for text, _, _ in known):
@@ -225,7 +249,6 @@ def _suspect(
             _losses.unclear[backward.site] = frame.f_code, frame.f_lineno, event
         _sizing.wake()
         return
-    _losses.told.add(backward.site)
     for text, divisor, model in known:
         frames = [m.groups() for line in text if (m := _FRAME.search(line))]
         file, line, function = next(
@@ -248,7 +271,13 @@ def _suspect(
                     expression=expression,
                 )
             )
+            _losses.told.add(backward.site)
             return
+    cleared.add(divisors)
+    if len(cleared) >= WAYS_AT_MOST:
+        _losses.told.add(backward.site)
+    _losses.suspected.pop(backward.site, None)
+    _losses.unclear.pop(backward.site, None)
 
 
 def _leaving(active: Recorder, _: None) -> None:

@@ -161,8 +161,9 @@ def test_a_product_with_the_world_size(tmp_path):
     assert not divided_by_world_size(str(path), 2, product=True)
 
 
-def suspecting(monkeypatch, lines, written):
-    """What is told of divisions, outermost first, that the lines make, in two backwards."""
+def suspecting(monkeypatch, lines, written, *loops):
+    """What is told of divisions, outermost first, that the lines make: in two backwards, or in
+    those of the loops that divide by such numbers."""
     made = iter(lines)
     monkeypatch.setattr(losses, "_losses", losses._Losses())
     monkeypatch.setattr(losses, "made_at", lambda node: next(made))
@@ -172,9 +173,9 @@ def suspecting(monkeypatch, lines, written):
     told = []
     sites = SimpleNamespace(place=lambda file, line, function: line)
     backward, model = SimpleNamespace(site=3, frame=None), SimpleNamespace(number=0)
-    divided = [(None, 2.0, model)] * (len(lines) // 2)
-    for step in (4, 5):
+    for step, divisors in enumerate(loops or [[2.0] * (len(lines) // 2)] * 2, 4):
         active = SimpleNamespace(step=step, emit=told.append, sites=sites)
+        divided = [(None, divisor, model) for divisor in divisors]
         losses._suspect(active, backward, divided, averaged=True)
     return told
 
@@ -192,6 +193,27 @@ def test_the_world_size_is_not_the_outermost_number_that_equals_it(monkeypatch):
         monkeypatch, (None, None, *lines), lambda file, line, product=False: written[line]
     )
     assert event.site == 5
+
+
+def test_a_division_that_begins_later_beside_one_by_another_equal_number(monkeypatch):
+    """By the steps of accumulation, say: that its line is cleared says nothing of the next one."""
+    world, steps = (['File "train.py", line 5, in main'], ['File "train.py", line 4, in main'])
+    (event,) = suspecting(
+        monkeypatch,
+        (None, steps, None, None, world, steps),
+        lambda file, line, product=False: "world" if line == 5 else "",
+        *([[4.0]] * 3),
+        *([[2.0, 4.0]] * 3),
+    )
+    assert (event.step, event.site, event.divisor) == (7, 5, 2)
+
+
+def test_a_loss_that_is_made_in_another_way_is_looked_at_at_once(monkeypatch):
+    monkeypatch.setattr(losses, "_losses", losses._Losses())
+    loss = torch.ones(4, requires_grad=True).mean()
+    roots = (loss, loss / 1, loss, loss / 2, loss / 2 / 2)
+    backwards = (SimpleNamespace(site=3, roots=(root,)) for root in roots)
+    assert [losses._made_anew(b) for b in backwards] == [True, True, False, False, True]
 
 
 @pytest.mark.parametrize(("line", "expression"), [("loss / world", "world"), ("loss / 2", "")])
