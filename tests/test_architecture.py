@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comparison": {*VOCABULARY, "postmortem"},
     "config": {"findings"},
     "machine": set(),
-    "verdicts": {*READING, "held"},
+    "verdicts": {*READING, "held", "jsontext"},
     "stacks": {"events"},
     "standing": {*READING, "config", "machine", "ring", "stacks"},
     "monitor": {*READING, "config", "machine", "stacks", "standing", "verdicts"},

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from itertools import combinations
 
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
 from ._files import Touch, called, hold_parts, key, locked, ordered, writes
+
+ELSEWHERE_AT_MOST = 8
 
 _LOGS = (".log", ".out", ".err")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
@@ -73,7 +75,9 @@ class CheckpointRace(Check):
     def _tell(self, run: Run, files: list[list[Touch]]) -> Finding:
         first = files[0][0]
         paths = [_name(touches[0]) for touches in files]
-        ranks = sorted({t.rank.rank for touches in files for t in touches})
+        ranks = _ranks(files[0])
+        also = {(s.file, s.line): s for touches in files[1:] if (s := touches[0].location)}
+        elsewhere = [spot for spot in also.values() if spot != first.location]
         logs = all(path.endswith(_LOGS) for path in paths)
         others = len(paths) - 1
         more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
@@ -84,9 +88,12 @@ class CheckpointRace(Check):
             subjects=tuple(paths),
             location=first.location,
             label=f"runs on ranks {fold_ranks(ranks)}",
-            related=called(run, files[0]),
+            related=(
+                *called(run, files[0]),
+                *(Related("and here", spot) for spot in elsewhere[:ELSEWHERE_AT_MOST]),
+            ),
             summary=f"ranks {fold_ranks(ranks)} write {paths[0]}{more}, none waiting for another",
-            cause=_cause(files[0]),
+            cause=_cause(files),
             fix=_fix(files[0], hold_parts(run)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -113,8 +120,8 @@ def _clears(touch: Touch) -> bool:
 
 
 def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:
-    """The files of each place; places of one function that write one after the other, with no
-    collective between, lack the same guard and are one."""
+    """The files of each place; places of one function where the same ranks write one after the
+    other, with no collective between, lack the same guard and are one."""
     told: list[list[list[Touch]]] = []
     for files in places:
         same = next((t for t in told if _follow(t[-1], files[0])), None)
@@ -132,7 +139,11 @@ def _follow(old: list[Touch], new: list[Touch]) -> bool:
         return touch.rank.rank, touch.event.step, place, sorted(marks.items())
 
     left = [state(t, t.event.marks_after) for t in old if t.location]
-    return any(state(t, t.event.marks) in left for t in new)
+    return _ranks(old) == _ranks(new) and any(state(t, t.event.marks) in left for t in new)
+
+
+def _ranks(touches: list[Touch]) -> list[int]:
+    return sorted({t.rank.rank for t in touches})
 
 
 def _notes_settings(touch: Touch) -> bool:
@@ -146,13 +157,18 @@ def _name(touch: Touch) -> str:
     return shorten(touch.event.path, touch.rank.cwd)
 
 
-def _cause(touches: list[Touch]) -> str:
-    hows = {t.event.how for t in touches}
-    lines = {(t.location.file, t.location.line) for t in touches if t.location}
-    where = "the line runs on every one of them" if len(lines) == 1 else "they write it in " + (
-        " and ".join(f"{file}:{line}" for file, line in sorted(lines))
-    )  # fmt: skip
-    if hows == {"rename"}:
+def _cause(files: list[list[Touch]]) -> str:
+    written = [{(s.file, s.line) for t in touches if (s := t.location)} for touches in files]
+    lines = sorted(set().union(*written))
+    if len(lines) == 1:
+        where = "the line runs on every one of them"
+    elif all(len(here) == 1 for here in written):
+        where = "each of these lines runs on every one of them"
+    elif lines:
+        where = f"they write it in {' and '.join(f'{file}:{line}' for file, line in lines)}"
+    else:
+        where = "every one of them writes it"
+    if all(t.event.how == "rename" for touches in files for t in touches):
         return f"{where}; each rename is whole, but which rank's file stays is left to chance"
     return f"{where}, and no collective stands between the writes"
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..events import FileLocked, FileRead, FileWritten
-from . import meetings, moments, sources, stacks
+from . import meetings, moments, sources, stacks, threads
 from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
@@ -229,7 +229,7 @@ def _tell_written(
         FileWritten(
             at=began,
             path=path,
-            site=active.site(),
+            site=_site(active),
             how=how,
             step=active.step,
             ended=ended,
@@ -253,6 +253,12 @@ def _writer(active: Recorder) -> FrameType | None:
     while frame is not None and active.sites.kind(frame.f_code) is OWN:
         frame = frame.f_back
     return frame
+
+
+def _site(active: Recorder) -> int:
+    """The user's line; in a thread that has none of the user's, the one that started it."""
+    here = active.site()
+    return here if here >= 0 else threads.started_at()
 
 
 def _library(active: Recorder, writer: FrameType | None) -> str:
@@ -282,7 +288,7 @@ def _tell_read(
         FileRead(
             at=began,
             path=path,
-            site=active.site(),
+            site=_site(active),
             how=how,
             step=active.step,
             ended=ended,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
@@ -10,7 +11,7 @@ from recordings import make_run, site, started
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
 from ddpdoctor.findings import Finding, Severity
-from ddpdoctor.probe import sources
+from ddpdoctor.probe import files, sources
 
 PATH = "/home/user/project/last.pt"
 
@@ -201,5 +202,24 @@ def test_files_that_one_function_writes_in_one_go() -> None:
     (finding,) = found([copy, wrote(), best], [copy, wrote(), best])
     assert finding.subjects == ("last.pt", "best.pt")
     assert finding.location is not None and finding.location.line == 18
+    assert [(r.label, r.location.line) for r in finding.related] == [("and here", 20)]
+    assert finding.cause.startswith("each of these lines runs on every one of them, and no")
+    renamed = wrote("/home/user/project/best.pt", how="rename", site=2)
+    (finding,) = found([copy, wrote(), renamed], [copy, wrote(), renamed])
+    assert "rename" not in finding.cause
+    found_apart = found([copy, wrote(), best], [copy, wrote(), best], [copy, wrote()])
+    assert [f.ranks for f in found_apart] == [(0, 1, 2), (0, 1)]
     later = wrote("/home/user/project/best.pt", how="open", site=2, mark=6)
     assert len(found([copy, wrote(), later], [copy, wrote(), later])) == 2
+
+
+def test_a_thread_without_a_line_of_the_user_s_is_told_by_who_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files.threads, "started_at", lambda: 7)
+    assert [files._site(Mock(site=lambda n=n: n)) for n in (3, -1)] == [3, 7]
+
+
+def test_a_write_whose_line_is_not_known() -> None:
+    (finding,) = found([wrote(site=-1)], [wrote(site=-1)])
+    assert finding.cause.startswith("every one of them writes it, and no collective")
