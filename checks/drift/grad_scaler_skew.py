@@ -8,7 +8,10 @@ from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from ._replicas import NO_COPIES, Replicas, replicas
+from ._replicas import NO_COPIES, Replicas, by_step, replicas
+
+_GRADIENTS = ("gradients", "local")
+"""Kinds of their digests: averaged, or not."""
 
 
 class GradScalerSkew(Check):
@@ -24,7 +27,8 @@ class GradScalerSkew(Check):
 
     ## How to fix it
     Make the scaler with the same arguments on every rank, load its state on every rank, and call
-    `step` and `update` on every rank in every step.
+    `step` and `update` on every rank in every step. Leave gradients alone after DDP averaged them,
+    or let all ranks agree on the step that is to be skipped.
 
     ## When it stays quiet
     Scales that agree, steps that all ranks skip, and scalers that are switched off.
@@ -103,10 +107,11 @@ class GradScalerSkew(Check):
             cause = "the scalers were made or loaded differently, or did not see the same steps"
             set_by_hand = _set_by_hand(group, events, call)
         else:
-            skipping = [n for n, v in values.items() if v]
+            skipping = tuple(n for n, v in values.items() if v)
+            ranks = skipping if len(ranks) == len(values) else ranks
             summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
-            cause = "gradients are infinite on some ranks only: they were not averaged, or were "
-            cause += "changed on some ranks after that"
+            label = f"skipped on {ranks_text(skipping)}"
+            cause, fix = _infinite_on_some(group, event.step, skipping)
         if what == "scale" and set_by_hand is None and (loaded := _loaded(group, own)) is not None:
             related = (Related("steps with it", location),) if location else ()
             location, some = loaded
@@ -149,6 +154,26 @@ def _loaded(
         return None
     spot = group.members[some[0]].rank.location(loads[some[0]][-1])
     return None if spot is None else (spot, some)
+
+
+def _infinite_on_some(group: Replicas, step: int, skipping: tuple[int, ...]) -> tuple[str, str]:
+    """Why only these ranks skip, and what to do about it."""
+    cause = "gradients are infinite on some ranks only: "
+    made = {k for m in group.members.values() for k in _GRADIENTS if step in by_step(m, k, 1)}
+    if made == {"local"}:
+        return f"{cause}they were not averaged before it", (
+            "average them before the step: run its backward outside of `no_sync()`, through the "
+            "wrapper"
+        )
+    if made:
+        cause += f"DDP averaged them, and they were changed after that, on {ranks_text(skipping)} "
+        cause += "(to infinity or NaN) or on the others (to finite numbers)"
+    else:
+        cause += "they were not averaged, or were changed on some ranks after that"
+    return cause, (
+        "leave averaged gradients as they are, or change them on every rank alike; let the ranks "
+        "agree on what to skip: `dist.all_reduce(bad, op=dist.ReduceOp.MAX)` before `scaler.step`"
+    )
 
 
 def _set_by_hand(

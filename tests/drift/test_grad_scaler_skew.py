@@ -1,8 +1,9 @@
 """DDP406 on literal events."""
 
 import msgspec
+import pytest
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
-from replicas import LINE, OTHER, run_of
+from replicas import LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Steps
@@ -31,11 +32,30 @@ def test_a_step_that_one_rank_skips():
     run = run_of({0: [scale(0, 8.0), scale(2, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, count=8)
     (finding,) = GradScalerSkew().examine(run)
     assert "rank 0 skips scaler step 2" in finding.summary
+    assert (finding.ranks, finding.label) == ((0,), "skipped on rank 0")
+    assert "same arguments" not in finding.fix
     for check, first in (("hyperparameter-skew", 2), ("parameter-drift", 5)):
         behind = msgspec.structs.replace(finding, check=check, steps=Steps(first, 7, 1))
         assert GradScalerSkew().explains(finding, behind), "it is a step behind from then on"
     before = msgspec.structs.replace(finding, check="hyperparameter-skew", steps=Steps(1, 7, 7))
     assert not GradScalerSkew().explains(finding, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "fix"),
+    [
+        ("gradients", "DDP averaged them, and they were changed after that, on rank 2", "agree"),
+        ("local", "they were not averaged before it", "no_sync"),
+        ("parameters", "not averaged, or were changed", "agree"),
+    ],
+)
+def test_why_only_some_ranks_skip_a_step(kind, cause, fix):
+    ranks = {n: [scale(0, 8.0), digests(kind, {2: [1, 2, 3, 4]})] for n in range(3)}
+    ranks[2].append(scale(2, 8.0, skipped=True))
+    (finding,) = GradScalerSkew().examine(run_of(ranks, count=8))
+    assert finding.ranks == (2,)
+    assert cause in finding.cause
+    assert fix in finding.fix
 
 
 def test_a_rank_that_has_not_got_there_yet_is_not_compared():
