@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import NonFinite, ScalerStep, Wrapped
+from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
@@ -14,6 +14,9 @@ exchanges."""
 
 _PASSING_ON = ("add", "sub", "mul", "sum", "mean", "cat", "stack", "masked_fill", "where")
 """Operations that rarely make what is not finite; the graph keeps little of what they are given."""
+
+HUGE, GROWN = 1e6, 1e3
+"""A parameter as large as that, and so many times the norm of all before, has exploded."""
 
 
 class NonfiniteOrigin(Check):
@@ -65,6 +68,7 @@ class NonfiniteOrigin(Check):
         guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
         spot, step = _spot(rank, event), event.step - _brought(event)
+        exploded = _exploded(event, rank)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
         steps = Steps(step, max(step, last), max(step, last) - step + 1)
         if event.spared:
@@ -77,8 +81,13 @@ class NonfiniteOrigin(Check):
             label=_label(event),
             related=_related(rank, event, spot),
             summary=_summary(event, guilty, run),
-            cause=_cause(event, rank) + _lasting(event),
-            fix=_fix_of_gradients(rank) if _brought(event) else _fix(event),
+            cause=(exploded or _cause(event, rank)) + _lasting(event),
+            fix=_fix_of_gradients(rank)
+            if _brought(event)
+            else "lower the learning rate, clip gradients (`clip_grad_norm_`), or look for what "
+            "makes the loss so large"
+            if exploded
+            else _fix(event),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "first seen": [_row(r, e) for r, e in firsts.items()],
@@ -91,6 +100,7 @@ class NonfiniteOrigin(Check):
                 "finite on": [
                     r.rank for r in run.training_ranks() if _brought(event) and r not in firsts
                 ],
+                **({"largest parameter": event.largest} if exploded else {}),
             },
             at=rank.wall(event.at),
         )
@@ -118,6 +128,22 @@ def _when(event: NonFinite) -> int:
 def _brought(event: NonFinite) -> bool:
     """A gradient of the step before brought it, of which rank is not known."""
     return event.kind == "parameter" and event.gradients and event.step > 0
+
+
+def _exploded(event: NonFinite, rank: Rank) -> str:
+    """How far the parameters had grown, where that is beyond all bounds."""
+    early: dict[tuple[int, int], Sketch] = {}
+    for sketch in rank.of(Sketch):
+        if sketch.kind == "parameters" and sketch.step < event.step:
+            early.setdefault((sketch.model, sketch.optimizer), sketch)
+    was = max(early.values(), key=lambda s: s.norm, default=None)
+    if was is None or event.largest < max(HUGE, was.norm * GROWN):
+        return ""
+    return (
+        f"the parameters exploded: one of them is {event.largest:.0e}, and the norm of all was "
+        f"{was.norm:.2g} at step {was.step}; numbers made from them are beyond what the type can "
+        "hold"
+    )
 
 
 def _lasting(event: NonFinite) -> str:

@@ -31,6 +31,8 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
             rank on (-1 where that was not recorded), and no optimizer stepped meanwhile.
         spared: so many steps, up to number `last`, were taken on it of which the gradients were
             finite all the same. Told at the first, and at the end.
+        largest: of a loss or gradient, the largest number in the parameters then, 0 where that is
+            not known.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     spared: int = 0
     last: int = -1
     total: int = -1
+    largest: float = 0.0
 
     def describe(self) -> str:
         return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"

@@ -87,6 +87,22 @@ def value_in(tensor: Any) -> str:
         return "nan" if bool(torch.isnan(shard(tensor).detach()).any()) else "inf"
 
 
+def largest(tensors: Iterable[Any]) -> float:
+    """The largest number, by its size, in those of these tensors that are on the CPU, or in this
+    rank's shards of them; 0 where one of them is not finite."""
+    import torch
+
+    found = 0.0
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            plain = shard(tensor).detach()
+            if plain.is_floating_point() and readable(plain) and plain.numel():
+                found = max(found, *(abs(float(end)) for end in plain.aminmax()))
+                if not finite(plain):
+                    return 0.0
+    return found
+
+
 def trace(root: Any, names: dict[int, str]) -> Origin:
     """The operation that first made something non-finite, an empty one where the graph does not
     tell; `names` of parameters by id."""

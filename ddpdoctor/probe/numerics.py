@@ -429,6 +429,9 @@ def _read_flags(active: Recorder) -> None:
 def _tell(active: Recorder, event: NonFinite) -> None:
     if _state.told < MOST_TOLD:
         _state.told += 1
+        if event.kind in ("loss", "gradient"):
+            largest = nonfinite_origin.largest(optimizers.held().values())
+            event = msgspec.structs.replace(event, largest=largest)
         active.emit(event, vital=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run, site, steps
 
-from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep
+from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep, Sketch
 from ddpdoctor.findings import Finding, Severity
 
 
@@ -71,6 +71,32 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
     backward = SimpleNamespace(site=1, number=5)
     event = numerics._diagnose(active, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
     assert (event.kind, event.value, event.rows) == ("input", value, (3,))
+
+
+@pytest.mark.parametrize(
+    ("largest", "norm", "told"),
+    [(3e9, 3.1, True), (3e9, 1e7, False), (3e5, 3.1, False), (0.0, 3.1, False)],
+)
+def test_parameters_that_exploded(largest: float, norm: float, told: bool) -> None:
+    sketch = Sketch(at=0, model=0, optimizer=0, kind="parameters", step=2, norm=norm, bins=())
+    later = Sketch(at=0, model=0, optimizer=0, kind="parameters", step=4, norm=largest, bins=())
+    blown = bad("loss", 5, value="inf", operation="mul", largest=largest)
+    (finding,) = found([sketch, later, blown])
+    assert ("one of them is 3e+09, and the norm of all was 3.1 at step 2" in finding.cause) is told
+    assert ("lower the learning rate" in (finding.fix or "")) is told
+    assert ("largest parameter" in finding.evidence) is told
+    (finding,) = found([blown])
+    assert "exploded" not in finding.cause, "how large they were before is not known"
+
+
+def test_the_largest_parameter() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import nonfinite_origin
+
+    plain = [torch.tensor([1.0, -3.0]), torch.ones(2, dtype=torch.int64), torch.empty(0)]
+    assert nonfinite_origin.largest(plain) == 3.0
+    assert nonfinite_origin.largest([*plain, torch.tensor([9.0, math.inf])]) == 0.0
+    assert nonfinite_origin.largest([*plain, torch.tensor([math.nan])]) == 0.0
 
 
 def test_parameters_that_were_never_initialised() -> None:
