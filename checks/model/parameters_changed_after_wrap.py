@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import Loaded, ParametersChanged, StepDone, Wrapped
+from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -102,7 +102,7 @@ class ParametersChangedAfterWrap(Check):
                 "parameters": len(event.names),
                 "of them with a gradient": event.trained,
                 "the group communicated in that backward": event.communicated,
-                "step": event.step,
+                "step": _step(rank, event),
             },
             at=rank.wall(event.at),
         )
@@ -115,10 +115,30 @@ def _assigned(rank: Rank, event: ParametersChanged) -> int:
     return before[-1] if before and event.kind == "replaced" else -1
 
 
+def _step(rank: Rank, event: ParametersChanged) -> int:
+    """Steps of the model before it, also by optimizers whose place others have taken since: the
+    event knows of living ones only."""
+    taken: dict[int, list[StepDone]] = {}
+    mine = {e.optimizer for e in rank.of(Replica) if e.model == event.model}
+    for done in rank.of(StepDone):
+        if done.optimizer in mine:
+            taken.setdefault(done.optimizer, []).append(done)
+    in_turn = together = 0
+    for number, steps in taken.items():
+        count = max((s.step + 1 for s in steps if s.at < event.at), default=0)
+        others = [o for n, o in taken.items() if n != number]
+        apart = all(o[0].at > steps[-1].at or o[-1].at < steps[0].at for o in others)
+        if apart and steps[-1].step > 0:  # of two that step together each may step once only
+            in_turn += count
+        else:
+            together = max(together, count)
+    return max(event.step, in_turn + together)
+
+
 def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
     """What is lost stays lost, unless something is wrapped again. Steps of several optimizers are
     counted apart, and those that follow cannot be told from one number."""
-    steps = {e.step for e in seen.values()}
+    steps = {_step(rank, event) for rank, event in seen.items()}
     for rank, event in seen.items():
         done = rank.of(StepDone)
         again = any(w.at > event.at for w in rank.of(Wrapped))

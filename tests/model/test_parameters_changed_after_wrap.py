@@ -1,12 +1,13 @@
 """DDP306: what DDP does not know or has lost."""
 
+import msgspec
 import pytest
 from ddpdoctor.checks.model.parameters_changed_after_wrap import ParametersChangedAfterWrap
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from recordings import make_run, site, steps
 from wraps import codes, rank, unused
 
-from ddpdoctor.events import Loaded, ParametersChanged
+from ddpdoctor.events import Loaded, ParametersChanged, Replica
 
 CHECK = ParametersChangedAfterWrap()
 
@@ -74,3 +75,30 @@ def test_two_changes_are_two_findings():
 
 def test_no_change():
     assert codes(make_run({r: rank() for r in (0, 1)}), CHECK) == []
+
+
+def trained_by(*optimizers):
+    """Replicas and steps of one model: optimizer n steps at each moment of `optimizers[n]`."""
+    for number, moments in enumerate(optimizers):
+        yield Replica(at=0, model=0, optimizer=number, ranks=(0, 1), parameters="")
+        for event, at in zip(steps(len(moments), optimizer=number), moments, strict=True):
+            yield msgspec.structs.replace(event, at=1 + at)  # 0 stands for any moment
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "seen", "first"),
+    [
+        ([range(20), [30]], 0, 20),
+        ([range(20), range(21, 40)], 5, 24),
+        ([range(20), [30], [31]], 0, 20),
+        ([range(0, 40, 2), range(1, 41, 2)], 13, 13),
+        ([[0], [1]], 1, 1),
+        ([range(40)], 25, 25),
+    ],
+    ids=["in turn", "well into it", "two after it", "together", "one step of each", "one"],
+)
+def test_steps_of_an_optimizer_that_is_gone_count(optimizers, seen, first):
+    event = msgspec.structs.replace(changed("replaced", step=seen), at=26)
+    run = make_run({r: rank(*trained_by(*optimizers), event) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.steps.first == first
