@@ -238,11 +238,11 @@ def _stepped(member: Member, step: int) -> tuple[Related, ...]:
 
 
 def _backwards(pattern: SyncPattern) -> str:
-    if pattern.synced + pattern.unsynced:
-        return f"{pattern.synced} averaged, {pattern.unsynced} not, the last one not"
-    if pattern.reason == "autograd.grad":
-        return "none, the gradients were taken by `torch.autograd.grad`"
-    return ""
+    by_hand = pattern.reason == "autograd.grad"
+    if not pattern.synced + pattern.unsynced:
+        return "none, the gradients were taken by `torch.autograd.grad`" if by_hand else ""
+    last = "then `torch.autograd.grad`" if by_hand else "the last one not"
+    return f"{pattern.synced} averaged, {pattern.unsynced} not, {last}"
 
 
 def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | None) -> bool:

@@ -50,7 +50,8 @@ class Sync:
     Attributes:
         forwards: with gradients, since the last backward; the last one at `forward_site` with
             synchronisation on or off (`flag`), switched off at `off_site`.
-        functional: the line of an `autograd.grad` on its parameters since the last step.
+        functional: the line of an `autograd.grad` on its parameters since the last step or, if
+            that came later, the last backward.
         carried: `exchanges.carried()` when the last of these, or the last backward, began.
         last: whether the last backward averaged, None where that is not known; `stepped` are the
             optimizers that have stepped since.
@@ -188,13 +189,13 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     _syncs.carried = exchanges.carried()
     for look in backward.looks:
         sync = _syncs.get(look.model)
-        if sync is not None and sync.contributions and _cleared(sync, look):
+        if sync is not None and sync.contributions and _cleared(sync, look.before):
             sync.contributions.clear()
 
 
-def _cleared(sync: Sync, look: Look) -> bool:
+def _cleared(sync: Sync, gradients: list[tuple[int, int]]) -> bool:
     """Whether every gradient was dropped or overwritten since the last backward."""
-    pairs = zip(look.before, sync.after, strict=True)
+    pairs = zip(gradients, sync.after, strict=True)
     return bool(sync.after) and all(now != then for now, then in pairs if then[1] >= 0)
 
 
@@ -236,6 +237,7 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         if new.reason == NOT_REDUCED and not examined:
             unused.kept_waiting(sync.model, backward.site)
     sync.contributions.append(new)
+    sync.functional = -1
     sync.last = new.synced
     sync.stepped.clear()
     sync.carried = _syncs.carried
@@ -278,12 +280,15 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
     sync = _syncs[holding.model]
     made = sync.contributions
     last = made[-1] if made else None
-    reason = last.reason if last else ""
-    blame = last.blame if last else -1
+    if sync.functional >= 0 and (last is None or last.reason):
+        gradients = holding.model.gradients()
+        there = any(version >= 0 for _, version in gradients)
+        if there and (last is None or _cleared(sync, gradients)):
+            last = Contribution(-1, False, frozenset())
+            last.reason, last.blame = "autograd.grad", sync.functional
     if last is None:
-        if sync.functional < 0 or not any(version >= 0 for _, version in holding.model.gradients()):
-            return
-        reason, blame = "autograd.grad", sync.functional
+        return
+    reason, blame = last.reason, last.blame
     line, once = _most_synced(made)
     averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
     late = max((c.late for c in made), default=-1)
@@ -305,8 +310,8 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
             unsynced=pattern[1],
             reason=reason,
             site=blame,
-            forward_site=last.forward_site if last else -1,
-            backward_site=last.site if last else -1,
+            forward_site=last.forward_site,
+            backward_site=last.site,
             once=once,
             line=line,
             late=late,

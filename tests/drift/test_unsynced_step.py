@@ -9,7 +9,7 @@ from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import KeptBack, SyncPattern
-from ddpdoctor.probe import autograd, keptback
+from ddpdoctor.probe import autograd, keptback, sync
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -189,3 +189,36 @@ def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypa
     step(4)
     assert events == [(0, False), (3, True)] and not known.notes
     assert not keptback._following[0].awake, "nothing is left to wait for"
+
+
+@pytest.mark.parametrize(
+    ("backward", "changed", "reason"),
+    [
+        (False, True, "autograd.grad"),
+        (False, False, ""),
+        ("no_sync", True, "autograd.grad"),
+        ("no_sync", False, "no_sync"),
+        ("", True, ""),
+    ],
+)
+def test_gradients_taken_after_the_last_backward(monkeypatch, backward, changed, reason):
+    """Left over from an epoch that ended amid an accumulation, say. Derivatives may be for the log
+    only: then the gradients stay what the backward made."""
+    gradients = [(2, 0) if changed else (1, 0)] if backward is not False or changed else [(0, -1)]
+    model = mock.Mock(number=0, gradients=lambda: gradients)
+    known = sync.Sync(model)
+    if backward is not False:
+        made = sync.Contribution(BACKWARD, not backward, frozenset([0]))
+        made.reason, made.blame = backward, OTHER
+        known.contributions, known.after = [made], [(1, 0)]
+    known.functional = LINE
+    monkeypatch.setattr(sync, "_syncs", {model: known})
+    monkeypatch.setattr(sync, "exposed_seconds", lambda ddp: 0.0)
+    monkeypatch.setattr(sync.exchanges, "carried", lambda: 0)
+    told = []
+    holding = mock.Mock(model=model, optimizer=0, positions=[], parameters=lambda positions: [])
+    sync._judge(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
+    assert [e.reason for e in told] == ([reason] if backward is not False or changed else [])
+    assert [e.site for e in told if e.reason] == [LINE if "grad" in reason else OTHER][
+        : bool(reason)
+    ]
