@@ -66,6 +66,7 @@ class Enclosing(Part, frozen=True):
         line: of its head; of one that is past, of the statement that leaves.
         text: its head; `else:  # if x:` of an arm of `if x:`, `past if x:` of one that is past.
         ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
+        broken: of a loop, whether it has `exits`; older records have no more than that.
         opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is
             past, the line of its head.
         exits: of a loop, the statements that end it.
@@ -74,6 +75,7 @@ class Enclosing(Part, frozen=True):
     line: int
     text: str
     ways: tuple[Way, ...] = ()
+    broken: bool = False
     opener: int = 0
     exits: tuple[Way, ...] = ()
 

@@ -59,6 +59,7 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
                 text=head[:200],
                 opener=opener,
                 ways=ways[:WAYS_LIMIT],
+                broken=bool(exits),
                 exits=exits[:WAYS_LIMIT],
             )
         )

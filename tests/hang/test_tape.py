@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site
+from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site, decode
 from ddpdoctor.probe import answers, patching, statements, tape, threads
 from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.ring import State, read_ring
@@ -193,3 +193,12 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tap
     (started,) = [e for e in events(made) if isinstance(e, Site) and e.id == called.started]
     assert "pool.submit(made.here)" in started.text
     assert (sites, called.places, called.thread) == ([called.id] * 2, (), "saver_0")
+
+
+def test_the_parts_of_a_record_keep_their_places() -> None:
+    """They are written without names: one that goes makes older records unreadable."""
+    inside = '[146,"for x in y:",[[1,"if x:",2,3]],true,0,[]]'
+    event = decode(f'{{"event":"call-site","id":0,"at":1.5,"places":[[3,[{inside}]]]}}'.encode())
+    assert isinstance(event, CallSite)
+    (around,) = event.places[0].inside
+    assert (around.line, around.broken, around.opener, around.exits) == (146, True, 0, ())
