@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from .events import InitEntered, ProcessEnded, RankExiting, Stopped, TorchLoaded
+from .events import InitEntered, ProcessEnded, RankExiting, SpawnEnded, Stopped, TorchLoaded
 from .runfolder import RunInfo
 
 if TYPE_CHECKING:
@@ -46,8 +47,22 @@ def end_of(
     for node in nodes:
         for ended in node.of(ProcessEnded):
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
-                return ended, node.latest(Stopped)
+                return _as_spawn_saw(ended, node), node.latest(Stopped)
     return None, None
+
+
+def _as_spawn_saw(ended: ProcessEnded, node: Facts) -> ProcessEnded:
+    """How the process that spawned it saw it end, which alone could wait for it; where the first to
+    end was a rank."""
+    ranks = {e.pid for e in node.of(ProcessEnded)}
+    for seen in (e for e in node.of(SpawnEnded) if e.pid in ranks):
+        if seen.pid == ended.pid:
+            how = {"status": seen.status, "signal": seen.signal}
+            return msgspec.structs.replace(ended, **how, silent=False)
+        if ended.pid in seen.told and ended.status is None:
+            told = {"signal": signal.SIGTERM.value, "by_launcher": True}
+            return msgspec.structs.replace(ended, **told, silent=False)
+    return ended
 
 
 def of_one_world(records: Mapping[int, list[Rank]]) -> tuple[dict[int, Rank], tuple[Rank, ...]]:

@@ -324,7 +324,8 @@ def test_exec_examines_spawned_ranks(place: Path, bad: bool) -> None:
     assert result.returncode == bad, result.stderr.decode()
     assert info().outcome == ("killed" if bad else "completed")
     assert sorted(recorded().ranks) == [0, 1]
-    assert recorded().ranks[1].state == ("killed" if bad else "finished")
+    killed = recorded().ranks[1]
+    assert (killed.state, killed.signal) == (("killed", "SIGKILL") if bad else ("finished", None))
     assert ends()[0, 0].status in (0, None)
 
 

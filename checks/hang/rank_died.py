@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import MemoryLimit, NodeSample, RankSample
+from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SpawnEnded
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
@@ -132,11 +132,15 @@ class RankDied(Check):
 
 def _spawned_unseen(run: Run, died: list[Failure]) -> str:
     """What may have come before, where ranks are told to end that were spawned together with
-    processes that are not on record; empty where that is not so."""
+    processes that are not on record; empty where that is not so, or spawn itself says which was the
+    first to end."""
     rank = died[0].rank
     spawned = rank.started.spawned if rank.started else 0
     seen = sum(1 for r in run.ranks.values() if r.node == rank.node and r.started)
+    known = {e.pid for node in run.nodes.values() for e in node.of(SpawnEnded)}
     if spawned <= seen or any(f.rank.signal != "SIGTERM" for f in died):
+        return ""
+    if rank.ended is not None and rank.ended.pid in known:
         return ""
     return (
         f"told to end, most likely by `torch.multiprocessing.spawn`: it started {spawned} "

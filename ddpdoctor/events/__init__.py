@@ -83,6 +83,7 @@ from .node import (
     ProcessStarted,
     ProcessState,
     RankSample,
+    SpawnEnded,
     SpawnFailed,
     Stopped,
 )
@@ -195,6 +196,7 @@ __all__ = [
     "Signature",
     "Site",
     "Sketch",
+    "SpawnEnded",
     "SpawnFailed",
     "StackFrame",
     "StallOver",

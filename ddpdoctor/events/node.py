@@ -86,6 +86,22 @@ class SpawnFailed(Event, frozen=True, tag="spawn-failed"):
     frames: tuple[StackFrame, ...] = ()
 
 
+class SpawnEnded(Event, frozen=True, tag="spawn-ended"):
+    """Of the processes that `torch.multiprocessing.spawn` made the first to end with an error, but
+    without an exception: by an exit status of its own, or a signal.
+
+    Attributes:
+        wall: seconds since the epoch, when all of them were gone.
+        told: those that SIGTERM ended beside it, as spawn sends it to whoever is left.
+    """
+
+    wall: float
+    pid: int
+    status: int | None = None
+    signal: int | None = None
+    told: tuple[int, ...] = ()
+
+
 class ProcessState(Event, frozen=True, tag="process-state"):
     """A rank's process was found stopped, a zombie, or back from that.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from ..events import SpawnFailed, StackFrame
+from ..events import Event, SpawnEnded, SpawnFailed, StackFrame
 from ..runfolder import EventWriter, RunFolder
 from . import process
 from .frames import passed_over, unframe
@@ -20,7 +21,8 @@ from .sites import USER, classify
 
 
 def watch_spawned(module: Any) -> None:
-    """See the exceptions of ranks made by `torch.multiprocessing.spawn`, which catches them."""
+    """See the exceptions of ranks made by `torch.multiprocessing.spawn`, which catches them, and
+    how these end, which only the process that made them can tell."""
     original = module._wrap
 
     def _wrap(fn: Any, i: int, args: Any, error_file: str) -> Any:
@@ -28,6 +30,7 @@ def watch_spawned(module: Any) -> None:
 
     replace(module, "_wrap", passed_over(_wrap, original))
     _count_spawned(module)
+    _see_ends(module)
 
 
 _SPAWNED = "DDPDOCTOR_SPAWNED"
@@ -51,6 +54,22 @@ def _count_spawned(module: Any) -> None:
     for owner in (module, torch.multiprocessing):
         if getattr(owner, "start_processes", None) is start:
             replace(owner, "start_processes", start_processes)
+
+
+def _see_ends(module: Any) -> None:
+    """Note which of the spawned processes ended first, where none was left to say so."""
+    context, exited = module.ProcessContext, module.ProcessExitedException
+    original = context.join
+
+    def join(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except exited as error:
+            _tell_end(self.processes, error)
+            unframe(error)
+            raise
+
+    replace(context, "join", passed_over(join, original))
 
 
 def spawned_with() -> int:
@@ -80,12 +99,7 @@ class _Noted:
 def _tell(args: tuple[Any, ...], error: BaseException) -> None:
     """What a process raised that is no rank goes to the record of the node, where that is known."""
     try:
-        directory, owner = (os.environ.get(f"DDPDOCTOR_{name}") for name in ("DIR", "OWNER"))
-        nodes = RunFolder(directory).node_files() if directory else []
-        if len(nodes) != 1 or owner is not None:  # a helper of a rank, which hears of it itself
-            return
-        writer = EventWriter(nodes[0][1], shared=True)
-        writer.write(
+        _write(
             SpawnFailed(
                 at=time.monotonic(),
                 wall=time.time(),
@@ -95,12 +109,40 @@ def _tell(args: tuple[Any, ...], error: BaseException) -> None:
                 kind=process.qualified(type(error)),
                 message=process.text_of(error)[: process.MESSAGE_LIMIT],
                 frames=tuple(_frames(error.__traceback__)),
-            ),
-            vital=True,
+            )
         )
-        writer.close()
     except Exception as trouble:
         complain(trouble)
+
+
+def _tell_end(processes: Iterable[Any], error: Any) -> None:
+    """Which of these ended first, as torch's error says; all are gone by now."""
+    try:
+        code, first = error.exit_code, error.error_pid
+        told = (p.pid for p in processes if p.exitcode == -signal.SIGTERM and p.pid != first)
+        _write(
+            SpawnEnded(
+                at=time.monotonic(),
+                wall=time.time(),
+                pid=first,
+                status=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+                told=tuple(told),
+            )
+        )
+    except Exception as trouble:
+        complain(trouble)
+
+
+def _write(event: Event) -> None:
+    """To the record of the node, where that is known."""
+    directory, owner = (os.environ.get(f"DDPDOCTOR_{name}") for name in ("DIR", "OWNER"))
+    nodes = RunFolder(directory).node_files() if directory else []
+    if len(nodes) != 1 or owner is not None:  # a helper of a rank, which hears of it itself
+        return
+    writer = EventWriter(nodes[0][1], shared=True)
+    writer.write(event, vital=True)
+    writer.close()
 
 
 def _frames(trace: TracebackType | None) -> Iterator[StackFrame]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,12 +10,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from checks.hang._failures import failure
-from ddpdoctor.events import Event, ExceptionRaised, GroupDestroyed, RankExiting, ThreadFailed
-from ddpdoctor.probe import groups, process
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    GroupDestroyed,
+    RankExiting,
+    SpawnEnded,
+    ThreadFailed,
+)
+from ddpdoctor.probe import groups, process, spawned
 from ddpdoctor.probe.patching import restore
 from ddpdoctor.probe.recorder import Recorder, current
 from ddpdoctor.run import Rank
@@ -250,3 +259,32 @@ def test_the_backend_where_nobody_chose_one(
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: name)
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: config)
     assert groups._backend(None) == told
+
+
+@pytest.mark.parametrize("code", [-15, -9, 7, None])
+def test_which_of_the_spawned_processes_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    module = importlib.import_module("torch.multiprocessing.spawn")
+    monkeypatch.setenv("DDPDOCTOR_DIR", str(tmp_path))
+    monkeypatch.delenv("DDPDOCTOR_OWNER", raising=False)
+    node = EventWriter(path := tmp_path / "node-0.jsonl")
+    processes = [SimpleNamespace(pid=n, exitcode=c) for n, c in ((7, code), (8, -15), (9, 1))]
+
+    def join(self: object, timeout: float | None = None) -> bool:
+        if code is None:
+            raise module.ProcessRaisedException("boom", 0, 7)
+        raise module.ProcessExitedException("gone", 0, 7, code)
+
+    monkeypatch.setattr(module.ProcessContext, "join", join)
+    spawned.watch_spawned(module)
+    try:
+        with pytest.raises(module.ProcessException):
+            module.ProcessContext.join(SimpleNamespace(processes=processes))
+    finally:
+        restore()
+    node.close()
+    ends = [e for e in Lines(path).events() if isinstance(e, SpawnEnded)]
+    status, number = (code, None) if code == 7 else (None, code and -code)
+    told = [(7, status, number, (8,))] if code else []
+    assert [(e.pid, e.status, e.signal, e.told) for e in ends] == told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import started
 from tapes import START, WALL, Tape, run_of, stood
@@ -16,6 +17,7 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     RankSample,
+    SpawnEnded,
 )
 from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.ring import State
@@ -193,3 +195,33 @@ def test_told_to_end_with_no_abort_before(tmp_path: Path) -> None:
     ends = [end(0, START + 6, signal=15), end(1, START + 6.2, signal=9)]
     (finding,) = found(run_of(tmp_path, tapes(), more=more, nodes={0: ends}, ended=None))
     assert finding.ranks == (0,)
+
+
+@pytest.mark.parametrize(("pid", "known"), [(5000, True), (7, False)])
+@pytest.mark.parametrize("zombie", [None, 15])
+def test_spawn_says_which_ended_first(
+    tmp_path: Path, pid: int, known: bool, zombie: int | None
+) -> None:
+    """Rank 0 is told to end, rank 1 loses it, and spawn tells rank 2 to end."""
+    made = {rank: Tape(rank, 3).call(line=9) for rank in range(3)}
+    for rank, tape in made.items():
+        tape.events.insert(0, started(rank, 3, spawned=4))
+    told = SpawnEnded(at=START + 7, wall=WALL, pid=pid, signal=15, told=(5002,))
+    ends = [end(0, START + 6), end(1, START + 6.5), end(2, START + 6, signal=zombie), told]
+    run = run_of(tmp_path, made, more={1: [LOST]}, nodes={0: ends}, ended=None)
+    findings = found(run)
+    if known:
+        assert [(f.ranks, f.confidence) for f in findings] == [((0,), Confidence.PROVEN)]
+        assert findings[0].subjects == ("SIGTERM",)
+    else:
+        assert [f.confidence for f in findings] == [Confidence.SUSPECTED]
+
+
+def test_spawn_says_with_what_status_a_rank_left(tmp_path: Path) -> None:
+    ends = [end(0, START + 6, silent=True), end(1, START + 6.5)]
+    left = SpawnEnded(at=START + 7, wall=WALL, pid=5000, status=7, told=(5001,))
+    run = run_of(tmp_path, tapes(), nodes={0: [*ends, left]}, ended=None)
+    assert found(run) == []
+    assert run.ranks[0].exit_code == 7
+    (finding,) = FirstFailure().examine(run)
+    assert finding.ranks == (0,) and "exit status 7" in finding.summary
