@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import inf
@@ -44,13 +44,14 @@ Leaver = tuple[Rank, float]
 class How(enum.Enum):
     """How a rank got out of a loop that another one is still in.
 
-    `DRY`: its loader had fewer batches. `SKIPPED`: it did all rounds, and in fewer of them what the
-    other does. `BROKE`: it left the very iteration that the other is in. `RAISED`: nothing but an
-    exception ends it early. `OVER`: in good order, the other is in a later one. `UNKNOWN`: no
-    loader tells.
+    `DRY`: its loader had fewer batches. `FEWER`: it had fewer rounds, whatever they are over.
+    `SKIPPED`: it did all rounds, and in fewer of them what the other does. `BROKE`: it left the
+    very iteration that the other is in. `RAISED`: nothing but an exception ends it early. `OVER`:
+    in good order, the other is in a later one. `UNKNOWN`: no loader tells.
     """
 
     DRY = enum.auto()
+    FEWER = enum.auto()
     SKIPPED = enum.auto()
     BROKE = enum.auto()
     RAISED = enum.auto()
@@ -98,6 +99,8 @@ class Left:
             return f"{batches} in the loop at {self.loop}{short}"
         if self.how is How.SKIPPED:
             return f"{who} skipped rounds of the loop at {self.loop}{short}"
+        if self.how is How.FEWER:
+            return f"{who} had fewer rounds of `{self.loop.source}` ({self.loop})"
         if self.how is How.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
         dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
@@ -118,6 +121,8 @@ class Left:
                 if self.place == self.loop
                 else (f"{who} skips the rest of a round here")
             )
+        if self.how is How.FEWER:
+            return f"{who} had fewer rounds of this loop"
         return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 
     @property
@@ -140,6 +145,11 @@ class Left:
                 "the optimizer's state"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
+        if self.how is How.FEWER:
+            return (
+                "let that loop have as many rounds on every rank: agree on the smallest number of "
+                "items (`all_reduce` with `ReduceOp.MIN`) and stop there on all of them"
+            )
         if self.how is How.SKIPPED and any(w.source.startswith("except") for w in self.ways):
             return (
                 f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
@@ -226,6 +236,11 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
     if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
         return left
     caught = tuple(catching(leaver, last))
+    if uneven := list(_uneven_within(left.loop, leaver, waiting)):
+        inner = (head.source for _, head, _, _ in loops_around(waiting.rank, waiting.site))
+        counted = len(uneven) == 1 and not any(map(OF_MODEL.match, inner))
+        known = not caught and last is not None and len(last.places) < CALLERS
+        return replace(left, loop=uneven[0], how=How.FEWER) if counted and known else left
     return replace(left, how=How.RAISED, ways=caught) if caught else left
 
 
@@ -278,19 +293,17 @@ def _with_exits(left: Left, leaver: Rank, last: CallSite | None, stay: Made) -> 
     if left.how not in (How.BROKE, How.UNKNOWN):
         return left
     sure = left.how is How.BROKE
-    even = _even_within(left.loop, leaver, stay)
+    even = not list(_uneven_within(left.loop, leaver, stay))
     return replace(left, exits=exits(leaver, last, stay, left.loop, sure, even))
 
 
-def _even_within(loop: Location, leaver: Rank, stay: Made) -> bool:
-    """Whether the loops in that one had as many rounds on both ranks, those that are over."""
+def _uneven_within(loop: Location, leaver: Rank, stay: Made) -> Iterator[Location]:
+    """The loops in that one that may have had another number of rounds on each of both ranks."""
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
-    return all(
-        SAME_ON_ALL.match(head.source)
-        or OF_MODEL.match(head.source)
-        or _how((leaver, inf), _until(stay), head, False) is not How.UNKNOWN
-        for head in takewhile(lambda head: head != loop, heads)
-    )
+    for head in takewhile(lambda head: head != loop, heads):
+        even = SAME_ON_ALL.match(head.source) or OF_MODEL.match(head.source)
+        if not even and _how((leaver, inf), _until(stay), head, False) is How.UNKNOWN:
+            yield head
 
 
 def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:

@@ -105,7 +105,7 @@ class RankExitedEarly(Check):
         leaves, ended = _leaving(left)
         lacks = _lacks(now, left[0], first)
         cause = f"{parts(only[1])}; {who} {ended} without" if only else f"{who} {ended} {lacks}"
-        if loop and (loop.ways or loop.exits):
+        if loop and (loop.ways or loop.exits or loop.how is How.FEWER):
             mixed = _mixed(left, first, others) if loop.how is How.SKIPPED else ""
             cause = f"{loop.cause}{mixed}; {cause}"
         ways = loop.ways if loop else ()

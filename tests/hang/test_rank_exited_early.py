@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -67,8 +68,26 @@ def test_a_shorter_loop(tmp_path: Path) -> None:
     (finding,) = found(left(tmp_path))
     assert finding.ranks == (1,)
     assert finding.location is not None
-    assert finding.location.line == 7
-    assert "the same calls in each" in finding.fix
+    assert finding.location.line == 8
+    assert "rank 1 had fewer rounds of `for batch in loader:` (train.py:8)" in finding.cause
+    assert "as many rounds on every rank" in finding.fix
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"loop": (LOOPS[0], (7, "for epoch in range(n):"))},
+        {"loop": ((9, "for p in model.parameters():"), *LOOPS)},
+        {"loop": ((9, "for part in batch:"), *LOOPS)},
+        {"loop": ((9, "if len(batch):"), *LOOPS)},
+        {"loop": (*LOOPS, Enclosing(6, "try:", (Way(20, "except KeyboardInterrupt:", 7, 19),)))},
+        {"loop": (LOOPS[0], Enclosing(7, "for epoch in range(3):", (Way(8, "if x:", 8, 9),)))},
+    ],
+)
+def test_which_rounds_were_fewer_is_not_known(tmp_path: Path, unlike: dict[str, Any]) -> None:
+    (finding,) = found(left(tmp_path, **unlike))
+    assert "fewer rounds" not in finding.cause + finding.label
+    assert "an exception ended" not in finding.cause
 
 
 def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
