@@ -239,6 +239,8 @@ def _last_thing(rank: Rank) -> str:
     if step and (told is None or step.at > told.at):
         place = rank.location(step.site)
         return f"step {max(step.step, rank.steps - 1)}{f' at {place}' if place else ''}"
+    if isinstance(told, RankExiting) and told.status is None and rank.exit_code:
+        return f"leaving (status {rank.exit_code})"  # by a `SystemExit` that nobody saw
     if isinstance(told, RankStarted):  # its own words hold the rank: equal ranks would differ
         return "started"
     return told.describe() if told else ""

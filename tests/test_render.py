@@ -283,6 +283,9 @@ def test_last_thing_is_the_exception_not_the_leaving() -> None:
         "started",
         "step 1",
     ]
+    unseen = [*steps(2), RankExiting(at=0, how="return")]  # `raise SystemExit(7)`
+    rows = diagnose(make_run({0: unseen, 1: unseen}, ended={0: 7, 1: 0}), []).ranks
+    assert [r.last for r in rows] == ["leaving (status 7)", "leaving (return)"]
 
 
 @pytest.mark.parametrize(
