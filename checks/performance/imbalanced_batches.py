@@ -18,7 +18,8 @@ from ddpdoctor.events import (
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
-FEWEST = 8
+FEWEST, LATER = 8, 4
+"""Forwards to compare: of the whole run, or from one of them to the last."""
 EXCESS = 0.25
 """By how much the largest batch of a step exceeds the average one, before it is told."""
 STEADY = 0.9
@@ -32,7 +33,7 @@ class ImbalancedBatches(Check):
 
     ## What it finds
     Inputs of a wrapped model whose size (tokens, pixels, samples) differs between the ranks within
-    most of the steps that were looked at.
+    most of the steps that were looked at, or within all of them from one step on.
 
     ## Why it hurts
     Every step lasts as long as its largest batch; the ranks with less wait. The average over ranks
@@ -69,12 +70,14 @@ class ImbalancedBatches(Check):
         common = [n for n in common if all(f[n].numbers for f in given.values())]
         if len(given) < 2 or len(common) < FEWEST:
             return
-        excess = []
-        for n in common:
-            sizes = [f[n].numbers for f in given.values()]
-            excess.append(max(sizes) / statistics.mean(sizes) - 1)
+        begin = 0
+        excess = [_excess([f[n].numbers for f in given.values()]) for n in common]
         if statistics.median(excess) < EXCESS:
-            return
+            # All of the first forwards were looked at, and few of the later ones.
+            begin = next((i for i, more in enumerate(excess) if more >= EXCESS), len(common))
+            common, excess = common[begin:], excess[begin:]
+            if len(common) < LATER or common[-1] - common[0] < FEWEST or min(excess) < EXCESS:
+                return
         means = {r: statistics.mean(f[n].numbers for n in common) for r, f in given.items()}
         rows = {r: statistics.mean(f[n].rows for n in common) for r, f in given.items()}
         largest = max(means, key=lambda r: means[r])
@@ -97,7 +100,9 @@ class ImbalancedBatches(Check):
             location=rank.location(first.site),
             label="not equally large on all ranks",
             summary=f"the largest batch of a step is on average {typical:.0%} larger than the "
-            "mean over ranks" + (f", mostly on rank {largest}" if steady else ""),
+            "mean over ranks"
+            + (f", mostly on rank {largest}" if steady else "")
+            + (", though not from the beginning" if begin else ""),
             cause=_cause(largest if steady else None, alike),
             fix=f"the same batch size on all ranks; where samples differ in size: {BUCKETS}"
             if steady and not alike
@@ -113,6 +118,11 @@ class ImbalancedBatches(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "straggler" and other.ranks == mine.ranks
+
+
+def _excess(sizes: list[int]) -> float:
+    """By how much the largest exceeds the mean, as a share of that."""
+    return max(sizes) / statistics.mean(sizes) - 1
 
 
 def _steps(rank: Rank, model: int, forwards: list[list[ForwardInput]]) -> Steps | None:

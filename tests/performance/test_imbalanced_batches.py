@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import pytest
 from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
 from readers import found, prologue, run_of
@@ -9,6 +11,7 @@ from recordings import make_run, steps
 
 from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput, OptimizerSeen
 from ddpdoctor.findings import Finding, Steps
+from ddpdoctor.probe import inputs
 
 
 def given(sizes: list[int], rows: int = 0) -> list[Event]:
@@ -92,6 +95,32 @@ def test_longer_samples_are_no_larger_batch_size() -> None:
 
 def test_only_the_last_batch() -> None:
     assert not examine([8] * 20 + [8], [8] * 20 + [1])
+
+
+def looked_at(forwards: int, larger: Container[int]) -> list[Finding]:
+    """Rank 1 has the larger batch in some forwards, of which the probe looks at some."""
+    every = [given([size if n in larger else 4 for n in range(forwards)]) for size in (4, 12)]
+    sampled = [[e for n, e in enumerate(events) if inputs.sampled(n)] for events in every]
+    return found(ImbalancedBatches(), run_of(*sampled))
+
+
+def test_larger_from_a_later_step_on() -> None:
+    (finding,) = looked_at(60, range(20, 60))
+    assert (finding.ranks, finding.evidence["forwards compared"]) == ((1,), 5)
+    assert "50% larger" in finding.summary and "not from the beginning" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "larger",
+    [range(40, 60), range(0, 60, 8), {24, 32, 40}, range(13, 20), {5, *range(24, 60)}],
+    ids=["few seen", "every eighth", "over again", "a while", "one before"],
+)
+def test_larger_in_some_later_steps(larger: Container[int]) -> None:
+    assert not looked_at(60, larger)
+
+
+def test_the_last_forwards_of_a_short_run() -> None:
+    assert not looked_at(16, range(11, 16))
 
 
 def test_little_difference() -> None:
