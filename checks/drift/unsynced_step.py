@@ -50,6 +50,15 @@ TAKE_OUT = (
     "take this `no_sync()` out: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
+FLAG = "require_backward_grad_sync"
+BY_HAND = {
+    "no_sync": f"set `{FLAG} = True` before the forward of the micro-batch that steps",
+    "forward only": f"set `{FLAG}` before the forward: DDP reads it when that ends",
+}
+ANOTHER = (
+    "step right after the backward that synchronises: another one of each step does, so let "
+    "`no_sync()` and `optimizer.step()` follow the same condition"
+)
 ENOUGH = 0.5
 """Numbers exchanged per number of a gradient that may be the gradients."""
 
@@ -138,17 +147,19 @@ class UnsyncedStep(Check):
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
         reason = pattern.reason
+        spot = rank.location(pattern.site)
+        by_hand = spot is not None and FLAG in spot.source
         yield self.finding(
             ranks=tuple(sorted(bad)),
             steps=Steps(spans[0].first, spans[-1].last, count),
             subjects=(group.any.wrapped.kind,),
-            location=rank.location(pattern.site) or rank.location(pattern.backward_site),
-            label="off for all micro-batches of this step" if full else LABELS[reason],
+            location=spot or rank.location(pattern.backward_site),
+            label="off for all micro-batches of this step" if full else _label(reason, by_hand),
             related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
             summary=f"rank-local gradients reach optimizer.step on "
             f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
             cause=_left_over(pattern.unsynced, full) if full else CAUSES[reason],
-            fix=LAST_BATCH if full else _fix(member, spans),
+            fix=LAST_BATCH if full else _fix(member, spans, by_hand),
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
@@ -207,9 +218,15 @@ def _full_group(member: Member, spans: list[Span]) -> int:
     return size if left_over else 0
 
 
-def _fix(member: Member, spans: list[Span]) -> str:
+def _label(reason: str, by_hand: bool) -> str:
+    return "set after the forward" if by_hand and reason == "forward only" else LABELS[reason]
+
+
+def _fix(member: Member, spans: list[Span], by_hand: bool) -> str:
     """What to do about a backward that is no micro-batch of several is another thing: the only one
     of its step, or always the last one, after another one at another line."""
+    if by_hand:
+        return BY_HAND.get(spans[0].pattern.reason, FIXES[spans[0].pattern.reason])
     every = [s.pattern for s in patterns(member)]
     if any(s.pattern.reason != "no_sync" for s in spans):
         return FIXES[spans[0].pattern.reason]
@@ -217,7 +234,10 @@ def _fix(member: Member, spans: list[Span]) -> str:
         return TAKE_OUT.format("only")
     apart = (p.synced == p.once == p.unsynced == 1 and p.line != p.backward_site for p in every)
     last = len(every) == len(spans) and all(apart)
-    return TAKE_OUT.format("last") if last else FIXES["no_sync"]
+    if last:
+        return TAKE_OUT.format("last")
+    another = [p.synced == 1 < p.unsynced and p.line == p.backward_site for p in every]
+    return ANOTHER if sum(another) > len(another) / 2 else FIXES["no_sync"]
 
 
 def _left_over(count: int, full: int) -> str:

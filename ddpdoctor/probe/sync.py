@@ -86,6 +86,10 @@ class _Syncs(dict[Model, Sync]):
 
 _syncs = _Syncs()
 _off_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By wrapper, the line of its last `no_sync`; `_contexts` what that gave, `_set_sites` the line
+that sets DDP's flag by hand."""
+_contexts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_set_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -93,9 +97,11 @@ def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _syncs.clear()
-    _off_sites.clear()
+    for known in (_off_sites, _contexts, _set_sites):
+        known.clear()
     derivatives.forget()
-    around(DistributedDataParallel, "no_sync", before=_no_sync, lost="the lines of no_sync")
+    lost = "the lines of no_sync"
+    around(DistributedDataParallel, "no_sync", before=_no_sync, after=_no_sync_made, lost=lost)
     lost = "gradients taken by autograd.grad"
     around(torch.autograd, "grad", before=_functional, after=_functional_ends, lost=lost)
     moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
@@ -120,8 +126,16 @@ def averaged(model: Model, optimizer: int | None = None) -> bool | None:
     return sync.last
 
 
-def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> weakref.ref[Any]:
     _off_sites[args[0]] = active.site()
+    return weakref.ref(args[0])
+
+
+def _no_sync_made(
+    active: Recorder, wrapper: weakref.ref[Any], context: Any, error: BaseException | None
+) -> None:
+    if error is None and (found := wrapper()) is not None:
+        _contexts[found] = weakref.ref(context)
 
 
 def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -165,7 +179,7 @@ def _interrupted(active: Recorder, step: Expected) -> None:
         if one.forward is not None:
             sync.forwards += 1
             sync.flag, sync.forward_site = one.sync, one.forward.site
-            sync.off_site = -1 if one.sync else _off_site(active, wrapper)
+            sync.off_site = -1 if one.sync else _off_site(active, wrapper, now=False)
         elif one.backward is not None:
             sync.after = step.model.gradients()
             averaged = step.model.number in one.backward.synced
@@ -173,16 +187,28 @@ def _interrupted(active: Recorder, step: Expected) -> None:
             _contribute(sync, one.backward, new, own_forward=True)
 
 
-def _off_site(active: Recorder, wrapper: Any) -> int:
-    """The line of `no_sync`, or the one that sets DDP's flag by hand."""
-    if wrapper not in _off_sites:
+def _off_site(active: Recorder, wrapper: Any, *, now: bool = True) -> int:
+    """The line of the `no_sync` that is open (or was, if not `now`), or else the one that sets
+    DDP's flag by hand."""
+    last = _off_sites.get(wrapper, -1)
+    if last >= 0 and not (now and _closed(wrapper)):
+        return last
+    if wrapper not in _set_sites:
         found = setting_in_frames(
             sys._getframe(1),
             lambda code: active.sites.kind(code) == "user",
             "require_backward_grad_sync",
         )
-        _off_sites[wrapper] = active.sites.number(found.code, found.line) if found else -1
-    return _off_sites[wrapper]
+        _set_sites[wrapper] = active.sites.number(found.code, found.line) if found else -1
+    return _set_sites[wrapper] if _set_sites[wrapper] >= 0 else last
+
+
+def _closed(wrapper: Any) -> bool:
+    """Whether the last `no_sync` is over."""
+    reference = _contexts.get(wrapper)
+    context = reference() if reference is not None else None
+    generator = getattr(context, "gen", None)
+    return reference is not None and getattr(generator, "gi_frame", None) is None
 
 
 def _backward_begins(active: Recorder, backward: Backward) -> None:

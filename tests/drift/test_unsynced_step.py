@@ -1,11 +1,13 @@
 """DDP407 on literal events."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
+from recordings import site
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import KeptBack, SyncPattern
@@ -222,3 +224,48 @@ def test_gradients_taken_after_the_last_backward(monkeypatch, backward, changed,
     assert [e.site for e in told if e.reason] == [LINE if "grad" in reason else OTHER][
         : bool(reason)
     ]
+
+
+def test_the_line_of_no_sync_only_where_it_is_open(monkeypatch):
+    """Another epoch of the program may set DDP's flag by hand."""
+
+    class Wrapper:
+        @contextlib.contextmanager
+        def no_sync(self):
+            yield
+
+    found = mock.Mock(code=None, line=7)
+    monkeypatch.setattr(sync, "setting_in_frames", lambda *given: found)
+    active = mock.Mock(site=lambda: 3)
+    active.sites.number = lambda code, line: line
+    wrapper = Wrapper()
+    assert sync._off_site(active, wrapper) == 7
+    token = sync._no_sync(active, (wrapper,), {})
+    with contextlib.ExitStack() as stack:
+        context = wrapper.no_sync()
+        sync._no_sync_made(active, token, context, None)
+        stack.enter_context(context)
+        assert sync._off_site(active, wrapper) == 3
+    assert sync._off_site(active, wrapper) == 7
+    assert sync._off_site(active, wrapper, now=False) == 3
+    del context
+    assert sync._off_site(active, wrapper) == 7
+    sync._set_sites[wrapper] = -1
+    assert sync._off_site(active, wrapper) == 3, "nothing else is known to do it"
+
+
+@pytest.mark.parametrize(("reason", "words"), [("no_sync", "= True"), ("forward only", "before")])
+def test_a_flag_that_is_set_by_hand(reason, words):
+    line = site(LINE, "train.py", 33, "ddp.require_backward_grad_sync = i % 4 == 3")
+    run = run_of({n: [line, pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert words in finding.fix and "no_sync()" not in finding.fix
+
+
+def test_another_micro_batch_synchronises_than_the_last():
+    same = {"line": BACKWARD, "once": 1}
+    events = [pattern(unsynced=3), pattern(step=1, synced=1, unsynced=3, **same)]
+    events += [pattern(step=n, synced=1, unsynced=3, **same) for n in (2, 3)]
+    run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert "the same condition" in finding.fix
