@@ -350,7 +350,7 @@ def _traceback(first: Failure) -> Evidence:
 
 def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
     """What the other ranks reported, equal ones folded, with the seconds after the first where it
-    is known when that failed."""
+    is known when that failed (the end of a process is seen a moment later)."""
     rows: dict[str, list[Failure]] = {}
     for f in others:
         text = f.rank.signal or "was told to end" if f.kind == "signal" else f.text
@@ -365,7 +365,7 @@ def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
                 **(
                     {}
                     if first is None
-                    else {"seconds_later": round(min(f.at for f in fs) - first, 3)}
+                    else {"seconds_later": round(max(0.0, min(f.at for f in fs) - first), 3)}
                 ),
             }
             for text, fs in rows.items()

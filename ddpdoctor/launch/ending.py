@@ -47,8 +47,13 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
         if _gave_up(run, first.rank):
             return "hung"
         return "killed" if first.signal is not None else "failed"
+    if stopped_by:
+        return "killed"
+    seen = [r.ended for r in run.ranks.values() if r.ended]  # with what spawn saw of them
+    if any(e.status and not e.by_launcher for e in seen):
+        return "failed"
     states = {r.state for r in run.ranks.values()}
-    if stopped_by or "killed" in states:
+    if "killed" in states:
         return "killed"
     if "failed" in states:
         return "failed"

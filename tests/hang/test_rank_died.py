@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_died import RankDied
@@ -20,6 +21,7 @@ from ddpdoctor.events import (
     SpawnEnded,
 )
 from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.launch.ending import outcome
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
 
@@ -220,8 +222,12 @@ def test_spawn_says_which_ended_first(
 def test_spawn_says_with_what_status_a_rank_left(tmp_path: Path) -> None:
     ends = [end(0, START + 6, silent=True), end(1, START + 6.5)]
     left = SpawnEnded(at=START + 7, wall=WALL, pid=5000, status=7, told=(5001,))
-    run = run_of(tmp_path, tapes(), nodes={0: [*ends, left]}, ended=None)
+    lost = msgspec.structs.replace(LOST, at=START + 5.9)  # before its end was seen
+    run = run_of(tmp_path, tapes(), more={1: [lost]}, nodes={0: [*ends, left]}, ended=None)
     assert found(run) == []
     assert run.ranks[0].exit_code == 7
+    assert outcome(run, 1, "") == "failed"
     (finding,) = FirstFailure().examine(run)
     assert finding.ranks == (0,) and "exit status 7" in finding.summary
+    (after,) = finding.evidence["consequences"]  # type: ignore[misc]
+    assert after["seconds_later"] == 0
