@@ -132,11 +132,12 @@ BLIND = "called under no_grad only"
 BESIDE = "takes no part in the loss, though the rest of its module does"
 PLAIN = "gets no gradient"
 SOMETIMES = "used in some steps only"
+LEFT_OUT = "called, but its output is left out of the loss in some steps"
 
 
 def _called(event: UnusedParameters, part: Part) -> str:
     if event.called is None:
-        return "not observed"
+        return "yes" if set(part.positions) <= set(event.unspent) else "not observed"
     inside = {c for c in event.called if c == part.module or c.startswith(f"{part.module}.")}
     if not inside:
         return "no"
@@ -156,7 +157,7 @@ def _why(event: UnusedParameters, part: Part, share: str) -> str:
     if set(part.positions) <= set(event.frozen):
         return FROZEN
     if words[0] != words[2]:
-        return SOMETIMES
+        return LEFT_OUT if set(part.positions) <= set(event.unspent) else SOMETIMES
     called = _called(event, part)
     if called == "no":
         return NEVER
@@ -182,6 +183,8 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
         "that does not reach the loss, or only detached",
         BLIND: f"{part.title} was called under `no_grad` only, so that no gradient can reach it",
         SOMETIMES: f"{part.title} takes part in some steps and not in others",
+        LEFT_OUT: f"{part.title} was called, and the forward made something of what it returned, "
+        "but in these steps the loss does not depend on that; in others it does",
         FROZEN: f"{part.title} was frozen after the wrap, and DDP still waits for its gradients",
         BESIDE: f"the loss does not depend on a parameter of {part.title}: the forward does not "
         "use it, or what it adds drops out (as a bias does of a loss of derivatives)",
@@ -199,11 +202,11 @@ def _fix(part: Part, why: str, allowed: bool, called: str, names: tuple[str, str
         if part.module
         else "`parameter.requires_grad_(False)`"
     )
-    if allowed and why != SOMETIMES:
+    if allowed and why not in (SOMETIMES, LEFT_OUT):
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
     if allowed:
         return "nothing to change; `find_unused_parameters=True` is needed for this model"
-    if why == SOMETIMES and called == "yes":
+    if why == LEFT_OUT or (why == SOMETIMES and called == "yes"):
         return (
             "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
             f"sum(p.sum() for p in {part.code(f'{wrapper}.module')}.parameters())`; "

@@ -122,6 +122,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
         frozen: those of `indices` that no longer require a gradient, although they did at the wrap.
         by_torch: torch's own list told it, at the next forward.
         branches: module to the line of the `if` that skips it, where one was found.
+        unspent: those of `indices` that the forward made numbers of which the program still has.
     """
 
     model: int
@@ -138,6 +139,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     branches: dict[str, int] = {}
     total: int = -1
     blind: tuple[str, ...] = ()
+    unspent: tuple[int, ...] = ()
 
     def describe(self) -> str:
         if not self.indices:

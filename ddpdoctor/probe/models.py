@@ -19,6 +19,7 @@ from .patching import around
 from .recorder import Recorder
 from .references import Reference
 from .resolving import Found, setting_in_frames
+from .torch_private import next_node_number
 
 LOST = "models wrapped in DistributedDataParallel"
 
@@ -77,7 +78,7 @@ class Model:
         self.left: tuple[int, ...] = ()
         self.backwards = 0
         self.synced_backwards = 0
-        self.forward_site = -1
+        self.forward_site = self.first_node = -1
         self.forwards_now = 0
         self.backwards_now = 0
         self.forwards_in_step = 0
@@ -103,7 +104,7 @@ class Model:
         self.pending_sync = forward.sync
         self.unfinished, self.left = False, ()
         self.armed |= forward.sync
-        self.forward_site = forward.site
+        self.forward_site, self.first_node = forward.site, next_node_number()
         if self.backwards_now:
             self.forwards_now = self.backwards_now = 0
         self.forwards_now += 1

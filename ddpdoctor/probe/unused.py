@@ -13,6 +13,7 @@ from .moments import Backward, Forward, Subscriptions
 from .recorder import Recorder, recorder, shielded
 from .sources import branch_around
 from .torch_private import compiling, ready_indices, without_gradient
+from .unspent import unspent
 
 LOST = "unused parameters"
 
@@ -276,6 +277,7 @@ def _tell(
             by_torch=by_torch,
             branches=_branches(active, model, unused),
             total=total,
+            unspent=() if by_torch else unspent(active, model, unused),
         ),
         vital=True,
     )

@@ -174,3 +174,13 @@ def test_the_steps_are_those_of_the_models_own_optimizer():
     ]
     (found,) = UnusedParameter().examine(make_run({r: rank(*both) for r in (0, 1)}))
     assert (found.steps.first, found.steps.last, found.steps.count) == (0, 7, 8)
+
+
+@pytest.mark.parametrize(("unspent", "called"), [((4, 5), True), ((4,), False), ((), False)])
+def test_an_output_that_only_later_is_left_out_of_the_loss(unspent, called):
+    event = unused([4, 5], backward=38, step=37, unspent=unspent)
+    (found,) = find(unused([]), event, use(12, {4: 1, 5: 1}))
+    assert ("left out of the loss" in found.cause + found.label) is called
+    assert ("and not in others" in found.cause) is not called
+    assert ("was called" in found.cause) is called
+    assert found.evidence["modules"][0]["called"] == ("yes" if called else "not observed")
