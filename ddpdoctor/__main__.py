@@ -6,14 +6,10 @@ import sys
 def main() -> int:
     """Run a command; returns the exit status. Ctrl-C counts from the first import on."""
     try:
-        from .cli import INTERRUPTED
         from .cli import main as command
     except KeyboardInterrupt:
         return 130
-    try:
-        return command()
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return command()
 
 
 if __name__ == "__main__":
