@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from typing import Any
 
 from ..events import Digests, Replica, Sketch
-from ..events.drift import AGAIN, EARLY, UNHELD, chosen, full
+from ..events.drift import EARLY, UNHELD, chosen, full
 from ..events.pack import pack
 from . import edits, exchanges, moments, optimizers, sync, writes
 from .digests import ABSENT, Sketcher, capturing, scattered, sums
@@ -48,24 +47,10 @@ class Watch:
         self.left_out = ""
 
 
-class Evaluated:
-    """How often a model was evaluated after so many forwards with gradients.
-
-    Attributes:
-        begun: `eval()` was called, and no forward has followed yet.
-    """
-
-    def __init__(self) -> None:
-        self.forwards = -1
-        self.times = 0
-        self.begun = False
-
-
 class _Drift:
     def __init__(self) -> None:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
-        self.evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
         self.forwards: Subscription[Forward] | None = None
 
 
@@ -84,7 +69,6 @@ def install() -> None:
     moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
     begins = moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False)
     _drift.forwards = begins
-    moments.trial_ends.subscribe(_trial_ends, lost="drift at evaluation")
     moments.leaving.subscribe(_leaving, lost="drift at the end")
 
 
@@ -162,7 +146,7 @@ def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
     if not step.closure:
         writes.look(active, watch.holding, watch.writes, step.number)
     watch.pace.spent(time.perf_counter_ns() - began, looked)
-    if stride == 1 and full(step.number):
+    if stride == 1 and full(step.number // max(1, active.every)):
         _look_closely(active, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
     _flush(active, watch, soon=step.number < 10)
 
@@ -232,7 +216,7 @@ def _kind_of_gradients(holding: Holding) -> str:
 def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
     """Digest one kind; how many tensors that were."""
     tensors = _tensors(watch.holding, kind, key, stride)
-    waiting = _digest(active, tensors)
+    waiting = digest(active, tensors)
     if waiting is not None:
         made = watch.holding.model.synced_backwards
         watch.rows.setdefault(kind, Rows()).add(Row(key, stride, made, waiting))
@@ -241,7 +225,7 @@ def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) ->
 
 def _tensors(holding: Holding, kind: str, key: int, stride: int) -> list[Any]:
     if kind == "buffers":
-        every = _buffers(holding.model)
+        every = buffers(holding.model)
         return [every[i] for i in chosen(key, stride, len(every))]
     positions = holding.positions
     picked = holding.parameters([positions[i] for i in chosen(key, stride, len(positions))])
@@ -250,7 +234,7 @@ def _tensors(holding: Holding, kind: str, key: int, stride: int) -> list[Any]:
     return [None if p is None else p.grad for p in picked]
 
 
-def _buffers(model: Model) -> list[Any]:
+def buffers(model: Model) -> list[Any]:
     """In the order of `Wrapped.buffers`; None for those that were ignored at the wrap."""
     inner = model.inner()
     if inner is None:
@@ -259,7 +243,8 @@ def _buffers(model: Model) -> list[Any]:
     return [None if name in ignored else b for name, b in inner.named_buffers()]
 
 
-def _digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
+def digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
+    """Digests of tensors; None while a CUDA graph is being recorded."""
     if capturing():
         return None
     totals, reasons = sums(tensors)
@@ -320,9 +305,7 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
     for key in sorted({str(k) for state in states for k in state}):
         values = [state.get(key) for state in states]
         if any(hasattr(v, "untyped_storage") for v in values):
-            waiting = _digest(
-                active, [v if hasattr(v, "untyped_storage") else None for v in values]
-            )
+            waiting = digest(active, [v if hasattr(v, "untyped_storage") else None for v in values])
         elif all(v is None or isinstance(v, int) for v in values):
             waiting = Waiting([])
             waiting.values = [ABSENT if v is None else scattered(hash(v)) for v in values]
@@ -331,42 +314,6 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
         if waiting is not None:
             row = Row(step.number, stride, holding.model.synced_backwards, waiting)
             watch.rows.setdefault(f"state:{key}", Rows()).add(row)
-
-
-def _trial_ends(active: Recorder, forward: Forward) -> None:
-    if not (forward.grad_enabled or forward.error is not None or forward.wrapper.training):
-        evaluated(active, forward.model, forward.site)
-
-
-def evaluation_begins(model: Model) -> None:
-    """`eval()` was called on it or its wrapper."""
-    _drift.evaluated[model.number].begun = True
-
-
-def evaluated(active: Recorder, model: Model, site: int) -> None:
-    """The first forward without gradients after training: what is evaluated must be the same. So
-    with those after an `eval()` without training in between: other weights may be loaded by then.
-    """
-    known = _drift.evaluated[model.number]
-    begun, known.begun = known.begun, False
-    if known.forwards != model.forwards:
-        known.forwards, known.times = model.forwards, 0
-        look_whole(model)
-    elif not begun or known.times == AGAIN - 1:
-        return
-    else:
-        known.times += 1
-    parameters = [ref() for ref in model.parameters]
-    kinds = {"parameters": [None if i in model.ignored else p for i, p in enumerate(parameters)]}
-    point, key = "again", AGAIN * model.forwards + known.times
-    if not known.times:
-        kinds["buffers"] = _buffers(model)
-        point, key = "eval", model.forwards
-    for kind, tensors in kinds.items():
-        waiting = _digest(active, tensors)
-        if waiting is not None and waiting.ready(wait=False):
-            rows = [Row(key, 1, model.synced_backwards, waiting)]
-            _write(active, rows, model.number, -1, kind, point, site)
 
 
 def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -393,11 +340,11 @@ def _finish(active: Recorder) -> None:
                 _sketch(active, watch, "parameters", steps)
         for kind in ("parameters", "buffers"):
             tensors = _tensors(holding, kind, 0, 1)
-            waiting = _digest(active, tensors)
+            waiting = digest(active, tensors)
             if waiting is not None and waiting.ready(wait=True):
                 model = holding.model
                 rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
-                _write(active, rows, holding.model.number, holding.optimizer, kind, "end")
+                write(active, rows, holding.model.number, holding.optimizer, kind, "end")
     _drift.watches.clear()
 
 
@@ -412,18 +359,20 @@ def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = F
         if ready:
             model = watch.holding.model.number
             point = "kept" if kind == "buffers" else "step"
-            _write(active, ready, model, watch.holding.optimizer, kind, point)
+            write(active, ready, model, watch.holding.optimizer, kind, point)
 
 
-def _write(
+def write(
     active: Recorder,
     rows: list[Row],
     model: int,
     optimizer: int,
     kind: str,
     point: str,
+    step: int = -1,
     site: int = -1,
 ) -> None:
+    """Put rows of one kind on record, as taken in this step where no other is given."""
     active.emit(
         Digests(
             at=time.monotonic(),
@@ -436,7 +385,7 @@ def _write(
             counts=tuple(len(row.waiting.values) for row in rows),
             values=pack(v for row in rows for v in row.waiting.values),
             backwards=tuple(row.backwards for row in rows),
-            step=active.step,
+            step=active.step if step < 0 else step,
             site=site,
         )
     )

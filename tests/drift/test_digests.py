@@ -167,3 +167,23 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
 def test_the_digest_of_zeros():
     assert digests([torch.zeros(3), torch.zeros(64, 64)]) == [ZERO, ZERO]
     assert ZERO not in digests([torch.tensor([0.0, 1e-40]), torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("every", "closely"), [(0, [0, 1, 2, 4, 9]), (1, [0, 1, 2, 4, 9]), (5, [0, 5, 10])]
+)
+def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch, every, closely):
+    looked = []
+    for name in ("_look_for_join", "_flush", "_record"):
+        monkeypatch.setattr(drift, name, lambda *_, **__: 0)
+    monkeypatch.setattr(drift.writes, "look", lambda *_: None)
+    monkeypatch.setattr(drift, "_kind_of_gradients", lambda _: "gradients")
+    monkeypatch.setattr(
+        drift, "_look_closely", lambda active, watch, step, kinds: looked.append(step.number)
+    )
+    active = SimpleNamespace(every=every)
+    pace = SimpleNamespace(spent=lambda *_: None)
+    watch = SimpleNamespace(holding=None, broadcast=True, writes=None, pace=pace)
+    for number in range(0, 13, every or 1):
+        drift._look(active, watch, SimpleNamespace(number=number, closure=False), 1)
+    assert looked == closely

@@ -1,0 +1,47 @@
+"""What is evaluated is put on record also where the device has not computed its digests yet."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddpdoctor.events import Digests
+from ddpdoctor.probe import drift, evaluation
+from ddpdoctor.probe.rows import Waiting
+
+
+class Busy(Waiting):
+    """On a device that is done after some questions, or when it is waited for."""
+
+    left = 2
+
+    def ready(self, *, wait: bool = False) -> bool:
+        self.left = 0 if wait else self.left - 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
+    told = []
+    active = SimpleNamespace(emit=told.append, step=7, not_observed=lambda *_: None)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    model = SimpleNamespace(
+        number=0, forwards=8, synced_backwards=8, ignored=(), parameters=[lambda: parameter]
+    )
+    monkeypatch.setattr(drift, "Waiting", Busy)
+    monkeypatch.setattr(drift, "buffers", lambda model: [])
+    evaluation._Known.evaluated.clear()
+    evaluation._look(active, model, site=3)
+    assert not told, "nothing waits for the device"
+    active.step = 9
+    if leaves:
+        evaluation._leaving(active, None)
+    else:
+        for _ in range(3):
+            evaluation._step_begins(active, SimpleNamespace())
+    assert [(e.kind, e.point, e.keys, e.step, e.site) for e in told] == [
+        ("parameters", "eval", (8,), 7, 3),
+        ("buffers", "eval", (8,), 7, 3),
+    ]
+    assert all(isinstance(e, Digests) for e in told)
+    assert not evaluation._Known.trials
