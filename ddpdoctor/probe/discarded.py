@@ -56,7 +56,8 @@ def _called(active: Recorder, call: Call) -> None:
 
 def share(active: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
     """The norm of the copies that were handed over for the step to come, by that of the gradients
-    of these parameters, and the line; 0 and -1 where they are not as many, or not on the CPU."""
+    of these parameters, and the line; 0 and -1 where they are not as many, not on the CPU, or not
+    finite."""
     gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
     nothing = (0.0, -1)
     if active.step != _window.step or not all(map(readable, gradients)):
@@ -64,8 +65,9 @@ def share(active: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
     own = {memory_of(t) for t in (*parameters, *gradients) if t is not None}
     handed = [(n, squares) for memory, n, squares in _window.handed if memory not in own]
     copies = _copies(handed, [g.numel() for g in gradients])
-    applied = sum(map(_squares, gradients))
-    return (math.sqrt(sum(copies) / applied), _window.site) if copies and applied else nothing
+    applied, shared = sum(map(_squares, gradients)), sum(copies)
+    known = copies and applied and math.isfinite(applied) and math.isfinite(shared)
+    return (math.sqrt(shared / applied), _window.site) if known else nothing
 
 
 def _copies(handed: list[tuple[int, float]], sizes: list[int]) -> list[float]:

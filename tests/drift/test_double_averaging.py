@@ -21,10 +21,10 @@ SCALED = LossScaled(
 )
 
 
-def edit(ratio, divisor="", changed=True, functions=(), step=0):
+def edit(ratio, divisor="", changed=True, functions=(), step=0, beside=False):
     return Edited(
         at=0, model=0, optimizer=0, kind="gradients", step=step, changed=changed, ratio=ratio,
-        site=LINE, divisor=divisor, functions=functions,
+        site=LINE, divisor=divisor, functions=functions, beside=beside,
     )  # fmt: skip
 
 
@@ -46,6 +46,14 @@ def test_a_divided_loss():
 def test_gradients_divided_by_hand():
     (finding,) = judge(edit(0.5, divisor="world_size"))
     assert finding.location.line == 33
+
+
+def test_gradients_divided_by_hand_in_a_loop_that_clips():
+    """The norm was small enough: what is left of them is the division."""
+    clips = {"functions": ("clip_grad_norm_",), "beside": True}
+    (finding,) = judge(edit(0.5, divisor="world_size", **clips))
+    assert finding.location.line == 33
+    assert judge(edit(0.5, **clips)) == [], "no line says so"
 
 
 @pytest.mark.parametrize("event", [

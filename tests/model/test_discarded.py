@@ -107,3 +107,12 @@ def test_other_steps_are_not_looked_at(model):
 
 def test_parameters_of_another_size_are_no_copies(model):
     assert shared("all_reduce", [torch.ones(9), torch.ones(40)], model) == (0.0, -1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_has_no_share(model, value):
+    copies = [torch.full_like(p.grad, value) for p in model]
+    assert shared("all_reduce", copies, model) == (0.0, -1)
+    for parameter in model:
+        parameter.grad.fill_(value)
+    assert shared("all_reduce", copies, model) == (0.0, -1)
