@@ -18,6 +18,11 @@ _PASSING_ON = ("add", "sub", "mul", "sum", "mean", "cat", "stack", "masked_fill"
 HUGE, GROWN = 1e6, 1e3
 """A parameter as large as that, and so many times the norm of all before, has exploded."""
 
+EXPLODED = (
+    "lower the learning rate, clip gradients (`clip_grad_norm_`), or look for what makes the loss "
+    "so large"
+)
+
 
 class NonfiniteOrigin(Check):
     """NaN or infinity: where it came from
@@ -27,6 +32,15 @@ class NonfiniteOrigin(Check):
     all: in the inputs of the wrapped forward, in the loss (and then the operation and the module
     that made it), or in a rank's own gradients while its loss was still finite. Also a NaN loss
     that leaves the gradients finite, as that of a logarithm of a negative number does.
+
+    ## How it knows
+    In every backward the loss is looked at, and in the first 128, later as `--budget` allows, some
+    of this rank's own gradients before they are averaged (of some 30 parameters, later mostly of
+    one). A loss that is not finite is followed back at once: to parameters, inputs and buffers of
+    the forward, or along autograd's graph to an operation; it is told when an optimizer steps on
+    it, or none does again and again. On a GPU nothing waits for the device: loss and one gradient
+    are flagged there and read at a later step, which tells the rank and the step, not the
+    operation. The finding is proven.
 
     ## Why it hurts
     One step later every rank has it in all parameters, the loss is NaN everywhere, and nothing
@@ -82,12 +96,7 @@ class NonfiniteOrigin(Check):
             related=_related(rank, event, spot),
             summary=_summary(event, guilty, run),
             cause=(exploded or _cause(event, rank)) + _lasting(event),
-            fix=_fix_of_gradients(rank)
-            if _brought(event)
-            else "lower the learning rate, clip gradients (`clip_grad_norm_`), or look for what "
-            "makes the loss so large"
-            if exploded
-            else _fix(event),
+            fix=EXPLODED if exploded else _advice(event, rank),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "first seen": [_row(r, e) for r, e in firsts.items()],
@@ -243,14 +252,15 @@ def _cause(event: NonFinite, rank: Rank) -> str:
     if event.kind == "loss" and event.beyond:
         finite = ", and so was what the model returned" if event.beyond == "finite" else ""
         return (
-            f"inputs and parameters were finite{finite}; after the forward `{event.entered}` was "
+            f"{_finite(rank)}{finite}; after the forward `{event.entered}` was "
             "given what was not, in numbers that need no gradient"
         )
     if event.kind == "loss" and event.entered:
         into = f" of {event.module}" if event.module else ""
         return (
-            f"inputs and parameters were finite; what `{event.entered}`{into} was given was not: "
-            "it arose on the way there, in numbers that need no gradient"
+            f"{_finite(rank)}; what `{event.entered}`{into} was given was not: it "
+            f"{'' if rank.of(Wrapped) else 'came with the inputs, or '}arose on the way there, in "
+            "numbers that need no gradient"
         )
     if event.derivative_site >= 0:
         what = f"`{event.operation}` has no finite one" if event.operation else "one was not finite"
@@ -265,13 +275,13 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         )
     if event.kind == "loss" and not _made(event):
         return (
-            f"inputs and parameters were finite; of what `{event.operation}` was given the graph "
+            f"{_finite(rank)}; of what `{event.operation}` was given the graph "
             "does not tell: it may have come from before"
         )
     if event.kind == "loss":
         left = "; its derivative there is a number, so the gradients are finite, and wrong"
         return (
-            f"inputs and parameters were finite; `{event.operation}` was given values it cannot "
+            f"{_finite(rank)}; `{event.operation}` was given values it cannot "
             f"take{left if event.spared else ''}"
         )
     if event.kind == "gradient":
@@ -291,6 +301,15 @@ def _cause(event: NonFinite, rank: Rank) -> str:
         "the step before made them so: a gradient that was not finite (not every step's are looked "
         "at), the optimizer itself, or numbers beyond what the type can hold"
     )
+
+
+def _finite(rank: Rank) -> str:
+    """What is known to have been so: inputs are seen where a wrapper is given them."""
+    return "inputs and parameters were finite" if rank.of(Wrapped) else "the parameters were finite"
+
+
+def _advice(event: NonFinite, rank: Rank) -> str:
+    return _fix_of_gradients(rank) if _brought(event) else _fix(event)
 
 
 def _fix_of_gradients(rank: Rank) -> str:

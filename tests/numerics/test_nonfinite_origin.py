@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run, site, steps
+from wraps import wrap
 
 from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep, Sketch
 from ddpdoctor.findings import Finding, Severity
@@ -318,6 +319,16 @@ def test_what_came_in_as_a_constant_blames_no_operation() -> None:
     (finding,) = found([event], [])
     assert "it came into first" in finding.summary
     assert "made it" not in finding.summary and "cannot take" not in finding.cause
+
+
+def test_inputs_that_no_wrapper_was_given_are_not_called_finite() -> None:
+    event = bad("loss", 5, entered="addmm", origin_site=2)
+    (finding,) = found([event], [])
+    assert "inputs and parameters were finite" not in finding.cause
+    assert "came with the inputs, or arose" in finding.cause
+    (finding,) = found([wrap(), event], [wrap()])
+    assert "inputs and parameters were finite" in finding.cause
+    assert "came with the inputs" not in finding.cause
 
 
 def test_the_template_is_about_what_the_derivative_is_of() -> None:
