@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import SearchCost
+from ddpdoctor.events import SearchCost, SyncPattern
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -12,6 +12,11 @@ from . import _models as models
 
 ENOUGH = 5
 """Backwards to look at before the option is called needless."""
+
+STATIC = (
+    "; where something else asks for it (re-entrant checkpointing, a parameter that no step uses), "
+    "`static_graph=True` does without the search, as long as the graph never changes"
+)
 
 
 class NeedlessFindUnusedParameters(Check):
@@ -21,13 +26,21 @@ class NeedlessFindUnusedParameters(Check):
     A model wrapped with `find_unused_parameters=True` all of whose parameters got a gradient in
     every synchronising backward that was examined, on every rank.
 
+    ## How it knows
+    In the first eight synchronising backwards of a model, and then in one of 8 (after 128 of them
+    in one of 16; in a large model in one of half as many as it has parameters), hooks on all
+    parameters show which of them get a gradient; DDP's search is timed in every synchronising
+    forward. The finding is proven for the backwards that were looked at, five at least on every
+    rank: it says how many these are, of how many.
+
     ## Why it hurts
     With the option DDP walks the whole autograd graph after each forward, and exchanges a map of
     the parameters used in each backward. The finding says how long that took in this run.
 
     ## How to fix it
     Wrap without it. Where parameters are unused, but the same ones in every step,
-    `static_graph=True` is cheaper.
+    `static_graph=True` is cheaper; it is proposed unless some forwards ran under `no_sync`, which
+    a static graph does not go with at the start of a run.
 
     ## When it stays quiet
     Any rank left a parameter out in any backward examined; fewer than five were examined; a run
@@ -61,6 +74,7 @@ class NeedlessFindUnusedParameters(Check):
         use = models.use_of(rank, model)
         assert wrapped is not None and use is not None
         unseen = use.backwards - use.examined
+        unsynced = any(e.unsynced for r in ranks for e in r.of(SyncPattern) if e.model == model)
         return self.finding(
             ranks=tuple(r.rank for r in ranks),
             subjects=(wrapped.kind,),
@@ -77,7 +91,8 @@ class NeedlessFindUnusedParameters(Check):
                 f"{unseen} backwards were not looked at, and one such batch would end the run"
                 if unseen > 0
                 else ""
-            ),
+            )
+            + ("" if unsynced else STATIC),
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards examined": use.examined,
