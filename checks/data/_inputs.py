@@ -28,10 +28,12 @@ class Inputs:
     """The sampled forwards of one model on the ranks of one group.
 
     Attributes:
+        kind: the model's class.
         by_rank: rank to number of the forward to what it was given.
     """
 
     model: int
+    kind: str
     ranks: frozenset[int]
     by_rank: dict[int, dict[int, ForwardInput]]
 
@@ -45,6 +47,7 @@ class Inputs:
 def inputs(run: Run) -> tuple[Inputs, ...]:
     """For every model and every group that shares it."""
     found: dict[tuple[int, frozenset[int]], dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
+    kinds: dict[int, str] = {}
     for rank in run.ranks.values():
         groups = {g.group: frozenset(g.ranks) for g in rank.of(GroupReady)}
         given: dict[int, dict[int, ForwardInput]] = defaultdict(dict)
@@ -54,7 +57,8 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
             group = groups.get(wrapped.group)
             if wrapped.model in given and group is not None:
                 found[wrapped.model, group][rank.rank] = given[wrapped.model]
-    return tuple(Inputs(m, g, by) for (m, g), by in found.items() if len(by) > 1)
+                kinds.setdefault(wrapped.model, wrapped.kind)
+    return tuple(Inputs(m, kinds[m], g, by) for (m, g), by in found.items() if len(by) > 1)
 
 
 def in_parts(run: Run, ranks: frozenset[int]) -> bool:

@@ -21,11 +21,18 @@ class DataOverlap(Check):
     ## What it finds
     Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
     is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
-    takes the same slices or draws the same random positions on every rank, a sampler of one's own
-    whose shares overlap. Found from indices, and where there are none from digests of the content
-    of batches, of the rows of short epochs of streams (each rank may shuffle for itself), and of
-    the inputs of wrapped models, which may become the same later in the run; without a wrapper from
-    gradients that the program exchanges itself, and that are the same on the ranks before.
+    takes the same slices or draws the same random positions on every rank, be it only later in the
+    run, a sampler of one's own whose shares overlap.
+
+    ## How it knows
+    Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
+    in 2, in 4 and so on) are compared between the ranks, and digests of some 256 samples of epochs
+    0, 1, 2, 4, 8 and so on; of streams, which have no indices, also of all rows of an epoch that
+    has no more than 4096. Without a loader it is the inputs of wrapped models, at the first 16
+    forwards, then at every eighth and ever fewer; without a wrapper some values of each rank's own
+    gradients before the program exchanges them, in four steps. Content is read in host memory only.
+    The finding is proven; suspected where samples could not be looked at, are all alike or change
+    each time they are read, and where inputs are not known or seem to be drawn on the spot.
 
     ## Why it hurts
     The work of several ranks (or workers) is that of one; an epoch sees every sample several
@@ -135,11 +142,11 @@ class DataOverlap(Check):
             severity=Severity.NOTE if same.drawn else Severity.ERROR,
             confidence=Confidence.SUSPECTED if same.drawn else Confidence.PROVEN,
             ranks=same.ranks,
-            subjects=(f"inputs of model {given.model}",),
+            subjects=(f"inputs of {given.kind}",),
             location=rank.location(same.event.site),
             steps=_steps(rank, given, same) if same.late else None,
             label="the same inputs on these ranks",
-            summary=f"{whom(run, same.ranks)} feed the model the same inputs at each of "
+            summary=f"{whom(run, same.ranks)} feed {given.kind} the same inputs at each of "
             f"{len(same.forwards)} forwards compared"
             + (f" from number {same.forwards[0]} on" if same.late else "")
             + (" (random numbers, drawn alike on all of them)" if same.drawn else ""),

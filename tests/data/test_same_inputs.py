@@ -75,6 +75,7 @@ def test_inputs_that_become_the_same() -> None:
     (finding,) = examine(inputs(mine), inputs(yours))
     assert finding.severity is Severity.ERROR
     assert "4 forwards compared from number 3 on" in finding.summary
+    assert finding.subjects == ("inputs of Net",)
     assert finding.evidence["differed last at"] == 2
     (finding,) = examine(inputs(mine), inputs(yours), inputs([21, 22, 23, 24, 25, 26, 27]))
     assert finding.ranks == (0, 1)
