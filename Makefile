@@ -9,6 +9,9 @@ DEMO_RUN := build/demo
 .PHONY: help demo test samples no-harm torch-tests frameworks chaos lint format readme clean
 .DEFAULT_GOAL := help
 
+# Tests start some thousands of processes: without compiled modules each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 help:
 	@echo "make demo         install into .venv and examine a faulty sample"
 	@echo "make test         run the tests"
