@@ -146,8 +146,8 @@ class Check(ABC):
     """A rule over a finished or running run. One class, one file, one code.
 
     The class docstring is the page that `ddpdoctor explain` prints; its headings are *What it
-    finds*, *Why it hurts*, *How to fix it* and *When it stays quiet*. A check is a pure function
-    of the run: no torch, no files, no clock, no printing.
+    finds*, *How it knows*, *Why it hurts*, *How to fix it* and *When it stays quiet*. A check is a
+    pure function of the run: no torch, no files, no clock, no printing.
     """
 
     code: ClassVar[str]

@@ -89,7 +89,7 @@ NOT_IN_CHECKS = {
 """Checks are pure: no files, no clock, no environment."""
 
 LONGEST_MODULE = 450
-HEADINGS = ["What it finds", "Why it hurts", "How to fix it", "When it stays quiet"]
+HEADINGS = ["What it finds", "How it knows", "Why it hurts", "How to fix it", "When it stays quiet"]
 FAMILY_DIGIT = {family: str(number) for number, family in enumerate(FAMILIES, 1)}
 
 

@@ -20,6 +20,9 @@ class ToyStep(Check):
     A step after a backward that never synchronised, told in a paragraph that is much longer than
     a line of the page so that it must be wrapped somewhere.
 
+    ## How it knows
+    The steps of all ranks are counted.
+
     ## Why it hurts
     - the models drift apart, which is an item that is longer than a line of the page is wide
     - nobody notices

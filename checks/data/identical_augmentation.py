@@ -31,6 +31,13 @@ class IdenticalAugmentation(Check):
     batches then really drew; with worker processes, the same base seed on several ranks, and
     samples whose content changed from one epoch to the next.
 
+    ## How it knows
+    As an epoch begins, each rank digests the states of torch's, numpy's and Python's generators
+    without drawing from them, and notes the base seed of the workers. In the first two epochs it
+    compares the states before and after the second, third and fourth batch, where there are no
+    workers; where there are some, digests of samples tell whether the second epoch has other
+    content. What the ranks had in the first epoch is compared between them. The finding is proven.
+
     ## Why it hurts
     The n-th sample of every rank gets the same crop, flip or noise: less variety than there could
     be. It is often no harm.

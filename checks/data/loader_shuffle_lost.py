@@ -21,6 +21,12 @@ class LoaderShuffleLost(Check):
     A distributed sampler with `shuffle=False` in a loop that trains: the indices came in ascending
     order in every epoch.
 
+    ## How it knows
+    When the loader is first iterated, each rank records the `shuffle` of its sampler; of every
+    epoch whether the indices delivered ever fell, and the first 16. On all ranks and in all epochs
+    that train these must never fall, or at least the first 16 rise, over 16 samples or more. The
+    finding is proven.
+
     ## Why it hurts
     Batches hold neighbours (often of one class) and are the same in every epoch. It mostly happens
     when `shuffle=True` of the loader is dropped to make room for the sampler.

@@ -26,6 +26,12 @@ class SamplerDropsTail(Check):
     drops what does not fill a batch or a round of ranks. What a sampler of one's own leaves out
     beyond that is its choice.
 
+    ## How it knows
+    Each rank records the indices that its loader delivers (all of them up to 262,144 per line that
+    makes the loader, then one in 2, in 4 and so on). Of an epoch that all ranks read to its end,
+    those that nobody read are counted, and compared with what sampler and loader are made to drop.
+    The finding is proven.
+
     ## Why it hurts
     In evaluation the metric is not that of the whole set. In training without shuffling the same
     samples are never learned from.

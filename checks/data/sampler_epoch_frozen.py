@@ -24,6 +24,13 @@ class SamplerEpochFrozen(Check):
     loader goes on over all epochs and only the sampler begins anew. So for samplers of one's own
     that offer `set_epoch` and whose code goes by `epoch`.
 
+    ## How it knows
+    As an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
+    called; meanwhile, whether torch's sampler begins anew beneath it by the same number; of what is
+    delivered, a digest of all indices in their order and the first 16. Epochs that train are
+    compared with the one before on the same rank: by the digest, or by their first indices where
+    one was left early. The finding is proven.
+
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that: the batches
     are the same in every epoch, and so is each rank's share of the data.

@@ -22,6 +22,13 @@ class SamplerPaddingDuplicates(Check):
     The report names their indices, the ranks that got them, and by how much a metric averaged
     over all samples can be off at most.
 
+    ## How it knows
+    When the loader is first iterated, each rank records the length of the data set and the
+    `total_size` of the sampler; then the indices that are delivered (all of them up to 262,144 per
+    line that makes the loader, then one in 2, in 4 and so on). Those that come more than once in an
+    epoch that all ranks read to its end are told. The finding is proven; suspected where recorded
+    calls show that more than single numbers are gathered from the ranks after the loop.
+
     ## Why it hurts
     In evaluation the metric depends on the number of ranks: the samples that are read twice count
     twice. In training it hardly matters.

@@ -30,6 +30,14 @@ class SamplerRankMismatch(Check):
     `DistributedSampler(dataset, rank, world_size)`, which torch refuses with a text that blames
     the wrong argument.
 
+    ## How it knows
+    When the loader is first iterated, each rank records the `num_replicas` and `rank` of its
+    sampler; an error of the sampler's constructor is recorded with the arguments. They are compared
+    with the group over which the wrapped model averages gradients (without one: the default group),
+    and with all other groups that the ranks have made. The indices that are delivered (all of them
+    up to 262,144 per line that makes the loader, then one in 2, in 4 and so on) tell how many
+    samples several ranks read, and how many none. The finding is proven.
+
     ## Why it hurts
     Ranks read the same part, or parts that nobody reads are left over.
 

@@ -18,6 +18,12 @@ class SamplerSeedSkew(Check):
     Distributed samplers (torch's, or of one's own) whose `seed` or `epoch` differs between ranks,
     and samples that several ranks then really read in one epoch.
 
+    ## How it knows
+    As an iteration begins, each rank records the `seed` and `epoch` of its sampler. They are
+    compared between ranks that begin it after as many optimizer steps, and so are the indices that
+    are then delivered (all of them up to 262,144 per line that makes the loader, then one in 2, in
+    4 and so on): some must be read by several ranks. The finding is proven.
+
     ## Why it hurts
     Each rank takes its share of another order: some samples are read by several ranks, others by
     none. Nothing fails, the epoch is as long as it should be.

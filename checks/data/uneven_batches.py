@@ -24,8 +24,14 @@ class UnevenBatches(Check):
 
     ## What it finds
     A loop that trains, or communicates for every batch, and in which the loaders of the ranks
-    deliver different numbers of batches: from their lengths when the iteration begins, before the
-    hang, and from what was consumed after it.
+    deliver different numbers of batches.
+
+    ## How it knows
+    As an iteration begins, each rank records the length of its loader; then how many batches it
+    delivered, and whether it ran dry. The lengths are compared between the ranks (of iterable data
+    sets they are estimates, and left out), or else what was delivered where one rank ran dry and
+    another went on. The finding is proven once a rank ran dry; before that, by the lengths alone,
+    suspected.
 
     ## Why it hurts
     The rank with more batches waits in its backward for the others, which have left the loop. It
@@ -37,9 +43,8 @@ class UnevenBatches(Check):
     does not copy the optimizer's state from the rank with more batches to the others.
 
     ## When it stays quiet
-    Equal counts; loops inside `Join`; evaluation of each rank by itself; loops that count steps
-    and begin the loader anew when it runs dry, so that all ranks take equally many steps and the
-    run ends well.
+    Equal counts; loops inside `Join`; evaluation of each rank by itself; any run that ends well, as
+    that of a loop that counts steps and begins the loader anew when it runs dry.
     """
 
     code = "DDP508"

@@ -30,6 +30,14 @@ class BufferDrift(Check):
     when the model is evaluated, through the wrapper or around it, or its state is taken and a file
     is written. Also buffers that came after the wrap (masks of a pruning), at the steps compared.
 
+    ## How it knows
+    All buffers are digested at the first forward without gradients after training, in `eval()`
+    mode, and at the end; where DDP does not copy them, also before the forward that follows a step
+    at which `parameter-drift` compares. When `state_dict()` is taken, the next step is compared
+    whole; it counts as saved where a file is written in the same step. Those that came after the
+    wrap are digested before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on. The digests of one moment
+    are compared between the ranks, of buffers with fractions only; the finding is proven.
+
     ## Why it hurts
     Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
     only: what was measured in training is not what is loaded later.

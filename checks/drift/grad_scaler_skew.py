@@ -21,6 +21,12 @@ class GradScalerSkew(Check):
     `GradScaler`s whose scale is not the same on all ranks at the same step, and steps that some
     ranks skip for infinite gradients while others take them.
 
+    ## How it knows
+    Every `GradScaler.step` is seen: each rank records the scale when it changes, and the steps that
+    its optimizer did not take. Calls of the same number are compared between the ranks. A scale
+    that lies on a GPU is not read, since the rank would have to wait for it: there, only steps that
+    are skipped tell. The finding is proven.
+
     ## Why it hurts
     DDP averages gradients that were scaled differently: none is unscaled rightly. A step that is
     skipped on some ranks only leaves the models one update apart, for good.

@@ -27,10 +27,19 @@ class GradientDrift(Check):
     """The ranks step with different gradients, although DDP averaged them
 
     ## What it finds
-    Gradients that differ between ranks when the optimizer steps, after a backward that did
-    average them: clipped, scaled, noised or cleared on some ranks only, overwritten by hand, or
-    computed wrong. Digests are recorded just before the step and compared afterwards, to the last
-    bit.
+    Gradients that differ between ranks when the optimizer steps, after a backward that did average
+    them: clipped, scaled, noised or cleared on some ranks only, overwritten by hand, or computed
+    wrong.
+
+    ## How it knows
+    Before each of the first 128 optimizer steps, and then before as many as `--budget` allows (at
+    least eight while their number doubles), each rank digests gradients: all of them at steps 0, 1,
+    2, 4 and 9, at the others a share that changes from step to step, chosen alike on every rank;
+    with `--every N` all of them before every N-th step. The digests of one step are compared
+    between the ranks afterwards, to the last bit. To tell who edits them, and in which line,
+    torch's counts of writes to gradients, and on the CPU six gradients themselves, are compared
+    between the backward and the step on each rank, in the first 64 steps and later as the budget
+    allows. The finding is proven.
 
     ## Why it hurts
     DDP keeps the ranks' models equal only by equal gradients. From that step on each rank trains

@@ -47,6 +47,13 @@ class HyperparameterSkew(Check):
     `ReduceLROnPlateau` fed with a local loss, a rate computed from the rank, the state of the
     optimizer or of a scheduler loaded on one rank only.
 
+    ## How it knows
+    Before each of the first 128 steps of an optimizer, then before every second, from step 256 on
+    before every fourth and so on, each rank reads the options of its first 16 groups, and records
+    them when they change. What holds at the same step is compared between the ranks. Calls of
+    schedulers, and states that are loaded, are recorded to tell why. The finding is proven for the
+    steps that were looked at.
+
     ## Why it hurts
     Equal gradients applied with different rates give different models. They drift apart from that
     step on, and no gradient check sees it.

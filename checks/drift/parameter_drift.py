@@ -31,14 +31,24 @@ class ParameterDrift(Check):
     ## What it finds
     Parameters that differ between ranks which should hold equal copies, to the last bit: weights
     loaded on one rank after the wrap, values edited or copied back on one rank, updates that were
-    not the same everywhere. Digests are recorded before optimizer steps and at evaluation, and
-    compared afterwards; nothing is communicated for it. Also of wrapped models that no optimizer
-    holds (which holds copies of them, or there is none), of parameters that the optimizer of some
-    ranks holds and changes and that never change on others, and of models without a wrapper whose
-    gradients the ranks, all or those of a group, exchange by hand: copies that were seen to stay
-    equal so and part; copies that differ from the start; gradients that the exchange leaves out in
-    every step, or that are applied while an asynchronous exchange of them still runs; updates that
-    an optimizer of the program's own applies on some ranks only.
+    not the same everywhere. Also of wrapped models that no optimizer holds (which holds copies of
+    them, or there is none), of parameters that the optimizer of some ranks holds and changes and
+    that never change on others, and of models without a wrapper whose gradients the ranks, all or
+    those of a group, exchange by hand: copies that were seen to stay equal so and part; copies that
+    differ from the start; gradients that the exchange leaves out in every step, or that are applied
+    while an asynchronous exchange of them still runs; updates that an optimizer of the program's
+    own applies on some ranks only.
+
+    ## How it knows
+    Before each of the first 128 optimizer steps, and then before as many as `--budget` allows (at
+    least eight while their number doubles), each rank digests parameters: all or a share of them,
+    as `gradient-drift` does with gradients; and all of them at the first evaluation after training,
+    at up to seven that follow it without training, and at the end. Of models that no optimizer
+    holds it does so after backwards 0, 1, 2, 4, 9, 19, 49 and so on, of those without a wrapper
+    before steps 0, 1, 2, 4, 8 and so on, and more often where they have no more than 64 parameters.
+    The digests of one moment are compared between the ranks afterwards, and nothing is communicated
+    for it. The finding is proven, but suspected where an exchange by hand stops after the very
+    first step, or while another group goes on with its own.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -54,13 +64,12 @@ class ParameterDrift(Check):
     are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
     part, unless the exchange stops for good after more than half of all, or after the very first or
-    while another group goes on with its own (suspected), and nothing takes its place; ranks of a
-    group that send to each other; copies that are equal again later. Gradients of whole layers that
-    are never exchanged while those of the others are (heads of their own) are a note: a layer whose
-    weight is exchanged and whose bias is not is an error.
-    So with all parameters of one optimizer, where those of another one of the same model are
-    exchanged: a warning, or a note if either are in one part of it. Copies that differ only when
-    the run is over are a note.
+    while another group goes on with its own, and nothing takes its place; ranks of a group that
+    send to each other; copies that are equal again later. Gradients of whole layers that are never
+    exchanged while those of the others are (heads of their own) are a note: a layer whose weight is
+    exchanged and whose bias is not is an error. So with all parameters of one optimizer, where
+    those of another one of the same model are exchanged: a warning, or a note if either are in one
+    part of it. Copies that differ only when the run is over are a note.
     """
 
     code = "DDP402"

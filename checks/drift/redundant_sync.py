@@ -31,6 +31,12 @@ class RedundantSync(Check):
     of the same parameters. Only the last of them needs to. Also where `no_sync()` stands around the
     backward only, which has no effect.
 
+    ## How it knows
+    For every optimizer step it is counted how many backwards, since the gradients were cleared,
+    averaged them: by the count of the group's collectives and by DDP's flag at the end of the
+    forward. A few parameters of the model tell whether two of them reached the same ones. It takes
+    two such steps or more, and the time lost is DDP's own estimate. The finding is proven.
+
     ## Why it hurts
     All but one of these all-reduces are wasted: the result is the same, and each one takes network
     time and makes every rank wait for the slowest.

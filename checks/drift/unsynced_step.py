@@ -81,8 +81,15 @@ class UnsyncedStep(Check):
     Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
     under `no_sync`, synchronisation switched between forward and backward, a second backward over
     one forward, gradients from `torch.autograd.grad`; also `fully_shard` that never reduces any, so
-    that the steps apply nothing. Whether a backward of DDP's communicated is read from the process
-    group's own counter.
+    that the steps apply nothing.
+
+    ## How it knows
+    In every backward the process group's own count of collectives is compared before and after;
+    with DDP's flag at the end of the forward it tells, before every step, whether the last backward
+    averaged. Of `fully_shard` it is looked at whether an optimizer ever finds a gradient. What the
+    program itself hands to collectives is noted, and gradients that were not averaged are digested
+    and compared as for `gradient-drift`. The finding is proven: they differ between the ranks, or
+    nothing was exchanged that may have been gradients.
 
     ## Why it hurts
     Every rank takes a step of its own. The models drift apart and nothing raises; the checkpoint

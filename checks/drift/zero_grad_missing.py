@@ -17,8 +17,15 @@ class ZeroGradMissing(Check):
     ## What it finds
     An optimizer whose gradients are still those of the step before when the next backward adds to
     them: no `zero_grad()`, no `grad = None`, in any step, or in none from some step on after it was
-    done in every step before. The gradients themselves are looked at, so it does not matter how a
-    program clears them.
+    done in every step before.
+
+    ## How it knows
+    A few gradients of each optimizer are looked at after a step and before the backwards that
+    follow: whether they are other tensors, whether torch counts a write, whether small ones on the
+    CPU have become zero; so it does not matter how a program clears them. Each rank does so at
+    every step until it has seen them cleared, then at the steps of `hyperparameter-skew`. It is
+    told where no look ever found them cleared, or where four or more did and the four after them
+    did not. The finding is proven.
 
     ## Why it hurts
     Every step applies the sum of all gradients since the run began. Training resembles a momentum

@@ -30,15 +30,24 @@ class CollectiveMismatch(Check):
     """The ranks are in different collectives at the same time
 
     ## What it finds
-    Collectives pair by their order in the group, not by their line. This compares every rank's own
-    list of calls, number by number: one rank in `barrier` while the others are in `all_reduce`, a
-    collective that only some ranks make (`if rank == 0:` around it), two collectives in another
-    order. The last is found also where shapes agree and nothing hangs.
+    Collectives pair by their order in the group, not by their line. Ranks that are in different
+    ones at the same number: one in `barrier` while the others are in `all_reduce`, a collective
+    that only some ranks make (`if rank == 0:` around it), two collectives in another order, the
+    last also where shapes agree and nothing hangs. Also ranks that wait for each other in
+    collectives of different groups.
+
+    ## How it knows
+    Every rank writes down each collective before it makes it, in a file that outlives the process:
+    its number in the group, its arguments and the lines that led there; also DDP's own, of the
+    wrap, a forward or a backward. These lists are compared between the ranks number by number: in
+    the report, and by the node's monitor once a rank has stood in a call for a second. The finding
+    is proven. Where all ranks concerned wait for each other, or for one that is gone, so is the
+    deadlock, and the run is stopped unless `--on-hang report` is given.
 
     ## Why it hurts
-    The run hangs until the backend's timeout (half an hour), or gloo aborts. Where both calls look
-    alike there is no error at all: the numbers of one get mixed into the other, and training goes
-    on with them.
+    The run hangs until the backend's timeout (half an hour, ten minutes with NCCL), or gloo aborts.
+    Where both calls look alike there is no error at all: the numbers of one get mixed into the
+    other, and training goes on with them.
 
     ## How to fix it
     Let every rank of the group make the same calls in the same order: move the collective out of

@@ -36,10 +36,16 @@ class CollectiveShapeMismatch(Check):
 
     ## What it finds
     At one number of one group all ranks make the same call, but with another number of elements,
-    dtype, kind of device, root or reduce operation. Found from the arguments, whether the run
-    hangs, aborts, or goes on. The same of DDP's own averaging, where the ranks gave a model
-    different communication hooks and came to a stop in a backward, and of its broadcast of buffers
-    that a forward has made as large as the rank's own batch.
+    dtype, kind of device, root or reduce operation, whether the run hangs, aborts, or goes on. The
+    same of DDP's own averaging, where the ranks gave a model different communication hooks and came
+    to a stop in a backward, and of its broadcast of buffers that a forward has made as large as the
+    rank's own batch.
+
+    ## How it knows
+    Every rank writes down the arguments of each collective before it makes it; they are compared
+    number by number, as for `collective-mismatch`. Communication hooks are recorded as they are
+    registered; the shapes of the buffers that DDP is to broadcast at the first 16 forwards, at
+    powers of two and at every 64th, where they have changed. The finding is proven.
 
     ## Why it hurts
     On gloo a different dtype or reduce operation ends with wrong numbers and no error; a different

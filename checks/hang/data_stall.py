@@ -35,6 +35,12 @@ class DataStall(Check):
     do: gone, stuck in a lock, sleeping, reading, or computing. Also a worker that died, where
     torch raises for it.
 
+    ## How it knows
+    Each rank writes down when it goes into its loader's `next` and when it comes out. Once the run
+    has stood still for the stall time (see `rank-missing`), the node's monitor takes the stacks and
+    looks into `/proc` for what the workers do. That no batch comes is suspected; that a worker died
+    is proven: torch's own error says so.
+
     ## Why it hurts
     A worker that is stuck (a lock held when the process was forked, a file system that does not
     answer) never delivers; the other ranks wait in a collective, and torch waits without a limit.

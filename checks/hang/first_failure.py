@@ -53,6 +53,13 @@ class FirstFailure(Check):
     that a rank did not find it says where another one wrote it, if each made the path from the
     clock or at random.
 
+    ## How it knows
+    Each rank records the exceptions that leave its program, or that it handles as it exits with a
+    bad status, and when the call failed that raised them; the launcher and the node's monitor
+    record how processes end. The failures of all ranks are put in the order of these times; torch's
+    errors whose text speaks of a lost connection or of a timeout count as consequences. The finding
+    is proven.
+
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
     noticed. torchrun names the process that ended first, which is often one that only waited.

@@ -26,8 +26,14 @@ class GroupCreationMismatch(Check):
 
     ## What it finds
     `new_group` must be called by *every* rank of the world, members or not, with the same ranks and
-    in the same order. This compares the lists: a group that only its members create, groups made
-    in another order.
+    in the same order. It finds a group that only its members create, and groups made in another
+    order.
+
+    ## How it knows
+    Every rank writes down each `new_group` and its members before it makes it. These lists are
+    compared between the ranks, number by number. A group that only some ranks make is told once
+    they wait in there and the others wait elsewhere or are gone, or when the run is over or fails:
+    until then the others may be late. The finding is proven.
 
     ## Why it hurts
     Groups are matched by their number in order. A rank that leaves one out shifts all that follow:

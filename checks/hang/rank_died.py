@@ -49,9 +49,14 @@ class RankDied(Check):
 
     ## What it finds
     Ranks that a signal ended, with what the signal means, where they were, and how their memory
-    went; suspected where nobody saw the signal, or where `torch.multiprocessing.spawn` may have
-    sent it because a process failed that is no rank. A kill for lack of memory is confirmed by the
-    kernel's own counter, where it is readable.
+    went.
+
+    ## How it knows
+    The launcher, or the node's monitor in its place, records how each process ends; Python writes
+    down the stack of a crash in native code. The monitor samples memory once a second, and reads
+    the kernel's own counter of kills for lack of memory, where that is readable, to confirm one.
+    The finding is proven where the signal is known; suspected where nobody saw it, or where
+    `torch.multiprocessing.spawn` may have sent it because a process failed that is no rank.
 
     ## Why it hurts
     The process leaves no traceback. The other ranks fail with connection errors that look like the

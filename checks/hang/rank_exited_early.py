@@ -43,6 +43,12 @@ class RankExitedEarly(Check):
     Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`), or
     destroyed their process group, while others are in a collective that needs them.
 
+    ## How it knows
+    Each rank writes down every call before it makes it, when it destroys its groups, and how it
+    leaves. At the moment at which the run stands still, or the first rank fails, the ranks that
+    wait in a call are compared with those that have left without an error: one that has not begun
+    that call never will. The finding is proven.
+
     ## Why it hurts
     On gloo the ranks that stay get `Connection closed by peer` and are blamed by torchrun; on NCCL
     they hang until the timeout. The rank at fault ends with status 0.

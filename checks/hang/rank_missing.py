@@ -20,8 +20,16 @@ class RankMissing(Check):
     ## What it finds
     Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
     in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
-    by a signal. Its own stack says where. A thread of that rank that failed before is named with
-    it. The stall time is `--hang-after`, or is learned from the run.
+    by a signal. A thread of that rank that failed before is named with it.
+
+    ## How it knows
+    Each rank writes down every call before it makes it: those that wait in one are compared with
+    those that have not begun it. The finding is made when that has lasted for the stall time:
+    `--hang-after`, or else the most of 10 s (30 s before training begins), three times the step
+    time, and 1.5 times the longest pause so far that ended well; what is given, or these 10 or 30
+    s, counts six times while all ranks compute. The node's monitor then takes the stacks, and the
+    missing rank's own says where it is. The finding is suspected, and proven where the backend's
+    own timeout ended the wait.
 
     ## Why it hurts
     Every other rank stands still, and after the backend's timeout the error is raised on the ranks

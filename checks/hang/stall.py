@@ -35,6 +35,13 @@ class Stall(Check):
     in a ring (`recv` on both sides), or have left the group and do not end (a thread that is no
     daemon). The stacks are merged: equal ones are shown once, the least progressed first.
 
+    ## How it knows
+    Each rank writes down every call before it makes it, and where it is in its step. A ring shows
+    in what the ranks have begun to send, to receive and to call: each waits for what the next one
+    has not begun; it is proven, and an error. Otherwise the run must have stood still for the stall
+    time (see `rank-missing`) without a rank that the others wait for: the node's monitor then takes
+    the stacks, and the finding is suspected.
+
     ## Why it hurts
     The job holds its machines and does nothing.
 

@@ -21,10 +21,17 @@ class CpuOversubscribed(Check):
 
     ## What it finds
     Ranks on one machine whose threads (those torch computes with, and DataLoader workers) are more
-    than twice the cores they may run on. Cores are counted by affinity and by the CPU quota of the
-    control group, which is what a container really has. Threads are counted while training runs;
-    where nobody chose their number, and for workers, it must also have been seen that so many of
-    them really wanted to run at once.
+    than twice the cores they may run on.
+
+    ## How it knows
+    After its third optimizer step, and then every five seconds at most, a rank records how many
+    threads torch computes with; once a second (less often in a long run) the node's monitor
+    measures how many threads of the ranks and their workers run or wait for a core. Cores are
+    counted by affinity and by the CPU quota of the control group, which is what a container really
+    has. A number of compute threads that somebody chose (`OMP_NUM_THREADS`,
+    `torch.set_num_threads`) counts as it is; torch's own choice counts only where 1.5 threads per
+    core wanted to run at once, and workers only where more than two did, by the median of three
+    samples or more of each rank. The finding is proven.
 
     ## Why it hurts
     The threads of one parallel loop wait for each other, and each of them waits for a core: steps
@@ -35,8 +42,9 @@ class CpuOversubscribed(Check):
     `torch.set_num_threads(...)` before the first step; fewer DataLoader workers, or fewer ranks.
 
     ## When it stays quiet
-    torchrun's `OMP_NUM_THREADS=1`; ranks that each have cores of their own; ranks that train on
-    GPUs; threads that exist but are idle, where nobody asked for them.
+    torchrun's `OMP_NUM_THREADS=1`; ranks that each have cores of their own; the compute threads of
+    ranks that train on GPUs (their workers count); threads that exist but are idle, where nobody
+    asked for them.
     """
 
     code = "DDP104"

@@ -29,7 +29,15 @@ class EnvironmentSkew(Check):
     ## What it finds
     Ranks whose Python, torch, CUDA, NCCL or libraries have other versions, whose script or modules
     have other contents, or whose settings for communication and computing (`NCCL_*`, `TORCH_*`,
-    `OMP_NUM_THREADS`, ...) differ. What each rank really loaded and ran with is compared.
+    `OMP_NUM_THREADS`, ...) differ.
+
+    ## How it knows
+    Each rank records its Python and environment as it starts, torch, CUDA and NCCL when torch is
+    imported, the variables that the script changed when it calls `init_process_group`, and before
+    its first optimizer step, of all that is loaded, the versions of packages and digests of the
+    program's own files. They are compared between all ranks; a variable that only some of them have
+    is a difference too. The finding is proven: it is about what was really loaded, not about what
+    is installed.
 
     ## Why it hurts
     Ranks that run different code fall out of step: hangs in collectives, models that drift apart,

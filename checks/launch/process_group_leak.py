@@ -15,6 +15,11 @@ class ProcessGroupLeak(Check):
     ## What it finds
     Ranks that end well without `destroy_process_group`.
 
+    ## How it knows
+    As its interpreter leaves, each rank records its exit status and how many process groups still
+    exist. Ranks that leave some behind without a bad status are named, where no rank failed. The
+    finding is proven.
+
     ## Why it hurts
     The group's threads and sockets are torn down in whatever order the interpreter ends: now and
     then a correct run aborts at its very end, or a rank loses its peers while it still needs them.

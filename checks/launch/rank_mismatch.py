@@ -17,10 +17,15 @@ class RankMismatch(Check):
 
     ## What it finds
     Processes that tell `init_process_group` a rank or a world size that cannot be right: two
-    processes with one rank, ranks that disagree on how many they are, a rank beyond the world
-    size, a world of more processes than were started. What each process said (arguments, or the
-    environment as the script left it) is compared with what the launcher told it and with what
-    the others said.
+    processes with one rank, ranks that disagree on how many they are, a rank beyond the world size,
+    a world of more processes than were started.
+
+    ## How it knows
+    At each `init_process_group`, before it can block, the process records its arguments, `RANK`,
+    `WORLD_SIZE` and `LOCAL_RANK` as the script left them, and the address at which it is to meet
+    the others. That is compared with the environment in which the process started, which is what
+    the launcher told it, and with what the others said that meet at the same address. The finding
+    is proven.
 
     ## Why it hurts
     The group waits for ranks that do not exist, or two processes answer for one: the run hangs in

@@ -23,9 +23,16 @@ class RendezvousStall(Check):
     a `tcp://` address where, under torchrun, nobody listens, or after a restart, where the ranks of
     the attempt before are still in torchrun's store and gloo looks for them.
 
+    ## How it knows
+    Each rank records when it enters `init_process_group` and when it has its group. The finding is
+    made once a rank has waited in there for the stall time (`--hang-after`; by default 30 s before
+    training begins), or has raised a timeout or a lost connection; the stacks of the ranks that are
+    missing, taken at that moment, say where they are. It is proven where `world_size` is larger
+    than the number of processes that `ddpdoctor run` launched, else suspected.
+
     ## Why it hurts
-    `init_process_group` waits for everybody, half an hour by default, and then every rank that did
-    come raises an error that names nobody.
+    `init_process_group` waits for everybody, half an hour by default (ten minutes with NCCL), and
+    then every rank that did come raises an error that names nobody.
 
     ## How to fix it
     Look at the line where the missing rank is. If `world_size` is wrong, leave `rank=` and

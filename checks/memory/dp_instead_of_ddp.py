@@ -24,6 +24,10 @@ class DpInsteadOfDdp(Check):
     ## What it finds
     A model in `torch.nn.DataParallel` that trains on several devices.
 
+    ## How it knows
+    The constructor of `DataParallel` is seen, with the devices that it is given. The finding is
+    proven where these are two or more and the process then takes optimizer steps.
+
     ## Why it hurts
     One Python process drives all devices: the model is copied to each of them in every forward,
     inputs are scattered from the first device and outputs gathered on it, and the interpreter lock

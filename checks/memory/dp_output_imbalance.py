@@ -21,9 +21,16 @@ class DpOutputImbalance(Check):
     """DataParallel fills one device with everybody's outputs
 
     ## What it finds
-    A `torch.nn.DataParallel` whose output device needs clearly more memory than the others, with
-    what is gathered on it in each forward, tensor by tensor, the peak that torch's allocator
-    counted on each device, and what NVML saw of the process there.
+    A `torch.nn.DataParallel` whose output device needs clearly more memory than the others. The
+    finding shows what is gathered on it in each forward, tensor by tensor, the peak of torch's
+    allocator on each device, and what NVML saw of the process there.
+
+    ## How it knows
+    The size of what a forward gathers is recorded at first and whenever it has grown by a quarter;
+    the counters of torch's allocator on all devices after each of the first three steps, then once
+    a second at most, and at the end. After three steps or more, the peak of the output device must
+    be 1.25 times the median of the others and 128 MB above it, and what is gathered a tenth of that
+    difference. The finding is proven.
 
     ## Why it hurts
     The batch is limited by the fullest device: the others could take more, and the first runs out

@@ -20,9 +20,16 @@ class RankMemoryImbalance(Check):
     """One rank needs far more memory than its peers
 
     ## What it finds
-    Ranks whose memory is far over that of the other ranks: on the device, by the peak of torch's
-    allocator; on the host, by the level at which the process stood through most of the run (what
-    it needed for a moment, to write a checkpoint say, does not count).
+    Ranks whose memory is far over that of the other ranks: on the device by its peak, on the host
+    by the level at which the process stands through the later half of its training (what it needs
+    for a moment, to write a checkpoint say, does not count).
+
+    ## How it knows
+    Each rank samples its memory between two steps (every 0.04 s at first, every 5 s at last), and
+    the node's monitor does so from outside, once a second or less often. A rank is told whose peak,
+    as torch's allocator counts it, is 1.25 times that of the median rank and 512 MB above it; or,
+    where no device differs, whose host memory is 1.5 times and 128 MB above, by the median of the
+    later half's samples. The finding is proven.
 
     ## Why it hurts
     The fullest rank limits the batch of all, and is the one that runs out of memory first.

@@ -15,8 +15,12 @@ class SharedDevice(Check):
     """Several ranks train on one GPU
 
     ## What it finds
-    Ranks of one machine whose parameters lie on the same GPU. Devices are told apart by their
-    identity, so that a `cuda:0` on every rank is right where each rank sees a GPU of its own.
+    Ranks of one machine whose parameters lie on the same GPU.
+
+    ## How it knows
+    At the wrap and before its first four optimizer steps each rank records the identity (UUID) of
+    the GPUs on which its parameters lie; `cuda:0` on every rank is right where each rank sees a GPU
+    of its own. The identities are compared between the ranks of a machine. The finding is proven.
 
     ## Why it hurts
     The ranks halve one GPU's memory and time while others idle; NCCL refuses to work like that

@@ -18,8 +18,15 @@ class StrayCudaContext(Check):
     """Ranks hold memory on a GPU that is not theirs
 
     ## What it finds
-    Processes that NVML lists on a GPU which their rank neither trains on nor was told to use, and
-    the call after which the context was first there.
+    Processes that have a context on a GPU which their rank neither trains on nor was told to use,
+    and the call after which it was first there.
+
+    ## How it knows
+    Once a second, in a long run less often, the node's monitor asks NVML which processes are on
+    which GPU, the ranks' workers among them; each rank records the identity (UUID) of the GPUs that
+    hold its parameters or that `set_device` named. A process counts that at least two samples show
+    on another GPU. To name the call, the rank itself looks for its contexts after each
+    `torch.load`, at the wrap and before its first four steps. The finding is proven.
 
     ## Why it hurts
     Each context takes some hundred megabytes of somebody else's GPU, mostly the first: eight ranks

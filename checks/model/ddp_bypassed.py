@@ -24,6 +24,15 @@ class DdpBypassed(Check):
     where no optimizer holds the model and the program itself applies such gradients, again and
     again.
 
+    ## How it knows
+    In every backward a few gradients of each wrapped model and the count of its group's collectives
+    are looked at before and after: one that reaches the model although no forward of the wrapper
+    waits for it, and in which the group does not communicate, went around the wrapper. It is told
+    where an optimizer then applies these very gradients, nothing else carried them to the other
+    ranks, and the call around the wrapper was found or the wrapper was not called at all since the
+    step before. Where no optimizer holds the model, three such backwards must have found its
+    parameters changed. The finding is proven.
+
     ## Why it hurts
     DDP averages gradients in the backward of its own forward. A forward that goes around it trains
     every rank on its own data alone, in silence: the models drift apart, and the one that is saved

@@ -40,6 +40,12 @@ class ModelMismatch(Check):
     where gradients are reduced by hand, when the optimizer first steps): other names, another
     order, other shapes or dtypes, frozen here and trained there.
 
+    ## How it knows
+    As the wrapper is made, before it communicates, each rank records the list of the model's
+    parameters: names, shapes, dtypes and which of them are trained. Of a model without a wrapper it
+    is the list that the optimizer holds at its first step. Lists of the ranks of one group are
+    compared position by position. The finding is proven.
+
     ## Why it hurts
     DDP broadcasts and reduces by position. Where the shapes differ the constructor raises or
     hangs; where they happen to agree (layers registered from a `set`, or in the order of a

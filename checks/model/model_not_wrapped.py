@@ -37,11 +37,20 @@ class ModelNotWrapped(Check):
     since the first step, or only after they were applied, or only copies of them, what comes of
     which is not written back: each rank trains a model of its own. Of an optimizer that keeps some
     parameters equal in its own step, those are named that part. That one rank gave its parameters
-    to the others before it makes them equal once, and does not keep them so. Beside tensor
-    parallelism it is suspected where the parameters were sent over a group before the first step,
-    and that group exchanges next to nothing afterwards (losses); and beside all_to_all in forward
-    and backward (sequence parallelism) where all parameters begin alike on all ranks, each gets
-    another gradient on each rank, and nothing is exchanged before a step.
+    to the others before it makes them equal once, and does not keep them so. Also such models
+    beside tensor or sequence parallelism, and on ranks beside a group of others that average
+    theirs.
+
+    ## How it knows
+    Parameters without a wrapper are listed at an optimizer's first step; before steps 0, 1, 2, 4, 8
+    and so on they and their gradients are digested, and of every collective it is noted what memory
+    it carries, and how much. The digests of a step are compared between the ranks: proven is what
+    differs at each of these steps and was carried by nothing. It is suspected beside tensor
+    parallelism, where the parameters were sent over a group before the first step and that group
+    exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
+    (sequence parallelism), where all parameters begin alike on all ranks, each gets another
+    gradient on each rank, and nothing is exchanged before a step; and on ranks that begin like
+    those that average in a group without them.
 
     ## Why it hurts
     The run looks distributed and is N separate runs, each on its share of the data. The model that

@@ -20,10 +20,16 @@ class ReadyTwice(Check):
     """torch: "Expected to mark a variable ready only once"
 
     ## What it finds
-    The backward that torch refused with that error, and which of its three causes it was, from
-    what the probe saw: backwards inside the backward (re-entrant checkpointing), a backward over a
-    forward that already had one, or `find_unused_parameters=True` with a parameter that the loss
-    reaches on another way than through the wrapper's output.
+    The backward that torch refused with that error, and why: backwards inside the backward
+    (re-entrant checkpointing), a backward over a forward that already had one,
+    `find_unused_parameters=True` with a parameter that the loss reaches on another way than through
+    the wrapper's output, or else a parameter that DDP counts more than once.
+
+    ## How it knows
+    torch's error is recorded as it comes out of the backward, with the parameter that it names. In
+    every backward the backwards inside it are counted, the forwards that it is for, and the
+    backwards that these had before; where none of this explains the error, the wrapper's options
+    tell which of the other two reasons it is. The finding is proven.
 
     ## Why it hurts
     The run ends there. The message lists causes without saying which one it is.

@@ -19,6 +19,11 @@ class StaticGraphBroken(Check):
     or because `no_sync` came first, or - without any error - whose backwards no longer communicate
     although they should.
 
+    ## How it knows
+    torch's own errors are recorded as they come out of a forward or a backward. In every backward
+    of such a model that should synchronise, the count of its group's collectives is compared before
+    and after: where it stands still, nothing was averaged. The finding is proven.
+
     ## Why it hurts
     With the option DDP learns in the first iteration which gradients to wait for, and trusts that
     for ever. Where the graph changes, gradients are applied without being averaged; torch notices

@@ -21,8 +21,15 @@ class UnusedParameter(Check):
     ## What it finds
     Parameters that DistributedDataParallel was told to synchronise but that got no gradient in a
     backward that should have synchronised them: a layer that is defined and not used, an output
-    that does not reach the loss, a branch that is not taken. It is found in the first such
-    backward, before the optimizer steps.
+    that does not reach the loss, a branch that is not taken.
+
+    ## How it knows
+    In the first eight synchronising backwards of a model, and then in one of 8 (after 128 of them
+    in one of 16; in a large model in one of half as many as it has parameters), hooks on all
+    parameters show which of them get a gradient, before the optimizer steps. Others are looked at
+    where they average nothing at all; and where torch refuses the next forward, its own list is
+    taken. Which modules are called is noted in the first three forwards, and again when the set
+    changes. The finding is proven.
 
     ## Why it hurts
     DDP waits for every parameter's gradient. Where one never comes, the gradients that share its

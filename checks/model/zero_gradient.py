@@ -17,8 +17,14 @@ class ZeroGradient(Check):
     """A gradient is exactly zero in every step, and the weights decay
 
     ## What it finds
-    Parameters that take part in the loss with a gradient of exactly zero at every step looked at
-    (steps 0, 1, 2, 4, 8 and so on), while the optimizer applies weight decay to them.
+    Parameters that take part in the loss with a gradient of exactly zero at every step looked at,
+    while the optimizer applies weight decay.
+
+    ## How it knows
+    Before steps 0, 1, 2, 4, 8 and so on each rank looks whether a gradient has any value but zero,
+    from the second time on only where all were zero before. Four looks or more must agree, and some
+    group of the optimizer must have a weight decay: the largest is shown. The finding is proven for
+    the steps looked at.
 
     ## Why it hurts
     Nothing is learnt there, and the decay shrinks what was there: a pretrained layer that is cut
@@ -29,8 +35,9 @@ class ZeroGradient(Check):
     Find what multiplies by zero on the way from the layer to the loss; or freeze the layer.
 
     ## When it stays quiet
-    Embeddings; a gradient that is not zero in one of the steps; no weight decay; fewer than four
-    steps looked at; gradients on a GPU, since looking would make it wait.
+    Embeddings; a gradient that is not zero in one of the steps; no weight decay in any group; fewer
+    than four steps looked at; models of more than 2000 parameters; gradients on a GPU, since
+    looking would make it wait.
     """
 
     code = "DDP308"

@@ -18,6 +18,13 @@ class CheckpointBeforeSync(Check):
     One rank writes a file, another one reads it, and nothing made the reader wait: no collective
     of theirs stands between the two. It is found also in runs where the reader was lucky.
 
+    ## How it knows
+    Each rank records the files that it writes anew and, of the kinds that runs produce, those that
+    it reads, with the counts of its groups' collectives before and after. Where no count of a group
+    that both ranks are in went up between the write and the read, nothing ordered them, whatever
+    the clock says. The finding is proven where the read failed, or began before the write was over;
+    else suspected.
+
     ## Why it hurts
     The reader finds no file, half a file, or - worst - the one from the run before, and trains on
     with other weights than the rest.
@@ -27,8 +34,9 @@ class CheckpointBeforeSync(Check):
 
     ## When it stays quiet
     A barrier or any other collective in between, a key of a store that the reader waited for, a
-    file that both lock; files that were there before and are overwritten later; a rank that reads
-    what it wrote itself; files that appear whole by a rename, where they were found.
+    file that both lock; files that were there before, and are overwritten only after another
+    collective; a rank that reads what it wrote itself; files that appear whole by a rename, where
+    they were found.
     """
 
     code = "DDP803"

@@ -23,9 +23,15 @@ class CheckpointRace(Check):
 
     ## What it finds
     One path that several ranks write, with nothing that makes one wait for the other: by
-    `torch.save`, by `open(..., "w")` and everything built on it (`Path.write_text`, numpy, pickle,
-    `json.dump`), or by a temporary file that is renamed onto the path. Whether the ranks have met
-    in between is told from their collectives, not from the clock.
+    `torch.save` or safetensors, by `open(..., "w")` and everything built on it (`Path.write_text`,
+    numpy, pickle, `json.dump`), or by a temporary file that is renamed onto the path.
+
+    ## How it knows
+    Python's own audit events show every file that is opened to be written anew, or renamed. Each
+    rank records these writes (of its first 400 paths; of each the first six, then at powers of
+    two), with the counts of its groups' collectives before and after. Two ranks have met where the
+    count of a group that both are in went up between their writes: that is compared, not the clock.
+    The finding is proven.
 
     ## Why it hurts
     The writers overwrite each other in the middle: the file is torn, or holds another rank's state

@@ -35,6 +35,12 @@ class ImbalancedBatches(Check):
     Inputs of a wrapped model whose size (tokens, pixels, samples) differs between the ranks within
     most of the steps that were looked at, or within all of them from one step on.
 
+    ## How it knows
+    At the first 16 forwards of a model, then at every eighth and ever fewer, the same on every
+    rank, each rank records how many numbers and rows its inputs hold. The largest is compared with
+    the mean over the ranks: it must exceed that by a quarter in half of the forwards compared,
+    eight at least, or in all of them from one on, four at least. The finding is proven for these.
+
     ## Why it hurts
     Every step lasts as long as its largest batch; the ranks with less wait. The average over ranks
     also gives each sample of a small batch more weight than one of a large batch.

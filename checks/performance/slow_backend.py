@@ -16,6 +16,11 @@ class SlowBackend(Check):
     A model on GPUs, each rank on its own, whose gradients are averaged over a gloo group while
     this torch has NCCL.
 
+    ## How it knows
+    At the wrap each rank records the device of the model, the identity (UUID) of its GPU, which
+    tells whether ranks share one, and the backend of its group; as torch is imported, whether it
+    has NCCL. The finding is proven.
+
     ## Why it hurts
     gloo copies every gradient to the host, sends it over sockets and copies it back: the averaging
     takes ten to a hundred times as long as NCCL between the GPUs.

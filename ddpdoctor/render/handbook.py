@@ -13,7 +13,7 @@ from ..findings import Check
 from .terminal import STYLES, captured, make_console, show
 from .words import wrap
 
-HEADINGS = ("What it finds", "Why it hurts", "How to fix it", "When it stays quiet")
+HEADINGS = ("What it finds", "How it knows", "Why it hurts", "How to fix it", "When it stays quiet")
 
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
 _RULE = re.compile(r"[-=~]{3,}")
