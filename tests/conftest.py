@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 REAL = {
-    "broken_probe", "test_alive", "test_chaos", "test_checkup", "test_cli_preflight",
-    "test_fail_open", "test_launch", "test_no_harm", "test_real", "test_samples", "test_spawning",
+    "broken_probe", "test_alive", "test_architecture", "test_chaos", "test_checkup",
+    "test_cli_preflight", "test_fail_open", "test_launch", "test_no_harm", "test_real",
+    "test_routine", "test_samples", "test_spawning", "test_tracebacks", "test_users_objects",
 }  # fmt: skip
 """Modules that start ranks. torch itself aborts at teardown now and then, ports are taken, a busy
 machine stalls: one run of such a test proves nothing, so a failing one is tried again."""

@@ -230,6 +230,8 @@ def test_reports_are_read_without_torch() -> None:
 
 
 UNINSTALL_PROGRAM = """
+import faulthandler
+faulthandler.dump_traceback_later(90, exit=True)
 import os, sys, signal, types, multiprocessing.process
 import torch, torch.distributed as dist
 from torch import nn
