@@ -34,7 +34,10 @@ from ._ways import (
     exits,
     loops_around,
     places,
+    same_function,
+    uneven,
     ways_out,
+    whole,
 )
 
 Leaver = tuple[Rank, float]
@@ -180,14 +183,17 @@ def left_loop(parting: Parting) -> Left | None:
     heads: dict[Key, Location] = {}
     for rank, made in parting.made.items():
         for key, head, _, _ in loops_around(made.rank, made.site):
-            if parting.may_be_left(*key):
-                inside.setdefault(key, []).append(rank)
-                heads[key] = head
+            inside.setdefault(key, []).append(rank)
+            heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
     for key, stay in inside.items():
         rest = [r for r in parting.made if r not in stay]
         staying = [parting.made[r] for r in stay]
-        if rest and all(_has_left(parting.made[r], staying[0], key) for r in rest):
+        in_another = any(not set(others) & set(stay) for others in inside.values())
+        if not rest or (in_another and whole(staying[0], heads[key])):
+            continue  # whoever is in the other one has this before it, or is through with it
+        may_be = parting.may_be_left(*key) or _began(parting, rest, stay, heads[key])
+        if may_be and all(_has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (_told([_until(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items())
     left = next((left for left in found if left is not None), None)
@@ -198,6 +204,13 @@ def left_loop(parting: Parting) -> Left | None:
     usual = parting.left_out and left and left.how is How.UNKNOWN
     again = usual or (left is not None and _came_again(parting, left))
     return None if again else left  # the others are in a later round of the loop
+
+
+def _began(parting: Parting, left: list[int], stay: list[int], loop: Location) -> bool:
+    """Whether a loader tells that some left the very iteration in which the others are."""
+    until = {r: _until(made) for r, made in parting.made.items()}
+    hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
+    return hows <= {How.BROKE, How.DRY, How.SKIPPED}
 
 
 def _came_again(parting: Parting, left: Left) -> bool:
@@ -279,9 +292,12 @@ def _told(
         if how is How.OVER:
             candidate = None
         elif how is not How.UNKNOWN:
-            skipped = how is How.SKIPPED
-            return Left(numbers, head, how, _steps(left[0]) if skipped else "", ways)
-        elif not (one_function and candidate and _apart(candidate.loop, head)):
+            return Left(numbers, head, how, _steps(left[0]) if how is How.SKIPPED else "", ways)
+        elif candidate is None or (
+            same_function(candidate.loop, head)
+            if one_function
+            else not (uneven(candidate.loop) and whole(stay[0], head))
+        ):
             candidate = Left(numbers, head, how, ways=ways)
             same = same and not broken and SAME_ON_ALL.match(head.source) is not None
     if candidate and candidate.ways and short and same:
@@ -301,8 +317,7 @@ def _uneven_within(loop: Location, leaver: Rank, stay: Made) -> Iterator[Locatio
     """The loops in that one that may have had another number of rounds on each of both ranks."""
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
     for head in takewhile(lambda head: head != loop, heads):
-        even = SAME_ON_ALL.match(head.source) or OF_MODEL.match(head.source)
-        if not even and _how((leaver, inf), _until(stay), head, False) is How.UNKNOWN:
+        if uneven(head) and _how((leaver, inf), _until(stay), head, False) is How.UNKNOWN:
             yield head
 
 
@@ -322,10 +337,6 @@ def _no_loader(made: Made) -> bool:
     return not any(
         _iterations((made.rank, inf), head) for _, head, _, _ in loops_around(made.rank, made.site)
     )
-
-
-def _apart(a: Location, b: Location) -> bool:
-    return (a.file, a.function) != (b.file, b.function)
 
 
 def _agreed(hows: Iterable[How]) -> How:

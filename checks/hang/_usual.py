@@ -35,6 +35,8 @@ def _next(said: list[Said], made: dict[int, Made]) -> Missed | None:
     rest = {r: m for r, m in made.items() if m not in kept}
     if not kept or not rest or any((m.what, m.text) not in said for m in rest.values()):
         return None
+    if any(_loops(kept[0]) - _loops(m) for m in rest.values()):
+        return None  # they may be through with one of its loops
     return kept[0], tuple(sorted(rest)), len(after)
 
 
@@ -53,7 +55,7 @@ def _due(said: list[Said], made: dict[int, Made]) -> Missed | None:
 
 
 def _loops(made: Made) -> set[tuple[str, int]]:
-    """The loops around a call: where they differ, one rank may be through with one of them."""
+    """The loops around a call."""
     return {
         (spot.file, around.line)
         for place in (made.site.places if made.site else ())

@@ -95,6 +95,22 @@ def depth_in(made: Made, loop: Location) -> int | None:
     return None
 
 
+def same_function(a: Location, b: Location) -> bool:
+    return (a.file, a.function) == (b.file, b.function)
+
+
+def uneven(loop: Location) -> bool:
+    """Whether a loop may have another number of rounds on each rank."""
+    return not SAME_ON_ALL.match(loop.source) and not OF_MODEL.match(loop.source)
+
+
+def whole(made: Made, loop: Location) -> bool:
+    """Whether whoever begins a loop does all of its rounds, and the call in each."""
+    ways, broken = ways_out(made, loop)
+    here = depth_in(made, loop) is not None
+    return SAME_ON_ALL.match(loop.source) is not None and here and not ways and not broken
+
+
 def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
     """The handler around a call, in any function, that catches what is raised there."""
     for place in site.places if site else ():

@@ -244,4 +244,6 @@ def _fix(parting: Parting) -> str:
         here = parting.location
         what = f"call {op}" if here is None or op in here.source else "make this call"
         return unbranched(branched[1], what)
+    if len(parting.odd) == len(parting.made):
+        return "let every rank of the group make the same collectives in the same order"
     return f"make every rank of the group call {op}, or none"

@@ -314,6 +314,59 @@ def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
     assert "left the loop at train.py:8 before" in finding.cause
 
 
+RELAX = (8, "while error > tolerance:")
+EPOCHS = (4, "for epoch in range(9):")
+
+
+@pytest.mark.parametrize("bounds", ["range(4)", "stages"])
+def test_a_loop_of_as_many_rounds_on_all_was_not_left(tmp_path: Path, bounds: str) -> None:
+    made = tapes()
+    loops = (RELAX, (6, f"for stage in {bounds}:"), EPOCHS)
+    for tape in made.values():
+        tape.call(line=9, inside=loops)
+    made[0].call(line=9, inside=loops, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, inside=loops[2:], state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    left = 8 if bounds == "range(4)" else 6
+    assert f"rank 1 left the loop at train.py:{left} before" in finding.cause
+
+
+def test_ranks_in_loops_one_after_the_other(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=(RELAX, EPOCHS))
+        tape.call("barrier", 14, inside=((12, "for k in range(1):"), EPOCHS))
+    made[0].call(line=9, inside=(RELAX, EPOCHS), state=State.BEGUN, at=START + 5)
+    after = ((12, "for k in range(1):"), EPOCHS)
+    made[1].call("barrier", 14, inside=after, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "left the loop" not in finding.cause, "rank 0 has been through with it"
+    assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_loop_that_a_rank_left_in_its_first_round(tmp_path: Path, began: bool) -> None:
+    made = tapes()
+    way = Way(line=11, text="if loss < limit:", first=13, last=13)
+    loader = (Enclosing(line=8, text="for x, y in loader:", exits=(way,)), EPOCHS)
+    after = ((22, "for x, y in held_out:"), EPOCHS)
+    for tape in made.values():
+        tape.call("DDP backward", 12, inside=loader)
+        for _ in range(4):
+            tape.call(line=23, inside=after)
+    made[0].call("DDP backward", 12, inside=loader, state=State.BEGUN, at=START + 5)
+    made[1].call(line=23, inside=after, state=State.BEGUN, at=START + 5)
+    more = {
+        0: left_early(epochs=2, exhausted=False),
+        1: left_early(epochs=1 + began, exhausted=not began),
+    }
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert ("rank 1 left the loop at train.py:8 before" in finding.cause) is began
+    assert "rank 0 made that call in each" not in finding.cause
+    if began:
+        assert (finding.ranks, str(finding.location)) == ((1,), "train.py:11")
+
+
 def test_a_caller_that_is_not_on_record_may_be_in_the_loop(tmp_path: Path) -> None:
     made = tapes()
     for tape in made.values():
