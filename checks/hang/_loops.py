@@ -187,8 +187,7 @@ def left_loop(parting: Parting) -> Left | None:
             heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
     for key, stay in inside.items():
-        rest = [r for r in parting.made if r not in stay]
-        staying = [parting.made[r] for r in stay]
+        rest, staying = [r for r in parting.made if r not in stay], [parting.made[r] for r in stay]
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
             continue  # whoever is in the other one has this before it, or is through with it
