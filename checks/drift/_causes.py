@@ -19,6 +19,7 @@ from ddpdoctor.run import (
     ranks_text,
 )
 
+from . import _parting
 from ._distances import distances
 from ._replicas import Divergence, Member, Replicas, by_module
 
@@ -44,11 +45,14 @@ class Cause:
     trained: Steps | None = None
 
 
-def edited(group: Replicas, kind: str, first: int) -> Cause | None:
+def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     """Some ranks, not all, changed these tensors by hand at the step where they first differ."""
+    first = found.first
     seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
     changing = _beyond_the_usual({n: e for n, e in seen.items() if e.changed}, group)
     if not changing or (len(changing) == len(group.members) and _alike(changing)):
+        return None
+    if kind == "parameters" and not _since(group, found, changing):
         return None
     if (cause := _left_out(group, kind, seen, changing)) is not None:
         return cause
@@ -71,7 +75,9 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
         text = f"{ranks_do(ranks, 'edit')} {kind} by hand"
         others = "; the others do not"
         rest = [e for n, e in seen.items() if n not in ranks]
-        if rest and all(e.changed and e.site >= 0 for e in rest):
+        if rest and all(e.undone for e in rest):
+            others = "; the others put back what they change"
+        elif rest and all(e.changed and e.site >= 0 for e in rest):
             others = "; what the others do to them, all ranks do"
     functions = sorted({f for e in changing.values() for f in e.functions})
     if functions and not all(e.beside for e in changing.values()):
@@ -96,6 +102,14 @@ def edited(group: Replicas, kind: str, first: int) -> Cause | None:
         evidence={"edited_by_hand_on": sorted(changing)},
         everybody=len(changing) == len(group.members),
     )
+
+
+def _since(group: Replicas, found: Divergence, changing: dict[int, Edited]) -> bool:
+    """Whether any of these, if not all ranks make them, came after the copies were equal."""
+    if len(changing) == len(group.members):
+        return True
+    steps = _parting.parted(group, found)
+    return any(e.step in steps for e in changing.values())
 
 
 _MOMENT = {
@@ -162,10 +176,11 @@ def _lines(rank: Rank, event: Edited) -> list[Location]:
 def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") -> Cause | None:
     """The ranks that stand apart, and only they, changed parameters, or the optimizer's state, by
     hand some time before that was seen: not every tensor is compared at every step."""
+    steps = _parting.parted(group, found)
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in edits_of(member, kind):
-            if event.changed and found.before < event.step <= found.first:
+            if event.changed and event.step in steps:
                 last[number] = event
     everybody, ranks = tuple(sorted(group.members)), tuple(sorted(last))
     apart = tuple(sorted(found.minority))

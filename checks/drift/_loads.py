@@ -9,8 +9,10 @@ from ddpdoctor.events import Loaded
 from ddpdoctor.findings import Related
 from ddpdoctor.run import ranks_do
 
+from . import _parting
 from ._causes import Cause
-from ._replicas import Replicas, loads
+from ._parting import EVER
+from ._replicas import Divergence, Replicas, loads
 
 THINGS = {
     "weights": "weights after the wrap",
@@ -37,10 +39,11 @@ class OfSome:
     here: bool
 
 
-def of_some(group: Replicas, what: str, until: float) -> OfSome | None:
-    """The last load by then that some ranks make and the others do not."""
-    found = _until(group, what, until)
-    rows = _by_step(group, what, found)
+def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> OfSome | None:
+    """The last load by then, before one of these steps, that some ranks make and the others do
+    not."""
+    found = _until(group, what, until, steps)
+    rows = _by_step(group, what, found, steps)
     also = _extra(group, rows)
     lines = [line for line, ranks in _extra(group, found).items() if also.get(line) == ranks]
     if not lines:
@@ -56,11 +59,12 @@ def of_some(group: Replicas, what: str, until: float) -> OfSome | None:
     return OfSome(ranks, last(line), bool(rest), any(_line(group, n, e) == line for n, e in rest))
 
 
-def loaded(group: Replicas, what: str, until: float) -> Cause | None:
+def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
     """Some ranks loaded after the wrap, others did not, or not from the same line."""
-    if (some := of_some(group, what, until)) is not None:
-        return by_some(group, what, some, until)
-    found = _by_step(group, what, _until(group, what, until))
+    until, steps = parted.at, _parting.parted(group, parted)
+    if (some := of_some(group, what, until, steps)) is not None:
+        return by_some(group, what, some, until, steps)
+    found = _by_step(group, what, _until(group, what, until, steps), steps)
     if not found:
         return None
     ranks = tuple(sorted(found))
@@ -78,13 +82,13 @@ def loaded(group: Replicas, what: str, until: float) -> Cause | None:
     )
 
 
-def by_some(group: Replicas, what: str, some: OfSome, until: float) -> Cause:
+def by_some(group: Replicas, what: str, some: OfSome, until: float, steps: range = EVER) -> Cause:
     """The load that only some ranks make, as the reason."""
     ranks = some.ranks
     beside = {
         more: line
         for more in THINGS
-        if more not in (what, "weights") and (line := _with_it(group, more, ranks, until))
+        if more not in (what, "weights") and (line := _with_it(group, more, ranks, until, steps))
     }
     thing = " and ".join(THINGS[each] for each in (what, *beside))
     facts: dict[str, object] = {"loaded_only_on": list(ranks)}
@@ -131,27 +135,41 @@ def _fix(what: str, beside: bool = False) -> str:
     return "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
 
 
-def _with_it(group: Replicas, what: str, ranks: tuple[int, ...], until: float) -> Related | None:
+def _with_it(
+    group: Replicas, what: str, ranks: tuple[int, ...], until: float, steps: range
+) -> Related | None:
     """Where the same ranks, and only they, load something besides."""
-    found = _until(group, what, until)
+    found = _until(group, what, until, steps)
     if tuple(sorted(found)) != ranks:
         return None
     spot = group.members[ranks[0]].rank.location(found[ranks[0]][-1].site)
     return Related(f"and {THINGS[what]} here", spot) if spot else None
 
 
-def _until(group: Replicas, what: str, until: float) -> Rows:
+def _until(group: Replicas, what: str, until: float, steps: range = EVER) -> Rows:
     return {
         n: before
-        for n, events in loads(group, what).items()
+        for n, events in _before(group, what, steps).items()
         if (before := [e for e in events if group.members[n].rank.wall(e.at) <= until])
     }
 
 
-def _by_step(group: Replicas, what: str, found: Rows) -> Rows:
+def _before(group: Replicas, what: str, steps: range) -> Rows:
+    """Those before one of these steps."""
+    if steps == EVER:
+        return loads(group, what)
+    return {
+        n: kept
+        for n, events in loads(group, what).items()
+        if (kept := [e for e in events if _parting.own_step(group.members[n], e.step) in steps])
+    }
+
+
+def _by_step(group: Replicas, what: str, found: Rows, steps: range) -> Rows:
     """The same as far as every rank had come by the last of them: one may have been slower."""
     last = max((e.step for events in found.values() for e in events), default=-1)
-    rows = {n: [e for e in events if e.step <= last] for n, events in loads(group, what).items()}
+    known = _before(group, what, steps)
+    rows = {n: [e for e in events if e.step <= last] for n, events in known.items()}
     return {n: events for n, events in rows.items() if events}
 
 

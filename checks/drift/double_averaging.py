@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled, StepDone
+from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run
 
 from ._averaged import by_hand
+from ._parting import own_step
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LOOKED_AT = 20
@@ -82,7 +83,7 @@ class DoubleAveraging(Check):
         yield self._finding(
             member,
             ranks=tuple(seen),
-            first=_own_step(member, event.step),
+            first=own_step(member, event.step),
             location=member.rank.location(event.site),
             label="DDP divides by it once more",
             related=_related(member, "its backward", event.backward_site),
@@ -139,7 +140,7 @@ class DoubleAveraging(Check):
             member,
             severity=Severity.ERROR if not same else Severity.NOTE if copied else Severity.WARNING,
             ranks=tuple(seen),
-            first=_own_step(member, event.step),
+            first=own_step(member, event.step),
             location=member.rank.location(event.site),
             label="these are equal on all ranks already",
             related=(),
@@ -236,16 +237,6 @@ def _ratio(member: Member, reduced: GradientReduced) -> float | None:
     since = [e for e in _edits(member) if 0 <= e.step - reduced.step < LOOKED_AT]
     changed = [e for e in since or before if e.changed]
     return (changed[0].ratio or None) if changed else 1.0
-
-
-def _own_step(member: Member, total: int) -> int:
-    """The step of the model's own optimizer, after so many steps of any."""
-    done = others = 0
-    for event in member.rank.of(StepDone):
-        count = min(event.count, total - done)
-        done += count
-        others += count * (event.optimizer != member.optimizer)
-    return total - others
 
 
 def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:

@@ -121,7 +121,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return _lacks(group, found, ranks)
     if ranks := lacking(group, found, ZERO):
         return _zeroes(group, found, ranks)
-    cause = _causes.edited(group, "gradients", found.first) or _causes.clipped(group)
+    cause = _causes.edited(group, "gradients", found) or _causes.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
         seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"

@@ -92,7 +92,7 @@ class OptimizerStateDrift(Check):
         if first.healed >= 0:
             return
         own = False
-        cause = loaded = _loads.loaded(group, "optimizer", first.at)
+        cause = loaded = _loads.loaded(group, "optimizer", first)
         if cause is None:
             if _gradients_differ(group, first):
                 return

@@ -201,9 +201,9 @@ def _sends_parameters(group: Replicas) -> bool:
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
-    if (cause := _loads.loaded(group, "weights", found.at)) is not None:
+    if (cause := _loads.loaded(group, "weights", found)) is not None:
         return cause
-    if found.point == "step" and (cause := _causes.edited(group, "parameters", found.first)):
+    if found.point == "step" and (cause := _causes.edited(group, "parameters", found)):
         return cause
     if found.point == "step" and (cause := _causes.edited_once(group, found)):
         return cause

@@ -71,6 +71,7 @@ class Followed:
 
     Attributes:
         whole: one optimizer holds all gradients, as far as is known.
+        sites: by kind, and whether they were changed or put back.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Followed:
         self.parameters: dict[int, Taken] = {}
         self.states: dict[int, Taken] = {}
         self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
-        self.sites: dict[str, tuple[int, ...]] = {}
+        self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[str, str] = {}
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
@@ -355,11 +356,11 @@ def _tell(
         followed.tracer = None
         if found and (changed or undone):
             followed.wanted.pop(kind, None)
-            followed.sites[kind] = tuple(active.sites.number(*place) for place in found)
+            followed.sites[kind, changed] = tuple(active.sites.number(*place) for place in found)
             code, line = found[0]
             followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
     by_hand = undone or counted or (differing if beside or not functions else [])
-    if by_hand and kind not in followed.sites:
+    if by_hand and (kind, changed) not in followed.sites:
         after = dict(zip(now.positions, now.numbers, strict=True))
         gone = [p for p in by_hand if after.get(p) == ABSENT]
         followed.wanted[kind] = (gone or by_hand)[0]
@@ -367,7 +368,7 @@ def _tell(
         followed.expected[kind] = 2 * active.step - last
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
-    sites = followed.sites.get(kind, ()) if changed or undone else ()
+    sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
     state = (changed, ratio, sites, beside, bool(undone), bool(counted))
     if followed.told.get(key, (False, 0.0, (), False, False, False)) == state:
         return

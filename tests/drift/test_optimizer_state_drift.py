@@ -14,7 +14,7 @@ from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Edited, EpochBegan, Hyperparameters, Loaded, OptimizerSeen, Replica
 from ddpdoctor.probe import edits
 
-LOAD = Loaded(at=0, what="optimizer", model=0, step=0, site=LINE)
+LOAD = Loaded(at=0, what="optimizer", model=0, step=2, site=LINE)
 
 
 def state(*last):
@@ -53,7 +53,7 @@ def test_parameters_that_drifted_before_it_are_not():
 def test_a_load_of_both_is_one_fault():
     load = msgspec.structs.replace(LOAD, at=START)
     weights = msgspec.structs.replace(load, what="weights", site=OTHER)
-    moved = [digests("parameters", {0: [1, 1, 1, n]}) for n in range(2)]
+    moved = [digests("parameters", {2: [1, 1, 1, n]}) for n in range(2)]
     rows = {0: [weights, load, moved[0], state(1, 2, 3, 4)], 1: [moved[1], state(1, 2, 9, 4)]}
     checks = [ParameterDrift(), OptimizerStateDrift()]
     (finding,) = diagnose(run_of(rows), checks).findings

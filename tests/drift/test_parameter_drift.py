@@ -60,7 +60,7 @@ def test_where_steps_were_not_looked_at_it_may_have_begun_in_any_of_them(second,
 
 
 def test_a_load_on_one_rank_is_the_cause():
-    ranks = {0: [load(), digests("parameters", APART)], 1: [digests("parameters", SAME)]}
+    ranks = {0: [load(step=1), digests("parameters", APART)], 1: [digests("parameters", SAME)]}
     (finding,) = ParameterDrift().examine(run_of(ranks))
     assert finding.location.line == 33
     assert finding.ranks == (0,)
