@@ -34,17 +34,18 @@ def _rank_there(rank: Rank) -> bool:
     said = rank.started
     if said is None or rank.last is None:
         return False
-    return _there(said.node, said.pid, said.wall, rank.wall(rank.last.at))
+    return there(said.node, said.pid, said.wall, rank.wall(rank.last.at))
 
 
 def _monitor_there(node: Facts) -> bool:
     said = node.first(MonitorStarted)
     if said is None or node.last is None:
         return False
-    return _there(said.node, said.pid, said.wall, said.wall + node.last.at - said.at)
+    return there(said.node, said.pid, said.wall, said.wall + node.last.at - said.at)
 
 
-def _there(node: str, pid: int, started: float, heard: float) -> bool:
+def there(node: str, pid: int, started: float, heard: float) -> bool:
+    """Whether that process, which began before `started` and was heard of at `heard`, still is."""
     if node != platform.node():
         return time.time() - heard < LATELY_S
     import psutil

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting
 from ddpdoctor.run import Rank, Run
 
+_SCHEDULERS = (
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -31,6 +37,16 @@ class Claim:
         """Whether it claims something else than the launcher said."""
         told = self.given_rank >= 0 and self.given_world > 0
         return told and (self.rank, self.world_size) != (self.given_rank, self.given_world)
+
+    @property
+    def launched(self) -> tuple[int, int]:
+        """Rank and world size as the launcher or the scheduler said them; -1 where nothing."""
+        started = self.process.started
+        if self.given_rank >= 0 or started is None or started.spawned:
+            return self.given_rank, self.given_world
+        told = started.environment
+        pairs = ((_number(told.get(r)), _number(told.get(n))) for r, n in _SCHEDULERS)
+        return next((pair for pair in pairs if min(pair) >= 0), (-1, -1))
 
     def at_launchers(self) -> bool:
         """Whether it meets the others where the launcher said."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.events import StepDone, Wrapped
+from ddpdoctor.findings import Check, Confidence, Finding, Severity
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from ._claims import Claim, claims, meetings, unentered
@@ -18,14 +19,16 @@ class RankMismatch(Check):
     ## What it finds
     Processes that tell `init_process_group` a rank or a world size that cannot be right: two
     processes with one rank, ranks that disagree on how many they are, a rank beyond the world size,
-    a world of more processes than were started.
+    a world of more processes than were started, a world of one for each of them.
 
     ## How it knows
     At each `init_process_group`, before it can block, the process records its arguments, `RANK`,
     `WORLD_SIZE` and `LOCAL_RANK` as the script left them, and the address at which it is to meet
     the others. That is compared with the environment in which the process started, which is what
-    the launcher told it, and with what the others said that meet at the same address. The finding
-    is proven.
+    the launcher (torchrun, Slurm, MPI) told it, and with what the others said that meet at the same
+    address. The finding is proven; but worlds of one may be meant, so that they are suspected, and
+    only where all that were seen take optimizer steps on a model in a wrapper such as
+    DistributedDataParallel.
 
     ## Why it hurts
     The group waits for ranks that do not exist, or two processes answer for one: the run hangs in
@@ -50,11 +53,14 @@ class RankMismatch(Check):
         return unentered(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for members in meetings(claims(run)).values():
+        found = claims(run)
+        for members in meetings(found).values():
             problem = _problem(members, run)
             if problem is not None:
                 yield self._tell(run, members, problem)
                 return  # later meetings stumble over the first
+        if alone := _each_alone(found):
+            yield self._tell(run, alone[1], alone, confidence=Confidence.SUSPECTED)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rendezvous-stall", "group-never-formed"):
@@ -62,7 +68,9 @@ class RankMismatch(Check):
         # Where no group came to exist, whatever else went wrong came of it.
         return mine.evidence.get("groups formed") == 0 and other.code.startswith("DDP6")
 
-    def _tell(self, run: Run, members: list[Claim], problem: tuple[str, list[Claim]]) -> Finding:
+    def _tell(
+        self, run: Run, members: list[Claim], problem: tuple[str, list[Claim]], **more: object
+    ) -> Finding:
         text, wrong = problem
         first = wrong[0]
         ranks = {c.process.rank for c in wrong}
@@ -83,7 +91,21 @@ class RankMismatch(Check):
                 "stuck": run.stall is not None and _all_came(members),
             },
             at=first.process.wall(first.event.at),
+            **more,
         )
+
+
+def _each_alone(found: list[Claim]) -> tuple[str, list[Claim]] | None:
+    """Whether every process that was started beside others trains a wrapped model in a world of
+    its own, which has nobody to synchronise with."""
+    told = {c.launched for c in found}
+    if len(told) < 2 or any(c.world_size > 1 or c.launched[1] < 2 for c in found):
+        return None
+    if not all(c.ready and c.process.of(Wrapped) and c.process.of(StepDone) for c in found):
+        return None
+    size = max(c.launched[1] for c in found)
+    text = f"each of {len(found)} processes trains in a world of 1, but the launcher started {size}"
+    return text, found
 
 
 def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
@@ -148,26 +170,28 @@ def _all_came(members: list[Claim]) -> bool:
 
 
 def _cause(wrong: list[Claim]) -> str:
-    claim = wrong[0]
+    said = [c for c in wrong if c.launched[1] > 0 and c.launched != (c.rank, c.world_size)]
+    claim = next(iter(said), wrong[0])
     how = "as an argument" if claim.event.rank >= 0 or claim.event.world_size > 0 else (
         "in the environment, which the script has changed"
     )  # fmt: skip
-    if not claim.differs():
+    if not said:
         return f"init_process_group was told so {how}, and other processes do not fit to it"
-    told = f"the launcher had said rank {claim.given_rank} of {claim.given_world}"
+    rank, size = claim.launched
+    told = f"the launcher had said rank {rank} of {size}"
     local = claim.event.env_local_rank
-    if claim.rank != claim.given_rank and claim.rank == local:
+    if claim.rank != rank and claim.rank == local and claim.world_size == size:
         return f"the local rank ({local}) is used as the rank; {told}"
     return f"init_process_group was told rank {claim.rank} of {claim.world_size} {how}; {told}"
 
 
 def _row(claim: Claim) -> dict[str, object]:
     started = claim.process.started
-    told = claim.given_rank >= 0
+    rank, size = claim.launched
     return {
         "pid": started.pid if started else 0,
         "node": claim.process.node,
         "said": f"rank {claim.rank} of {claim.world_size}",
-        "launcher": f"rank {claim.given_rank} of {claim.given_world}" if told else "-",
+        "launcher": f"rank {rank} of {size}" if rank >= 0 else "-",
         "meets at": claim.event.rendezvous,
     }

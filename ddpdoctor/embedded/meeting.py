@@ -22,10 +22,11 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from ..runfolder import FolderError, RunFolder, RunInfo, rank_stem
+from ..runfolder import FolderError, Lines, RunFolder, RunInfo, rank_stem
 
 MOST_FOLDERS = 1000
 
+_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _ATTEMPT = re.compile(r"/attempt_\d+/")
 
 
@@ -38,6 +39,9 @@ class Launch:
             no other.
         name: for the folder; sorts by time where a time is known.
         local_size: ranks on this node, 0 where unknown.
+        told: how many ranks the launcher said there are, -1 where it did not.
+        single: no other launch that goes on at the same time has that key, where there are
+            several ranks.
     """
 
     key: str
@@ -49,10 +53,13 @@ class Launch:
     node_rank: int = 0
     attempt: int = 0
     more_attempts: bool = False
+    told: int = -1
+    single: bool = False
 
 
-def this_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+def this_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """From the environment that the launcher gave this process, and from its parent."""
+    environ = _environment() if environ is None else environ
     origin, born = _origin(environ)
     script = PurePath(sys.argv[0]).stem if sys.argv and sys.argv[0] else "run"
     clock = time.strftime("%Y%m%d-%H%M%S", time.localtime(born)) if born else origin
@@ -61,14 +68,14 @@ def this_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         key=hashlib.sha256(f"{os.getuid()}:{origin}:{born}".encode()).hexdigest()[:32],
         name=_plain(f"{clock}-{script}"),
         rank=_number(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
-        world_size=_number(
-            environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        ),
+        world_size=(size := _number(environ, _SIZES)),
         local_rank=_number(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")),
         local_size=_number(environ, ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), 0),
         node_rank=_number(environ, ("GROUP_RANK", "SLURM_NODEID"), 0),
         attempt=attempt,
         more_attempts=attempt < _number(environ, ("TORCHELASTIC_MAX_RESTARTS",), 0),
+        told=size,
+        single=not origin.startswith("pid-") or "MASTER_PORT" in environ,
     )
 
 
@@ -125,10 +132,24 @@ def _joined(place: Path, launch: Launch, stem: str | None) -> RunFolder:
             there is not None
             and there.id == launch.key
             and there.ended_at is None
-            and not (mine and mine.exists())
+            and not (mine and mine.exists() and not _is_twin(launch, mine))
         ):
             return folder
     raise FolderError(f"too many runs in {place.parent}; give another folder with out=")
+
+
+def _is_twin(launch: Launch, file: Path) -> bool:
+    """Whether who writes that file takes itself for the same rank of this very launch, and not of
+    one before it."""
+    if not launch.single or max(launch.told, launch.world_size) < 2:
+        return False
+    from ..alive import there
+    from ..events import RankStarted
+
+    said = next(Lines(file).events(), None)
+    if not isinstance(said, RankStarted):  # it is about to be written
+        return True
+    return there(said.node, said.pid, said.wall, file.stat().st_mtime)
 
 
 def _claim(folder: RunFolder, launch: Launch) -> bool:
@@ -163,21 +184,22 @@ def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
     born = _born(parent)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
     run = environ.get("TORCHELASTIC_RUN_ID")
+    address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
     if run and _number(environ, ("GROUP_WORLD_SIZE",)) > 1:  # what its nodes have in common
-        address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
         return f"torchelastic-{run}-{address}", 0.0
     if _ATTEMPT.search(error_file):  # a folder that torchrun makes anew for every launch
         folder = _ATTEMPT.split(error_file)[0]
         return folder, _modified(f"{folder}/attempt_0") or born  # itself it changes in a restart
     if run:
         return f"torchelastic-{run}-{environ.get('MASTER_PORT', '')}-{parent}", born
+    by_parent = f"pid-{parent}-{address}"
     if multiprocessing.parent_process() is not None:  # `mp.spawn`, whoever started its parent
-        return f"pid-{parent}", born
+        return by_parent, born
     if (job := environ.get("SLURM_JOB_ID")) and (step := environ.get("SLURM_STEP_ID")):
         return f"slurm-{job}.{step}", 0.0
     if space := environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"):
         return f"mpi-{space}", 0.0
-    return f"pid-{parent}", born
+    return by_parent, born
 
 
 def _born(pid: int) -> float:
@@ -205,6 +227,12 @@ def _arguments() -> tuple[str, ...]:
     from ..probe.environment import visible_arguments
 
     return visible_arguments(sys.argv)
+
+
+def _environment() -> dict[str, str]:
+    from ..probe.environment import launchers_environment
+
+    return launchers_environment()
 
 
 def _version() -> str:

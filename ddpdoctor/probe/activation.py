@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from ..events import SCHEMA, RankStarted, TorchLoaded
 from ..runfolder import EventWriter, rank_stem
 from . import patching, process, spawned
-from .environment import interesting_environment, visible_arguments
+from .environment import interesting_environment, launchers_environment, visible_arguments
 from .recorder import Recorder, guarded, recorder, set_recorder
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _become(rank: int, world_size: int) -> None:
     place = _place(rank, world_size)
     if place is None:
         return
-    _state.environment = interesting_environment(os.environ)
+    _state.environment = interesting_environment(launchers_environment())
     directory, options = place
     attempt = _number("TORCHELASTIC_RESTART_COUNT", 0)
     if attempt:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +18,20 @@ _KEY_VALUE = re.compile(r"^(--?[\w-]+|\w+)=(.*)$", re.S)
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
 
 HIDDEN = "<hidden>"
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launchers_environment() -> dict[str, str]:
+    """The environment, with who is which rank as the launcher said it, whatever the script has
+    made of that since. A forked process was told by its parent."""
+    now = dict(os.environ)
+    if multiprocessing.parent_process() is not None:
+        return now
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
+        pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0"))
+        now |= {name: value for name, _, value in pairs if name in _LAUNCHERS}
+    return now
 
 
 def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:

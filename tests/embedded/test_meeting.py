@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from recordings import started
 
 from ddpdoctor.embedded import meeting
+from ddpdoctor.events import encode
 from ddpdoctor.runfolder import FolderError, RunFolder
 
 TORCHRUN = {
@@ -126,13 +131,67 @@ def test_many_ranks_at_once_end_in_one_folder(tmp_path: Path) -> None:
 def test_a_run_that_is_there_already_is_left_alone(tmp_path: Path) -> None:
     zero, one = launches(2)
     folder = meeting.open_folder(tmp_path / "run", zero, stem=meeting.stem_of(zero))
-    (folder.path / "rank-0.jsonl").write_text("")
+    record(folder.path / "rank-0.jsonl", pid=a_dead_process())
     assert meeting.open_folder(tmp_path / "run", one, stem="rank-1").path == folder.path
     # The same shell starts the same ranks again.
     again = meeting.open_folder(tmp_path / "run", zero, stem=meeting.stem_of(zero))
     assert again.path.name == "run-2"
     foreign = dataclasses.replace(one, key="another")
     assert meeting.open_folder(tmp_path / "run", foreign, stem="rank-1").path.name == "run-3"
+
+
+def record(path: Path, pid: int) -> None:
+    """The first record of a rank that is that process."""
+    said = started(0, 2, pid=pid, node=platform.node(), wall=time.time())
+    path.write_bytes(encode(said))
+
+
+def a_dead_process() -> int:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+@pytest.mark.parametrize(
+    ("told", "joined"),
+    [
+        (TORCHRUN, True),
+        (SLURM, True),
+        ({"MASTER_PORT": "29500", "WORLD_SIZE": "2"}, True),
+        ({"MASTER_PORT": "29500"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_two_that_take_themselves_for_one_rank(
+    told: dict[str, str], joined: bool, tmp_path: Path
+) -> None:
+    """Of one launch; not of a shell that has started two programs, which are in their right."""
+    launch = dataclasses.replace(meeting.this_launch(told), rank=0, world_size=1)
+    folder = meeting.open_folder(tmp_path / "run", launch, stem="rank-0")
+    record(folder.path / "rank-0.jsonl", pid=os.getpid())
+    again = meeting.open_folder(tmp_path / "run", launch, stem="rank-0")
+    assert (again.path == folder.path) is joined
+
+
+def test_two_launches_of_one_shell_meet_elsewhere() -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    other = {**told, "MASTER_PORT": "2"}
+    assert meeting.this_launch(told).key != meeting.this_launch(other).key
+
+
+def test_what_the_launcher_said_outlives_the_script(tmp_path: Path) -> None:
+    program = """
+import os
+from ddpdoctor.probe.environment import launchers_environment
+os.environ.update(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="3")
+told = launchers_environment()
+print(told["RANK"], told["WORLD_SIZE"], told["OMP_NUM_THREADS"])
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert printed.stdout.split() == ["1", "2", "3"]
 
 
 def test_an_ended_run_is_not_joined(tmp_path: Path) -> None:

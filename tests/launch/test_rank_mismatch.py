@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.launch.rank_mismatch import RankMismatch
 from recordings import START, WALL, make_run, site, started, steps
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen
-from ddpdoctor.findings import Severity
+from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen, Wrapped
+from ddpdoctor.findings import Confidence, Finding, Severity
 
 PLACE = "localhost:29500"
 
@@ -113,6 +114,36 @@ def test_a_world_of_ones_own_each() -> None:
         {r: process(r, 2, init(0, 1, (r, 2), rendezvous=f"store of {r}"), ready(1)) for r in (0, 1)}
     )
     assert not list(RankMismatch().examine(run))
+
+
+def worlds_of_one(*names: str, size: int = 2) -> list[Finding]:
+    """Of two processes that the launcher told who they are by these variables."""
+
+    def one(rank: int) -> list[Event]:
+        told = dict(zip(names, (str(rank), str(size)), strict=False))
+        entered = init(0, 1, rendezvous=f"store of process {rank}")
+        wrapped = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                          site=1)  # fmt: skip
+        return [started(0, 1, environment=told), entered, ready(1), wrapped, *steps(3)]
+
+    run = make_run({0: one(0)}, twins={0: [one(1)]}, world_size=1)
+    return list(RankMismatch().examine(run))
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
+def test_each_trains_in_a_world_of_one(names: tuple[str, str]) -> None:
+    (finding,) = worlds_of_one(*names)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert "world of 1" in finding.summary and "started 2" in finding.summary
+    assert "had said rank 0 of 2" in finding.cause
+    assert [row["launcher"] for row in finding.evidence["processes"]] == [
+        "rank 0 of 2", "rank 1 of 2",
+    ]  # fmt: skip
+
+
+def test_processes_side_by_side_that_nobody_launched_as_ranks() -> None:
+    assert not worlds_of_one()
+    assert not worlds_of_one("SLURM_PROCID", "SLURM_NTASKS", size=1)
 
 
 def test_somebody_late_is_not_a_mismatch() -> None:
