@@ -329,6 +329,11 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> st
             f"{read}: look at the samples of {named}'s share; `num_workers=0` shows it without "
             "a worker"
         )
+    if first.kind_raised == "FileNotFoundError":
+        return (
+            f"{read}; if another rank writes the file, put `dist.barrier()` between that and the "
+            f"read, else look for what differs on {named}: its share of the data, its paths"
+        )
     return (
         f"{read}, then look for what differs on {named}: code that runs only there, its share of "
         "the data, its paths, its environment"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations
@@ -35,9 +36,14 @@ class Touch:
         return self.rank.wall(self.event.at)
 
     @property
+    def cut_off(self) -> bool:
+        """Whether a save was not over when its rank was last heard of."""
+        return self.event.how == "save" and not self.event.ended
+
+    @property
     def ended(self) -> float:
         """When it was over; for a plain `open` only its begin is known."""
-        return self.rank.wall(self.event.ended or self.event.at)
+        return math.inf if self.cut_off else self.rank.wall(self.event.ended or self.event.at)
 
 
 def key(rank: Rank, event: FileWritten | FileRead | FileLocked) -> tuple[str, str]:
@@ -47,11 +53,11 @@ def key(rank: Rank, event: FileWritten | FileRead | FileLocked) -> tuple[str, st
 
 def writes(run: Run) -> dict[tuple[str, str], list[Touch]]:
     """All writes, by file."""
-    found: dict[tuple[str, str], list[Touch]] = {}
+    found: dict[tuple[str, str], dict[tuple[int, float], Touch]] = {}
     for rank in run.ranks.values():
-        for event in rank.of(FileWritten):
-            found.setdefault(key(rank, event), []).append(Touch(rank, event))
-    return found
+        for event in rank.of(FileWritten):  # the end of a save takes the place of its begin
+            found.setdefault(key(rank, event), {})[rank.rank, event.at] = Touch(rank, event)
+    return {file: list(touches.values()) for file, touches in found.items()}
 
 
 def locked(run: Run) -> dict[tuple[str, str], dict[int, float]]:
@@ -65,6 +71,8 @@ def locked(run: Run) -> dict[tuple[str, str], dict[int, float]]:
 
 def met(first: Touch, second: Touch) -> bool:
     """Whether the ranks have met between the end of `first` and the begin of `second`."""
+    if first.cut_off:
+        return False
     done, begun = first.event.marks_after, second.event.marks
     return any(
         number > done.get(group, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ddpdoctor.events import FileRead, FileWritten
@@ -9,6 +10,13 @@ from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Sev
 from ddpdoctor.run import Run, fold_ranks, shorten
 
 from ._files import Touch, called, key, locked, ordered, writes
+
+_ABSENT = "FileNotFoundError"
+_TORN = re.compile(
+    r"EOFError|unexpected EOF|pickle data was truncated|invalid load key|PytorchStreamReader"
+    r"|JSONDecodeError|BadZipFile|SafetensorError|EOF: reading array|cannot reshape array"
+)
+"""What readers of checkpoints, arrays and settings say of half a file."""
 
 
 class CheckpointBeforeSync(Check):
@@ -22,8 +30,9 @@ class CheckpointBeforeSync(Check):
     Each rank records the files that it writes anew and, of the kinds that runs produce, those that
     it reads, with the counts of its groups' collectives before and after. Where no count of a group
     that both ranks are in went up between the write and the read, nothing ordered them, whatever
-    the clock says. The finding is proven where the read failed, or began before the write was over;
-    else suspected.
+    the clock says. The finding is proven where the read began before the write was over, or failed
+    as on a file that is not there yet or half written, by what `torch.load` raised or what the rank
+    then ended with; else suspected.
 
     ## Why it hurts
     The reader finds no file, half a file, or - worst - the one from the run before, and trains on
@@ -63,15 +72,18 @@ class CheckpointBeforeSync(Check):
             yield self._tell(run, pairs)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        failed = bool(mine.evidence.get("the read failed with"))
-        return failed and other.code.startswith("DDP6") and other.at >= mine.at
+        if not mine.evidence.get("the rank ended with it") or other.at < mine.at:
+            return False
+        if other.check == "first-failure":
+            return bool(set(mine.ranks) & set(other.ranks))
+        return other.code.startswith("DDP6")
 
     def _tell(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
         # The one that failed tells the story best.
-        write, read = max(pairs, key=lambda p: bool(getattr(p[1].event, "failed", "")))
+        write, read = max(pairs, key=lambda pair: bool(_failure(*pair)))
         path = shorten(read.event.path, read.rank.cwd)
         ranks = sorted({r.rank.rank for _, r in pairs})
-        failed = str(getattr(read.event, "failed", ""))
+        failed = _failure(write, read)
         overlap = read.began < write.ended
         saved = write.location
         who = f"ranks {fold_ranks(ranks)} read" if len(ranks) > 1 else f"rank {ranks[0]} reads"
@@ -96,12 +108,39 @@ class CheckpointBeforeSync(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "write began": 0.0,
-                "write ended": round(write.ended - write.began, 4),
+                "write ended": None if write.cut_off else round(write.ended - write.began, 4),
                 "read began": round(read.began - write.began, 4),
                 "the read failed with": failed,
+                "the rank ended with it": bool(failed and _ended_with(read)),
             },
             at=read.began,
         )
+
+
+def _failure(write: Touch, read: Touch) -> str:
+    """What the read failed with, where that is what the write explains: the file was not there yet,
+    or half of it."""
+    text = getattr(read.event, "failed", "") or _ended_with(read)
+    over = write.rank.node == read.rank.node and read.began >= write.ended
+    if text.startswith(_ABSENT):
+        return "" if over else text
+    return text if _TORN.search(text) and not (over and write.event.ended) else ""
+
+
+def _ended_with(read: Touch) -> str:
+    """The exception that ended the rank, where it came out of the function that reads, after it had
+    read nothing else, and speaks of a file."""
+    raised, where, rank = read.rank.exception, read.location, read.rank
+    if raised is None or where is None or raised.relayed is not None:
+        return ""
+    before = [e for e in rank.of(FileRead) if e.at <= raised.at]
+    if not before or before[-1] is not read.event:
+        return ""
+    spots = {(shorten(f.file, rank.cwd), f.function) for f in raised.frames if f.user}
+    text = f"{raised.kind}: {raised.message}"[:300]
+    if text.startswith(_ABSENT):
+        return text if read.event.path.rpartition("/")[2] in raised.message else ""
+    return text if (where.file, where.function) in spots and _TORN.search(text) else ""
 
 
 def _take_turns(locks: dict[tuple[str, str], dict[int, float]], write: Touch, read: Touch) -> bool:
@@ -116,12 +155,11 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
     """A write by another rank that this read did not wait for."""
     if any(t.rank.rank == read.rank.rank and t.began <= read.began for t in touches):
         return None  # it reads what it wrote itself; who else writes it is a race of writers
-    failed = bool(getattr(read.event, "failed", ""))
     for write in touches:
         if write.rank.rank == read.rank.rank or ordered(write, read):
             continue
         whole = write.event.how == "rename" and read.began >= write.began
-        if whole and not failed:
+        if whole and not _failure(write, read):
             continue
         stored = getattr(read.event, "stored", 0.0)
         if stored and read.rank.wall(stored) >= write.ended:

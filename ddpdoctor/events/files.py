@@ -8,6 +8,8 @@ from .base import Event
 class FileWritten(Event, frozen=True, tag="file-written"):
     """A file was opened to be written anew, saved to, or renamed onto.
 
+    A save is recorded when it begins, without its end, and again when it is over.
+
     Attributes:
         at: when the writing began; `ended` when it was over, 0 where that cannot be told.
         path: real path. shared: it lies on a file system that other machines see too.
@@ -37,7 +39,8 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     empty: bool = False
 
     def describe(self) -> str:
-        return f"writes {self.path} ({self.how}, step {self.step})"
+        verb = "has written" if self.ended else "writes"
+        return f"{verb} {self.path} ({self.how}, step {self.step})"
 
 
 class FileLocked(Event, frozen=True, tag="file-locked"):

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from ..events import FileLocked, FileRead, FileWritten
 from . import meetings, moments, sources, stacks, threads
 from .imports import when_imported
@@ -75,8 +77,8 @@ def install() -> None:
     if not _hooked:
         _hooked = True
         sys.addaudithook(_audit)
-    _watch((torch.serialization, torch), "save", 1, "f", _saved)
-    _watch((torch.serialization, torch), "load", 0, "f", _loaded)
+    _watch((torch.serialization, torch), "save", 1, "f", _saves, _saved)
+    _watch((torch.serialization, torch), "load", 0, "f", _loads, _loaded)
     when_imported("safetensors.torch", _watch_safetensors, lost=LOST)
     moments.leaving.subscribe(_leave, lost=LOST)
 
@@ -139,15 +141,15 @@ def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None
     if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
         if os.path.isdir(path):  # a temporary file without a name
             return
-        _tell_written(active, path, "open", time.monotonic(), 0.0, meetings.marks(), {})
+        _tell_written(active, path, "open", time.monotonic(), 0.0, meetings.marks())
 
 
 def _renamed(active: Recorder, source: Any, target: Any, *_: Any) -> None:
     if isinstance(target, (str, bytes, os.PathLike)) and (path := _path(os.fsdecode(target))):
         if os.path.isdir(os.fsdecode(source)):
             return
-        now, marks = time.monotonic(), meetings.marks()
-        _tell_written(active, path, "rename", now, now, marks, marks)
+        now = time.monotonic()
+        _tell_written(active, path, "rename", now, now, meetings.marks())
 
 
 def _path(name: str) -> str:
@@ -174,7 +176,7 @@ def _run_folder() -> str:
     return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
 
 
-def _watch(owners: Any, name: str, position: int, keyword: str, tell: Any) -> None:
+def _watch(owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any) -> None:
     """Watch a function that writes or reads a whole file, given at a place or by a keyword."""
 
     def begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,31 +184,43 @@ def _watch(owners: Any, name: str, position: int, keyword: str, tell: Any) -> No
         path = _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
         if not path:
             return None
+        begun = begin(active, path, time.monotonic(), meetings.marks())
         _files.inside.busy = True
-        return path, time.monotonic(), meetings.marks()
+        return (begun,)
 
     def ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
         _files.inside.busy = False
-        path, began, marks = token
-        failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
-        tell(active, path, began, time.monotonic(), marks, meetings.marks(), failed)
+        end(active, *token, error)
 
     around(owners, name, before=begins, after=ends, lost=LOST)
 
 
 def _watch_safetensors(module: Any) -> None:
-    _watch(module, "save_file", 1, "filename", _saved)
-    _watch(module, "load_file", 0, "filename", _loaded)
+    _watch(module, "save_file", 1, "filename", _saves, _saved)
+    _watch(module, "load_file", 0, "filename", _loads, _loaded)
 
 
-def _saved(active: Recorder, path: str, began: float, ended: float, *marks: Any) -> None:
-    _tell_written(active, path, "save", began, ended, marks[0], marks[1])
+def _saves(active: Recorder, path: str, began: float, marks: dict[str, int]) -> FileWritten | None:
+    # On record before it is over: a reader that fails meanwhile brings the writer down, too.
+    return _tell_written(active, path, "save", began, 0.0, marks)
 
 
-def _loaded(active: Recorder, path: str, began: float, ended: float, *marks: Any) -> None:
-    _tell_read(active, path, "load", began, ended, *marks)
+def _saved(active: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
+    if begun is not None:
+        now, marks = time.monotonic(), meetings.marks()
+        active.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
+
+
+def _loads(active: Recorder, *begun: Any) -> tuple[Any, ...]:
+    return begun
+
+
+def _loaded(active: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
+    path, began, marks = begun
+    failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
+    _tell_read(active, path, "load", began, time.monotonic(), marks, meetings.marks(), failed)
 
 
 def _tell_written(
@@ -216,35 +230,34 @@ def _tell_written(
     began: float,
     ended: float,
     marks: dict[str, int],
-    after: dict[str, int],
-) -> None:
+) -> FileWritten | None:
     times = _files.written.get(path, 0) + 1
     if times == 1 and len(_files.written) >= MOST_PATHS:
-        return
+        return None
     _files.written[path] = times
     if times > RECORDS_PER_PATH and times & (times - 1):
-        return
+        return None
     writer = _writer(active)
-    active.emit(
-        FileWritten(
-            at=began,
-            path=path,
-            site=_site(active),
-            how=how,
-            step=active.step,
-            ended=ended,
-            marks=marks,
-            marks_after=after or marks,
-            locked=_files.locks > 0,
-            shared=_is_shared(path),
-            times=times,
-            library=_library(active, writer),
-            callers=active.sites.callers(),
-            empty=how == "open"
-            and writer is not None
-            and sources.only_opens(writer.f_code, writer.f_lineno),
-        )
+    written = FileWritten(
+        at=began,
+        path=path,
+        site=_site(active),
+        how=how,
+        step=active.step,
+        ended=ended,
+        marks=marks,
+        marks_after=marks,
+        locked=_files.locks > 0,
+        shared=_is_shared(path),
+        times=times,
+        library=_library(active, writer),
+        callers=active.sites.callers(),
+        empty=how == "open"
+        and writer is not None
+        and sources.only_opens(writer.f_code, writer.f_lineno),
     )
+    active.emit(written)
+    return written
 
 
 def _writer(active: Recorder) -> FrameType | None:

@@ -61,6 +61,10 @@ def test_what_another_rank_wrote_elsewhere_says_nothing(
     assert "in another folder" not in failing(looked_for, saved, read=read).cause
 
 
+def test_a_file_that_nobody_was_seen_to_write() -> None:
+    assert "`dist.barrier()` between" in failing("last.pt").fix
+
+
 def test_it_was_written_there_on_another_machine() -> None:
     there, own = "/out/20261123_000749/last.pt", "/out/20261123_000750/last.pt"
     assert "in another folder" not in failing(there, own, there).cause

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
-from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSync
-from recordings import make_run, site
+from pathlib import Path
+from unittest.mock import Mock
 
-from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten
+import msgspec
+import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
+from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSync
+from recordings import CWD, make_run, site
+
+from ddpdoctor.events import Event, ExceptionRaised, FileLocked, FileRead, FileWritten, Frame
 from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.probe import files
 
 PATH = "/home/user/project/best.pt"
 
@@ -85,3 +91,96 @@ def test_it_waited_for_a_key_of_a_store() -> None:
 
     assert not found([wrote()], [after(1001.8)])
     assert found([wrote()], [after(1000.2)]), "before the file was written"
+
+
+MISSING = f"FileNotFoundError: [Errno 2] No such file or directory: '{PATH}'"
+FOREIGN = "UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace"
+TORN = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central"
+
+
+def ended(kind: str, message: str = "", function: str = "main", at: float = 1003.0) -> Event:
+    frame = Frame(file=f"{CWD}/train.py", line=34, function=function, user=True)
+    return ExceptionRaised(at=at, kind=kind, message=message, frames=(frame,))
+
+
+def opened(at: float = 1001.2, path: str = PATH) -> Event:
+    marks = {"0.default": 4}
+    return FileRead(at=at, path=path, site=2, how="open", step=3, marks=marks, marks_after=marks)
+
+
+def explained(reader: list[Event], write: Event) -> tuple[Finding, bool]:
+    lines = [site(1, "train.py", 30, "torch.save(...)", function="main"),
+             site(2, "train.py", 33, "with open(path) as f:", function="main")]  # fmt: skip
+    run = make_run({0: [*lines, write], 1: [*lines, *reader]}, ended={0: -15, 1: 1})
+    check = CheckpointBeforeSync()
+    (mine,), (failure,) = check.examine(run), FirstFailure().examine(run)
+    return mine, check.explains(mine, failure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("EOFError", "Ran out of input"),
+        ("_pickle.UnpicklingError", "pickle data was truncated"),
+        ("json.decoder.JSONDecodeError", "Expecting value: line 1 column 6 (char 5)"),
+    ],
+)
+def test_the_reader_ended_with_what_half_a_file_gives(kind: str, message: str) -> None:
+    write = msgspec.structs.replace(wrote(how="open"), ended=0.0)  # type: ignore[type-var]
+    mine, explains = explained([opened(), ended(kind, message)], write)
+    assert mine.confidence is Confidence.PROVEN
+    assert explains
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        [opened(1002.0), ended("ValueError", "boom")],
+        [opened(1002.0), ended("EOFError", function="receive")],
+        [opened(1002.0), opened(1002.5, "/other.json"), ended("json.JSONDecodeError", "Expecting")],
+        [read(failed=FOREIGN), ended("_pickle.UnpicklingError", FOREIGN)],
+        [read(failed=TORN), ended("RuntimeError", TORN)],  # when the file was whole again
+        [read(failed=MISSING, at=1002.0), ended("FileNotFoundError", MISSING)],  # and gone
+    ],
+)
+def test_the_reader_ended_with_something_else(reader: list[Event]) -> None:
+    mine, explains = explained(reader, wrote())
+    assert mine.confidence is Confidence.SUSPECTED
+    assert "failed" not in mine.summary
+    assert not explains
+
+
+def test_the_writer_was_ended_with_the_reader() -> None:
+    begun = msgspec.structs.replace(wrote(), ended=0.0)  # type: ignore[type-var]
+    mine, explains = explained([read(failed=TORN), ended("RuntimeError", TORN)], begun)
+    assert mine.confidence is Confidence.PROVEN
+    assert explains
+    assert mine.evidence["write ended"] is None
+
+
+def test_a_save_is_told_once_though_recorded_twice() -> None:
+    begun = msgspec.structs.replace(wrote(4), ended=0.0)  # type: ignore[type-var]
+    assert not found([begun, wrote(4)], [read(5)])
+    assert found([begun], [read(5)]), "no collective can have followed a save that is not over"
+
+
+def test_a_failed_read_that_the_rank_survived_explains_nothing() -> None:
+    later = ended("ValueError", "boom")
+    mine, explains = explained([read(failed=MISSING, at=1000.5), later], wrote())
+    assert mine.confidence is Confidence.PROVEN
+    assert not explains
+
+
+def test_a_save_is_on_record_before_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[FileWritten] = []
+    monkeypatch.setattr(files.meetings, "marks", lambda: {"0.default": len(told)})
+    active = Mock(emit=told.append, site=lambda: 1, step=3)
+    active.sites.callers.return_value = ()
+    begun = files._saves(active, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
+    files._saved(active, begun, None)
+    assert [(e.at, e.ended > 0, e.marks_after["0.default"]) for e in told] == [
+        (7.0, False, 0),
+        (7.0, True, 1),
+    ]

@@ -14,12 +14,14 @@ from ddpdoctor.findings import Finding, Severity
 from ddpdoctor.probe import files, sources
 
 PATH = "/home/user/project/last.pt"
+END = 1100.0
 
 
 def wrote(path: str = PATH, mark: int = 4, **fields: object) -> Event:
-    values: dict[str, object] = {"site": 1, "how": "save", "step": 3, **fields}
+    values: dict[str, object] = {"site": 1, "how": "save", "step": 3, "ended": END, **fields}
     marks = {"0.default": mark} if mark >= 0 else {}
-    return FileWritten(at=0, path=path, marks=marks, marks_after=marks, **values)  # type: ignore[arg-type]
+    values = {"marks": marks, "marks_after": marks, **values}
+    return FileWritten(at=0, path=path, **values)  # type: ignore[arg-type]
 
 
 def found(*ranks: list[Event], nodes: tuple[str, ...] = ()) -> list[Finding]:
@@ -150,9 +152,7 @@ def test_under_a_file_lock() -> None:
 def test_met_in_a_group_of_their_own() -> None:
     def at(own: int) -> Event:
         marks = {"0.default": 4, "0.1": own}
-        return FileWritten(
-            at=0, path=PATH, site=1, how="save", step=1, marks=marks, marks_after=marks
-        )
+        return wrote(marks=marks, marks_after=marks)
 
     assert not found([at(2)], [at(3)])
 
