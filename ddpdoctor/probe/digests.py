@@ -171,8 +171,8 @@ def some_values(tensors: list[Any]) -> list[float]:
             if tensor is None or not readable(tensor) or not tensor.is_floating_point():
                 continue
             if tensor.is_contiguous() and tensor.numel():
-                step = max(1, tensor.numel() // SAMPLED)
-                values += tensor.view(-1)[::step][:SAMPLED].tolist()
+                count = min(tensor.numel(), SAMPLED)
+                values += tensor.as_strided((count,), (tensor.numel() // count,)).tolist()
     return values
 
 

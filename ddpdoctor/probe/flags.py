@@ -14,7 +14,7 @@ class Flag:
         self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
         self._host.copy_(bad, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(bad.device))
 
     def answer(self) -> bool | None:
         return bool(self._host.item()) if self._event.query() else None

@@ -43,32 +43,25 @@ class Waiting:
     """Sums that may still be on their way from a device: nothing waits for it to finish."""
 
     def __init__(self, totals: list[Any]) -> None:
-        self._totals: list[Any] | None = totals
         self._event: Any = None
-        self._present: list[bool] = []
+        self._present = [total is not None for total in totals]
         self.values: list[int] = []
-        there = [t for t in totals if t is not None]
-        if there and not there[0].is_cpu:
-            self._copy(there)
+        there = [total for total in totals if total is not None]
+        devices = [total.device for total in there if not total.is_cpu]
+        if devices:
+            self._copy(there, devices[0])
         else:
-            self._finish()
+            self.values = numbers(totals)
 
-    def _copy(self, there: list[Any]) -> None:
+    def _copy(self, there: list[Any], device: Any) -> None:
         import torch
 
-        assert self._totals is not None
-        self._present = [t is not None for t in self._totals]
         with torch.inference_mode():
-            stacked = torch.stack(there)
+            stacked = torch.stack([total.to(device, non_blocking=True) for total in there])
             self._host = torch.empty(len(there), dtype=torch.int64, pin_memory=True)
             self._host.copy_(stacked, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
-        self._totals = None
-
-    def _finish(self) -> None:
-        assert self._totals is not None
-        self.values, self._totals = numbers(self._totals), None
+        self._event.record(torch.cuda.current_stream(device))
 
     def ready(self, *, wait: bool = False) -> bool:
         if self._event is not None:
@@ -77,7 +70,6 @@ class Waiting:
             if not self._event.query():
                 return False
             arrived = iter(self._host.tolist())
-            self._totals = [next(arrived) if there else None for there in self._present]
+            self.values = numbers([next(arrived) if there else None for there in self._present])
             self._event = None
-            self._finish()
         return True
