@@ -1,39 +1,74 @@
-"""Where a rank stood when something ended it: in a call, or at a line of its stack."""
+"""Where a rank was when something ended it: in a call, in a phase of its step, at a line."""
 
 from __future__ import annotations
 
-from .events import CallSite, RankStood, Signature
-from .run import Call, Rank, Run, shorten
+from .events import CallSite, RankSample, RankStood, Signature
+from .run import Call, Phase, Rank, Ring, Run, shorten
 
 STOOD_S = 1.0
 """Before that it does not stand."""
 
+_PHASES = {
+    Phase.DATA: "waiting for a batch",
+    Phase.FORWARD: "in a forward",
+    Phase.BACKWARD: "in a backward",
+    Phase.OPTIMIZER: "in optimizer.step",
+    Phase.INIT: "in init_process_group",
+}
+
 
 def whereabouts(run: Run, rank: Rank) -> str:
     """`in barrier at train.py:31 for 28 s`, or `at train.py:14 in prepare`; empty where it went on
-    until the end, or ended by itself."""
-    ended = rank.ended
-    if ended is None or ended.signal is None or rank.ring is None:
+    until a signal, or ended by itself."""
+    ring = rank.ring
+    if rank.state not in ("killed", "hung", "lost") or ring is None:
         return ""
-    at = min(ended.at, rank.stopped.at) if rank.stopped else ended.at
-    if at - rank.ring.progress_at < STOOD_S:
+    stood = _stood(run, rank)
+    at = _until(run, rank, ring, stood)
+    if rank.signal and at - ring.progress_at < STOOD_S:
         return ""
-    call = next((c for c in reversed(rank.ring.last_calls) if c.open_at(at)), None)
-    return _in_call(rank, call, at) if call is not None else _at_line(run, rank)
+    call = next((c for c in reversed(ring.last_calls) if c.open_at(at)), None)
+    if call is not None:
+        return _in_call(rank, call) + _for(at - call.began)
+    if stood is not None and stood.at >= ring.progress_at and (frame := stood.user_frame):
+        return f"at {shorten(frame.file, rank.cwd)}:{frame.line} in {frame.function}"
+    raised = rank.exception
+    if raised is not None and raised.at >= ring.progress_at:
+        return ""
+    still = at - ring.progress_at
+    place = rank.location(ring.phase_site)
+    if ring.phase in _PHASES:
+        return f"{_PHASES[ring.phase]}{f' at {place}' if place else ''}{_for(still)}"
+    if ring.phase is Phase.USER and still >= STOOD_S:
+        return f"in its own code{f' since {place}' if place else ''}{_for(still)}"
+    return ""
 
 
-def _in_call(rank: Rank, call: Call, at: float) -> str:
-    op = next((s.op for s in rank.of(Signature) if s.id == call.signature), "a collective")
-    site = next((s for s in rank.of(CallSite) if s.id == call.site), None)
-    line = rank.location(site.line) if site else None
-    return f"in {op}{f' at {line}' if line else ''} for {at - call.began:.0f} s"
+def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
+    """When it was ended; where that is not on record, when it was last heard of or seen."""
+    if (ended := rank.ended) is not None:
+        return min(ended.at, rank.stopped.at) if rank.stopped else ended.at
+    pid = rank.started.pid if rank.started else 0
+    samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == pid)
+    told = (e.at for e in (rank.last, stood, *samples) if e is not None)
+    heard: list[float] = [ring.progress_at, *told]
+    return max(heard)
 
 
-def _at_line(run: Run, rank: Rank) -> str:
+def _stood(run: Run, rank: Rank) -> RankStood | None:
+    """What the monitor saw of it when the run stood still, or it crashed."""
     pid = rank.started.pid if rank.started else 0
     every = [e for node in run.nodes.values() for e in node.of(RankStood)]
     own = [e for e in every if (e.rank, e.pid) == (rank.rank, pid)]
-    frame = max(own, key=lambda e: e.at).user_frame if own else None
-    if frame is None:
-        return ""
-    return f"at {shorten(frame.file, rank.cwd)}:{frame.line} in {frame.function}"
+    return max(own, key=lambda e: e.at) if own else None
+
+
+def _in_call(rank: Rank, call: Call) -> str:
+    op = next((s.op for s in rank.of(Signature) if s.id == call.signature), "a collective")
+    site = next((s for s in rank.of(CallSite) if s.id == call.site), None)
+    line = rank.location(site.line) if site else None
+    return f"in {op}{f' at {line}' if line else ''}"
+
+
+def _for(seconds: float) -> str:
+    return f" for {seconds:.0f} s" if seconds >= STOOD_S else ""

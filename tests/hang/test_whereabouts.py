@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from recordings import PID, START, WALL
@@ -11,8 +12,8 @@ from tapes import Tape, run_of, stood
 
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Event, ProcessEnded, Stopped
-from ddpdoctor.ring import State
+from ddpdoctor.events import Event, ExceptionRaised, ProcessEnded, RankSample, Stopped
+from ddpdoctor.ring import Phase, State
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(28, True), (0.4, False)])
@@ -35,3 +36,39 @@ def test_where_they_stood_is_told(tmp_path: Path, seconds: float, told: bool) ->
     text = " ".join(render.text(report).split())
     assert ("rank 0 was in barrier at train.py:31 for 28 s, rank 1 was at" in text) is told
     assert all(r.last == r.stood for r in report.ranks) is told
+
+
+def lost(tmp_path: Path, tape: Tape, *events: Event, seen_at: float = START + 12) -> str:
+    """Where rank 1 was, of which a last sample is on record, and no end."""
+    sample = RankSample(at=seen_at, rank=1, pid=PID + 1, rss_bytes=1)
+    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    run = run_of(tmp_path, made, nodes={0: [sample]}, more={1: events}, outcome=None)
+    return diagnose(run, [RankMissing()]).ranks[1].stood
+
+
+def test_where_a_rank_was_when_everything_was_killed(tmp_path: Path) -> None:
+    waiting = Tape(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
+    assert lost(tmp_path / "a", waiting) == "in barrier at train.py:31 for 7 s"
+    computing = Tape(1, 2).call(line=9).now(Phase.USER, 12)
+    computing.progress_at = START + 5
+    assert lost(tmp_path / "b", computing) == "in its own code since train.py:12 for 7 s"
+    loading = Tape(1, 2).call(line=9).now(Phase.DATA, 7)
+    loading.progress_at = START + 5
+    assert lost(tmp_path / "c", loading) == "waiting for a batch at train.py:7 for 7 s"
+
+
+def test_where_it_was_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    for number, (phase, told) in enumerate(
+        [(Phase.BACKWARD, "in a backward at train.py:12"), (Phase.USER, "")]
+    ):
+        tape = Tape(1, 2).call(line=9).now(phase, 12)
+        tape.progress_at = START + 5
+        assert lost(tmp_path / str(number), tape, seen_at=START + 4.8) == told
+
+
+def test_a_rank_that_raised_is_not_in_that_backward_any_more(tmp_path: Path) -> None:
+    tape = Tape(1, 2).call(line=9).now(Phase.BACKWARD, 12)
+    tape.progress_at = START + 5
+    raised = ExceptionRaised(at=START + 6, kind="ValueError", message="bad", caught=True)
+    assert lost(tmp_path, tape, raised) == "in a backward at train.py:12 for 7 s"
+    assert not lost(tmp_path / "x", tape, msgspec.structs.replace(raised, caught=False))
