@@ -38,6 +38,7 @@ CLEAN_UP_S = 5.0
 _SEEN_S = 1.0
 """The end of a process is seen within that."""
 _JUST_BEFORE_S = 60.0
+EXIT_RAISED = "`SystemExit`, which a signal handler may have raised"
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
 TRANSLATIONS = (
@@ -316,6 +317,12 @@ def at_teardown(run: Run, found: Failure) -> bool:
     if not is_done(rank) or rank.exception is not None:
         return False
     return rank.steps >= max(r.steps for r in run.ranks.values())
+
+
+def raised_exit(rank: Rank) -> bool:
+    """Whether `SystemExit` ended it, and where that came from was not seen."""
+    leaving = rank.latest(RankExiting)
+    return leaving is not None and (leaving.how, leaving.site) == ("sys.exit", -1)
 
 
 def is_done(rank: Rank) -> bool:

@@ -28,12 +28,14 @@ from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
 
 from ._astray import astray
 from ._failures import (
+    EXIT_RAISED,
     Failure,
     at_teardown,
     cut,
     failures,
     is_done,
     left_waiting,
+    raised_exit,
     spawn_failed,
     stopped,
     translate,
@@ -295,6 +297,8 @@ def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind
     told = f"the text means: {meant}" if meant else ""
     if first.kind_raised == "KeyboardInterrupt":
         told = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
+    if first.kind == "exit" and raised_exit(first.rank):
+        told = f"{EXIT_RAISED}, ended it"
     if others:
         late = ranks_text([f.rank.rank for f in others])
         follow = f"it failed first; what {late} reported came after it"
@@ -305,7 +309,8 @@ def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind
             "init_process_group when the launcher ended it, and may fail here as well"
         )
     if not told and len(ranks) > 1:
-        return "every one of these ranks fails at the same line: not a fault of one rank"
+        where = " at the same line" if first.location else ""
+        return f"every one of these ranks fails{where}: not a fault of one rank"
     return told or "an error in the program itself; no other rank failed before"
 
 

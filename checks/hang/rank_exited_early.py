@@ -20,7 +20,7 @@ from ._branches import (
     unwrapped,
 )
 from ._caught import caught
-from ._failures import failure, failures, lost_peer, stopped
+from ._failures import EXIT_RAISED, failure, failures, lost_peer, raised_exit, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
 from ._scene import Scene, Stand, scene
@@ -33,6 +33,10 @@ Only = tuple[Location, Enclosing]
 FIX = (
     "let all ranks do the same number of steps (`DistributedSampler`, `drop_last=True`), share the "
     "decision to stop with `all_reduce`, or wrap the loop in `with Join([model]):`"
+)
+EXIT = (
+    "share the decision to leave with `all_reduce`, and leave the loop on all ranks in the same "
+    "round; let a signal handler do no more than set a flag"
 )
 
 
@@ -129,7 +133,7 @@ class RankExitedEarly(Check):
             summary=f"{who} {leaves} while {ranks_text(others)} still "
             f"wait{'s' if len(others) == 1 else ''} for it in {call}",
             cause=f"{cause}; the errors of {ranks_text(others)} are consequences",
-            fix=_fix(only, loop, leaves, first),
+            fix=_fix(only, loop, left[0].rank, leaves, first),
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
@@ -152,6 +156,9 @@ def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:
 
 def _leaving(left: list[Stand]) -> tuple[str, str]:
     """What they do while others wait, and how they ended: their processes may have gone on."""
+    if all(raised_exit(s.rank) for s in left):
+        ended = f"ended by {EXIT_RAISED},"
+        return ("leaves", f"was {ended}") if len(left) == 1 else ("leave", f"were {ended}")
     if all(s.rank.of(RankExiting) or s.rank.exit_code == 0 for s in left):
         return "leaves" if len(left) == 1 else "leave", "ended with status 0"
     did = "destroyed its process group" if len(left) == 1 else "destroyed their process groups"
@@ -176,13 +183,15 @@ def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
     )
 
 
-def _fix(only: Only | None, loop: Left | None, leaves: str, waiting: Stand) -> str:
+def _fix(only: Only | None, loop: Left | None, left: Rank, leaves: str, waiting: Stand) -> str:
     if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
         return unwrapped(only[1], waiting.made)
     if only:
         return unbranched(only[1], "call it")
     if loop:
         return loop.fix
+    if raised_exit(left):
+        return EXIT
     if waiting.call is not None and waiting.call.index < 0:
         return (
             "let every receive have its send on the other rank, and every send its receive; let "
@@ -264,8 +273,8 @@ def _well(rank: Rank) -> bool:
 def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | None]:
     """The line by which it left: an explicit exit, the loop that ended, the end of its group."""
     leaving = rank.latest(RankExiting)
-    if leaving and leaving.how != "return" and (spot := rank.location(leaving.site)):
-        return spot, "left here", None
+    if leaving and leaving.how != "return":
+        return rank.location(leaving.site), "left here", None
     last = _last_call(rank, rank.of(CallSite))
     loop = loop_of_leaver(rank, last, waiting.made) if waiting.made else None
     messages = waiting.call is not None and waiting.call.index < 0

@@ -160,7 +160,8 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
     """The interpreter is leaving.
 
     Attributes:
-        how: `return`, `sys.exit`, `os._exit` or `exception`.
+        how: `return`, `sys.exit` (whatever raised `SystemExit`; `site` is -1 where that was not
+            seen), `os._exit` or `exception`.
         status: the exit status where the process knew it, else None.
         message: what `sys.exit` was given to print.
     """

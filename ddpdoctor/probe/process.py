@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ _STARTERS = (
     "torch.multiprocessing.spawn",
 )
 """Modules that call the program's function in a process of its own, and exit after it."""
+_LOST = "lines that raise SystemExit"
 _STARTING = 5
 """At most so many frames start a program (`python -m` has some of its own)."""
 
@@ -44,6 +46,8 @@ class _Ending:
     message = ""
     caught: tuple[int, ExceptionRaised] | None = None
     """The last call that raised, by its number, and what."""
+    passed = -1
+    """The line that raised the last `SystemExit` to come out of a forward or a backward."""
     told = False
     stays = False
 
@@ -59,11 +63,13 @@ def install(active: Recorder) -> None:
     _wrap_excepthook()
     _wrap_thread_excepthook()
     _wrap_exits()
-    atexit.register(_leaving)
+    moments.forward_failed.subscribe(_failed, lost=_LOST)
+    moments.backward_failed.subscribe(_failed, lost=_LOST)
+    atexit.register(_at_exit)
 
 
 def uninstall() -> None:
-    atexit.unregister(_leaving)
+    atexit.unregister(_at_exit)
     stacks.drop()
 
 
@@ -279,6 +285,30 @@ def _frame(active: Recorder, code: CodeType, line: int) -> Frame:
     file = os.path.abspath(code.co_filename)
     inside = enclosing(code.co_filename, line) if user else ()
     return Frame(file=file, line=line, function=code.co_name, user=user, inside=inside)
+
+
+def _failed(active: Recorder, what: moments.Forward | moments.Backward) -> None:
+    if isinstance(what.error, SystemExit):
+        _ending.passed = raised_at(active, what.error.__traceback__, -1)
+
+
+def _at_exit() -> None:
+    guarded("exit", _look_at_the_script)
+    _leaving()
+
+
+def _look_at_the_script(_: Recorder) -> None:
+    if _ending.how == "return" and _cut_short():
+        _ending.how, _ending.site = "sys.exit", _ending.passed
+
+
+def _cut_short() -> bool:
+    """Whether `SystemExit` has ended the script, raised by a signal handler, say: Python forgets
+    where a script is from when that has come to its end."""
+    main = vars(sys.modules["__main__"])
+    run_by_python = isinstance(main.get("__loader__"), SourceFileLoader)
+    is_script = run_by_python and main.get("__spec__") is None
+    return is_script and main.get("__name__") == "__main__" and "__file__" in main
 
 
 def _leaving() -> None:

@@ -227,6 +227,46 @@ def test_how_the_function_of_a_process_ends(
         assert found.message in printed
 
 
+SCRIPT = """
+import signal, sys
+from pathlib import Path
+from ddpdoctor.probe import moments, process
+from ddpdoctor.probe.recorder import Recorder, set_recorder
+from ddpdoctor.runfolder import EventWriter
+
+folder = Path(".").resolve()
+active = Recorder(EventWriter(folder / "rank-0.jsonl"), folder, "rank-0", {})
+set_recorder(active)
+process.install(active)
+
+def stop(*_):
+    raise SystemExit(int(sys.argv[1]))
+
+signal.signal(signal.SIGUSR1, stop)
+try:
+    signal.raise_signal(signal.SIGUSR1)
+except sys.argv[2] == "all" and SystemExit or Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "caught", "how"),
+    [
+        ("0", "none", "sys.exit"),
+        ("143", "none", "sys.exit"),
+        ("0", "all", "return"),
+    ],
+)
+def test_an_exit_that_a_signal_handler_raised(
+    tmp_path: Path, status: str, caught: str, how: str
+) -> None:
+    rank, printed = child_of(tmp_path, SCRIPT, status, caught)
+    leaving = rank.latest(RankExiting)
+    assert leaving is not None, printed
+    assert (leaving.how, leaving.site) == (how, -1)
+
+
 def test_what_the_parent_handled_did_not_end_its_child(tmp_path: Path) -> None:
     handling = "    try: 1 / 0\n    except ZeroDivisionError: child.start()\n"
     program = CHILD.replace("    child.start()\n", handling)

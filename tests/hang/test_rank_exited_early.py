@@ -20,6 +20,7 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     Site,
+    Way,
 )
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -178,3 +179,18 @@ def test_proven_only_when_nothing_more_can_come_of_its_end(
     more = {1: [RankExiting(at=START + 5, how="sys.exit", status=0)]}
     (finding,) = found(run_of(tmp_path, made, more=more, nodes={0: seen}, now=START + now))
     assert finding.evidence["stuck"] is stuck
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "return"])
+def test_nothing_caught_the_exit_that_a_signal_handler_raised(tmp_path: Path, how: str) -> None:
+    handler = Way(line=11, text="except Exception:", first=8, last=10)
+    loop = (
+        Enclosing(line=8, text="for step in range(9):"),
+        Enclosing(line=7, text="try:", ways=(handler,)),
+    )
+    leaver: list[object] = [RankExiting(at=START + 5.5, how=how)]
+    (finding,) = found(left(tmp_path, leaver=leaver, loop=loop))
+    raised = how == "sys.exit"
+    assert ("`except Exception:` (train.py:11) caught it" in finding.cause) is not raised
+    assert ("`SystemExit`, which a signal handler may have raised" in finding.cause) is raised
+    assert ("no more than set a flag" in finding.fix) is raised
