@@ -23,9 +23,10 @@ class GradScalerSkew(Check):
 
     ## How it knows
     Every `GradScaler.step` is seen: each rank records the scale when it changes, and the steps that
-    its optimizer did not take. Calls of the same number are compared between the ranks. A scale
-    that lies on a GPU is not read, since the rank would have to wait for it: there, only steps that
-    are skipped tell. The finding is proven.
+    its optimizer did not take. Calls of the same number are compared between the ranks, up to the
+    first that does not come after equally many averaging backwards on all of them. A scale that
+    lies on a GPU is not read, since the rank would have to wait for it: there, only steps that are
+    skipped tell. The finding is proven.
 
     ## Why it hurts
     DDP averages gradients that were scaled differently: none is unscaled rightly. A step that is
@@ -37,7 +38,8 @@ class GradScalerSkew(Check):
     or let all ranks agree on the step that is to be skipped.
 
     ## When it stays quiet
-    Scales that agree, steps that all ranks skip, and scalers that are switched off.
+    Scales that agree, steps that all ranks skip, scalers that are switched off; ranks that do not
+    call `step` in the same iterations.
     """
 
     code = "DDP406"
@@ -51,12 +53,13 @@ class GradScalerSkew(Check):
         return None if replicas(run) else NO_COPIES
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[tuple[int, ...]] = set()
+        first: dict[tuple[int, ...], Finding] = {}
         for group in replicas(run):
-            if tuple(group.members) not in told and not group.left_out:
-                for finding in self._judge(group):
-                    told.add(tuple(group.members))
-                    yield finding
+            members = tuple(group.members)
+            for finding in self._judge(group) if not group.left_out else ():
+                if members not in first or finding.at < first[members].at:
+                    first[members] = finding
+        yield from first.values()
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         # A rank that skips is a step behind from then on, with its schedule too.
@@ -81,13 +84,20 @@ class GradScalerSkew(Check):
                 return
 
     def _compare(self, group: Replicas, events: dict[int, list[ScalerStep]]) -> Finding | None:
-        calls = sorted({e.call for mine in events.values() for e in mine})
-        for call in calls:
-            scales = {n: _scale(mine, call) for n, mine in events.items()}
-            skips = {n: _skipped(mine, call) for n, mine in events.items()}
-            if len({s for s in scales.values() if s is not None}) > 1:
-                return self._finding(group, events, call, scales, "scale")
-            if len(set(skips.values())) > 1 and _all_came(group, events, call):
+        told = {n: {e.call: e for e in mine} for n, mine in events.items()}
+        last: dict[int, ScalerStep] = {}
+        scales: dict[int, float | None] = dict.fromkeys(events)
+        for call in sorted({call for mine in told.values() for call in mine}):
+            now = {n: mine[call] for n, mine in told.items() if call in mine}
+            last |= now
+            scales |= {n: e.scale for n, e in now.items() if e.scale >= 0}
+            if not _at_one_moment(last, call):
+                return None  # some leave calls out: from here on they are of other iterations
+            skips = {n: n in now and now[n].skipped for n in events}
+            unlike = len({s for s in scales.values() if s is not None}) > 1
+            if (unlike or len(set(skips.values())) > 1) and _all_came(group, events, call):
+                if unlike:
+                    return self._finding(group, events, call, scales, "scale")
                 return self._finding(group, events, call, skips, "skip")
         return None
 
@@ -196,6 +206,12 @@ def _set_by_hand(
     return None
 
 
+def _at_one_moment(last: dict[int, ScalerStep], call: int) -> bool:
+    """Whether this call comes after as many averaging backwards on all ranks."""
+    counted = (e for e in last.values() if e.backwards >= 0)
+    return len({e.backwards + (call - e.call) * e.each for e in counted}) < 2
+
+
 def _scale(events: list[ScalerStep], call: int) -> float | None:
     """The scale in force at a call: it is told when it changes."""
     known = [e.scale for e in events if e.call <= call and e.scale >= 0]
@@ -212,10 +228,6 @@ def _differing(group: Replicas, events: dict[int, list[ScalerStep]], since: Scal
             break
     last = max(last, since.step)
     return Steps(since.step, last, last - since.step + 1)
-
-
-def _skipped(events: list[ScalerStep], call: int) -> bool:
-    return any(e.call == call and e.skipped for e in events)
 
 
 def _all_came(group: Replicas, events: dict[int, list[ScalerStep]], call: int) -> bool:

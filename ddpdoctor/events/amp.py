@@ -23,15 +23,19 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
 
 
 class ScalerStep(Event, frozen=True, tag="scaler-step"):
-    """A `GradScaler.step`: told when the scale or who sets it changes and when the step is skipped.
+    """A `GradScaler.step`: told when the scale, who sets it or `each` changes and when the step is
+    skipped.
 
     Attributes:
-        scaler: number on this rank, in order of first step; call: zero-based, per scaler.
+        scaler: number on this rank, in order of first step; call: zero-based, per scaler and
+            optimizer.
         scale: loss scale that these gradients were made with, -1 where it is on a device and
             could not be read without waiting.
         skipped: the optimizer did not step.
         set_site: the line that gave `update` a new scale since the call before, -1 where none did;
             told when it changes.
+        backwards: of this process that had averaged gradients by then, -1 where they were not
+            counted; each: since the call before, and before every call until the next record.
     """
 
     scaler: int
@@ -43,6 +47,8 @@ class ScalerStep(Event, frozen=True, tag="scaler-step"):
     site: int = -1
     kind: str = "GradScaler"
     set_site: int = -1
+    backwards: int = -1
+    each: int = 0
 
 
 class SchedulerStep(Event, frozen=True, tag="scheduler-step"):

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any
 
 from ..events import Hyperparameters, ScalerStep, SchedulerStep
-from . import moments
+from . import autograd, moments
 from .moments import Step
 from .optimizers import known_optimizer
 from .patching import around
@@ -28,13 +28,19 @@ SCALER_CALLS_AT_MOST = 5000
 
 
 class Scaler:
-    """What is known of one GradScaler."""
+    """What is known of one GradScaler, and by optimizer of its steps."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.calls = 0
-        self.scale: float | None = None
-        self.set_site = -1
+        self.steps: weakref.WeakKeyDictionary[Any, Scaled] = weakref.WeakKeyDictionary()
+
+
+class Scaled:
+    """The steps of one optimizer by one scaler, and what was told of the last of them."""
+
+    def __init__(self) -> None:
+        self.calls = self.backwards = 0
+        self.told: tuple[Any, ...] = ()
 
 
 class Told:
@@ -210,14 +216,19 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
     if state is None:
         state = _known.scalers[scaler] = Scaler(_known.scalers_made)
         _known.scalers_made += 1
-    call, state.calls = state.calls, state.calls + 1
+    mine = state.steps.get(optimizer)
+    if mine is None:
+        mine = state.steps[optimizer] = Scaled()
+    call, mine.calls = mine.calls, mine.calls + 1
+    backwards = autograd.synced()
+    each, mine.backwards = backwards - mine.backwards, backwards
     known = known_optimizer(optimizer)
     skipped = (known.steps if known else 0) == before
     set_site = _known.set_sites.pop(scaler, -1)
-    same = (scale, set_site) == (state.scale, state.set_site)
-    if (same and not skipped) or call >= SCALER_CALLS_AT_MOST:
+    now = scale, set_site, each
+    if (now == mine.told and not skipped) or call >= SCALER_CALLS_AT_MOST:
         return
-    state.scale, state.set_site = scale, set_site
+    mine.told = now
     active.emit(
         ScalerStep(
             at=time.monotonic(),
@@ -230,6 +241,8 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
             site=site,
             kind=type(scaler).__name__,
             set_site=set_site,
+            backwards=backwards,
+            each=each,
         )
     )
 

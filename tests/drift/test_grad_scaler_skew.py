@@ -1,5 +1,7 @@
 """DDP406 on literal events."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
@@ -7,6 +9,7 @@ from replicas import LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Steps
+from ddpdoctor.probe import hyperparameters
 
 
 def scale(call, value, skipped=False, set_site=-1):
@@ -41,6 +44,42 @@ def test_a_step_that_one_rank_skips():
     assert not GradScalerSkew().explains(finding, before)
 
 
+def test_a_scale_that_a_rank_did_not_come_to_is_not_compared():
+    ranks = {0: [scale(0, 8.0), scale(3, 4.0)], 1: [scale(0, 8.0)]}
+    assert list(GradScalerSkew().examine(run_of(ranks, count=3))) == []
+    assert len(list(GradScalerSkew().examine(run_of(ranks, count=4)))) == 1
+
+
+def counted(call, backwards, each, **fields):
+    event = scale(call, 8.0, **fields)
+    return msgspec.structs.replace(event, backwards=backwards, each=each)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ({0: [counted(0, 4, 4), counted(6, 28, 4, skipped=True)], 1: [counted(0, 4, 4)]}, 1),
+        ({0: [scale(0, 8.0), scale(6, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, 1),
+    ],
+    ids=["of the same iteration", "not counted"],
+)
+def test_a_step_that_one_rank_skips_in_an_iteration_of_all(rows, found):
+    assert len(list(GradScalerSkew().examine(run_of(rows, count=9)))) == found
+
+
+LEFT_OUT = [counted(0, 1, 1), counted(2, 4, 2), counted(3, 5, 1)]
+"""The third iteration has no call."""
+
+
+@pytest.mark.parametrize(
+    "other", [[counted(0, 1, 1)], [counted(0, 1, 1), counted(4, 6, 2), counted(5, 7, 1)]]
+)
+def test_ranks_that_leave_calls_out_are_not_compared_from_there_on(other):
+    skipped = {0: counted(6, 8, 1, skipped=True), 1: counted(7, 8, 1, skipped=True)}
+    run = run_of({0: [*LEFT_OUT, skipped[0]], 1: [*other, skipped[1]]}, count=12)
+    assert list(GradScalerSkew().examine(run)) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "cause", "fix"),
     [
@@ -69,7 +108,8 @@ def test_without_a_scaler():
 
 def test_a_scale_that_one_rank_sets_by_hand():
     set_here = scale(8, 1024.0, set_site=OTHER)
-    run = run_of({0: [scale(0, 2048.0), set_here], 1: [scale(0, 2048.0), scale(8, 4096.0)]})
+    other = [scale(0, 2048.0), scale(8, 4096.0)]
+    run = run_of({0: [scale(0, 2048.0), set_here], 1: other}, count=9)
     (finding,) = GradScalerSkew().examine(run)
     assert (finding.location.line, finding.related[0].location.line) == (35, 33)
     assert "rank 0 only" in finding.cause
@@ -78,7 +118,7 @@ def test_a_scale_that_one_rank_sets_by_hand():
 
 def test_a_scale_set_by_hand_before_is_not_blamed():
     told = [scale(0, 8.0), scale(2, 16.0, set_site=OTHER), scale(3, 16.0)]
-    run = run_of({0: told, 1: [*told, scale(6, 32.0)]})
+    run = run_of({0: told, 1: [*told, scale(6, 32.0)]}, count=7)
     (finding,) = GradScalerSkew().examine(run)
     assert finding.location.line == 33
 
@@ -90,14 +130,15 @@ def again(call, value):
 
 def test_each_scaler_counts_its_own_steps():
     first = [scale(0, 8.0), scale(4, 16.0)]
-    run = run_of({n: [*first, again(0, 8.0 + n)] for n in (0, 1)})
+    run = run_of({n: [*first, again(0, 8.0 + n)] for n in (0, 1)}, count=9)
     (finding,) = GradScalerSkew().examine(run)
     assert finding.steps.first == 8
 
 
 def test_a_state_that_one_rank_loads():
     loaded = Loaded(at=1, what="scaler", model=-1, step=8, site=OTHER)
-    run = run_of({0: [scale(0, 8.0), loaded, again(0, 16.0)], 1: [scale(0, 8.0), again(0, 8.0)]})
+    rows = {0: [scale(0, 8.0), loaded, again(0, 16.0)], 1: [scale(0, 8.0), again(0, 8.0)]}
+    run = run_of(rows, count=9)
     (finding,) = GradScalerSkew().examine(run)
     assert finding.location.line == 35
     assert finding.cause == "rank 0 loads the scaler's state, the others do not"
@@ -105,7 +146,7 @@ def test_a_state_that_one_rank_loads():
 
 def test_a_state_that_all_ranks_load_is_not_blamed():
     loaded = Loaded(at=1, what="scaler", model=-1, step=8, site=OTHER)
-    run = run_of({n: [scale(0, 8.0), loaded, again(0, 8.0 + n)] for n in (0, 1)})
+    run = run_of({n: [scale(0, 8.0), loaded, again(0, 8.0 + n)] for n in (0, 1)}, count=9)
     (finding,) = GradScalerSkew().examine(run)
     assert finding.location.line == 33
 
@@ -120,3 +161,24 @@ def test_the_steps_are_those_at_which_the_scales_differ():
     assert finding.steps == Steps(3, 8, 6)
     drift = msgspec.structs.replace(finding, check="gradient-drift", steps=Steps(3, 8, 6))
     assert GradScalerSkew().explains(finding, drift), "what is unscaled differently differs"
+
+
+class Any:
+    """A scaler, or an optimizer."""
+
+
+def test_steps_of_two_optimizers_are_numbered_each_by_itself(monkeypatch):
+    told, made = [], iter([1, 2, 3, 4, 6, 7])
+    monkeypatch.setattr(hyperparameters, "_known", hyperparameters._Known())
+    monkeypatch.setattr(hyperparameters.autograd, "synced", lambda: next(made))
+    known = {Any(): SimpleNamespace(number=n, steps=0) for n in range(2)}
+    monkeypatch.setattr(hyperparameters, "known_optimizer", known.get)
+    active, scaler = SimpleNamespace(emit=told.append), Any()
+    for _ in range(3):
+        for optimizer, state in known.items():
+            state.steps += 1
+            token = scaler, optimizer, state.steps - 1, 8.0, 0
+            hyperparameters._scaler_ends(active, token, None, None)
+    rows = [(e.optimizer, e.call, e.backwards, e.each) for e in told]
+    assert rows == [(0, 0, 1, 1), (1, 0, 2, 2), (0, 1, 3, 2), (0, 2, 6, 3), (1, 2, 7, 3)]
+    assert not any(e.skipped for e in told)
