@@ -33,6 +33,7 @@ from .data import (
     RowsRead,
     SamplerRefused,
     ShardedOver,
+    WorkerRandom,
 )
 from .devices import (
     DataParallelMade,
@@ -218,6 +219,7 @@ __all__ = [
     "UnwrappedState",
     "Way",
     "Worker",
+    "WorkerRandom",
     "Wrapped",
     "ZeroGradients",
     "decode",

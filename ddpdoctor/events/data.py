@@ -156,6 +156,19 @@ class IndicesRead(Event, frozen=True, tag="indices"):
     sampled: int = 1
 
 
+class WorkerRandom(Part, frozen=True):
+    """The random generators of a loader's worker process, after its first batch.
+
+    Attributes:
+        states: digests, as `EpochBegan.random`.
+        drawn: the generators that loading its first few batches advanced.
+    """
+
+    worker: int
+    states: tuple[int, int, int]
+    drawn: tuple[str, ...] = ()
+
+
 class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     """An iteration over a loader ended, or was left.
 
@@ -176,6 +189,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
         drawn: the generators (`torch`, `numpy`, `random`) that loading a batch advanced.
         again: how often torch's `DistributedSampler` began anew beneath this iteration, by the same
             number as before, which nobody ever set.
+        workers: of a loader whose worker processes were forked for this iteration.
     """
 
     loader: int
@@ -195,6 +209,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     sharded: bool = False
     drawn: tuple[str, ...] = ()
     again: int = 0
+    workers: tuple[WorkerRandom, ...] = ()
 
     def describe(self) -> str:
         return (

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from ..events import EpochBegan
-from . import identity, moments, randomness, samplers, sharding
+from . import identity, moments, randomness, samplers, sharding, workers
 from .contents import Fingerprints
 from .frames import passed_over, unframe, updates_statistics
 from .moments import Forward, Loading, Step
@@ -89,6 +89,7 @@ def install() -> None:
     around(base, "__init__", before=_iterating, after=_iterated, lost=LOST)
     around(base, "_reset", before=_resetting, lost=LOST)
     _watch_batches(base)
+    workers.install()
     around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
     around(Join, "__enter__", before=_joining, lost="`Join`")
     around(Join, "__exit__", before=_joined, lost="`Join`")
@@ -211,6 +212,8 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
     if recorded:
         _tell_began(active, iterator, loader, reading, site)
+    if count < WATCHED and loader.num_workers:
+        reading.notes = workers.share(loader.num_workers)
 
 
 def _dropped(identifier: int, _: object) -> None:

@@ -17,6 +17,7 @@ from ..events import EpochEnded, IndicesRead
 from ..events.pack import pack_ascending
 from .contents import Fingerprints
 from .recorder import Recorder
+from .workers import Notes
 
 CAP = 1 << 18
 """Indices recorded in full, per line that makes loaders; then half of that many, ..."""
@@ -65,6 +66,7 @@ class Reading:
         batches: delivered to the loop; `trained` of them were followed by a backward or a step,
             `evaluated` by a forward that does not train.
         silent: only counted, not recorded.
+        notes: of worker processes that it may have begun.
         sampler: id of the one that chooses the samples; `orders`: before which batch it began one,
             and its `epoch` then, None where that was ever set.
         look_at, write_at: number of batches and time at which to look closer next.
@@ -85,6 +87,7 @@ class Reading:
         self.silent = silent
         self.fingerprints = fingerprints
         self.watch_random = False
+        self.notes: Notes | None = None
         self.given: list[Any] = []
         self.counted = 0
         self.batches = 0
@@ -182,6 +185,7 @@ class Reading:
                 sharded=sharded,
                 drawn=tuple(self.drawn),
                 again=self._again(),
+                workers=self.notes.read() if self.notes is not None else (),
             )
         )
 

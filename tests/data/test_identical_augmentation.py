@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
 from readers import found, loader, run_of
 
-from ddpdoctor.events import ContentRead, Event
+from ddpdoctor.events import ContentRead, Event, WorkerRandom
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity
 
@@ -39,10 +39,13 @@ def test_another_generator_is_drawn_from() -> None:
     assert "the state of random" in finding.summary
 
 
-def workers(rank: int, *, seed: int, moves: bool) -> list[Event]:
+def workers(
+    rank: int, *, seed: int, moves: bool, noted: tuple[WorkerRandom, ...] = ()
+) -> list[Event]:
     indices = list(range(rank, 40, 2))
     events = loader(0, [indices, indices], distributed=True, replicas=2, sampler_rank=rank,
-                    workers=2, began={"base_seed": seed}, total_size=40)  # fmt: skip
+                    workers=2, began={"base_seed": seed}, ends={"workers": noted},
+                    total_size=40)  # fmt: skip
     for epoch in range(2):
         digests = pack(1000 * epoch * moves + i + 1 for i in indices)
         events.append(
@@ -64,3 +67,32 @@ def test_workers_that_draw_nothing() -> None:
 
 def test_workers_with_seeds_of_their_own() -> None:
     assert not examine(workers(0, seed=1, moves=True), workers(1, seed=2, moves=True))
+
+
+def forked(seed: int, state: int, *drawn: str) -> tuple[WorkerRandom, ...]:
+    """Workers with base seeds of their own, whose numpy stands at one state."""
+    return tuple(WorkerRandom(n, (seed + n, state + n, seed - n), drawn) for n in range(2))
+
+
+def test_workers_that_seed_themselves_without_the_rank() -> None:
+    ranks = [workers(r, seed=50 + r, moves=True, noted=forked(50 + r, 7, "numpy")) for r in (0, 1)]
+    (finding,) = examine(*ranks)
+    assert "share the state of numpy while their workers load" in finding.summary
+    assert "the same on every rank" in finding.cause
+    assert "torch.initial_seed()" in finding.fix
+
+
+def test_workers_that_seed_themselves_with_the_rank() -> None:
+    ranks = [workers(r, seed=1, moves=True, noted=forked(1, 7 + 5 * r, "numpy")) for r in (0, 1)]
+    assert not examine(*ranks), "though the base seed is one, and loading draws"
+
+
+def test_workers_that_stand_alike_and_draw_nothing() -> None:
+    ranks = [workers(r, seed=50 + r, moves=False, noted=forked(50 + r, 7, "torch")) for r in (0, 1)]
+    assert not examine(*ranks)
+
+
+def test_workers_that_inherit_one_seed() -> None:
+    ranks = [workers(r, seed=1, moves=True, noted=forked(1, 7, "numpy")) for r in (0, 1)]
+    (finding,) = examine(*ranks)
+    assert "the ranks seed" in finding.cause

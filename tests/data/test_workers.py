@@ -1,0 +1,76 @@
+"""Where the random generators stand in worker processes: real ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from ddpdoctor.events import WorkerRandom
+from ddpdoctor.probe import patching, workers
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    workers.install()
+    yield
+    patching.restore()
+
+
+def noted(load: object, init: object, *, seed: int, length: int = 12) -> tuple[WorkerRandom, ...]:
+    class Photos(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+        def __len__(self) -> int:
+            return length
+
+        def __getitem__(self, index: int) -> int:
+            load(index)  # type: ignore[operator]
+            return index
+
+    loader = torch.utils.data.DataLoader(
+        Photos(), batch_size=2, num_workers=2, worker_init_fn=init,
+        generator=torch.Generator().manual_seed(seed), multiprocessing_context="fork",
+    )  # fmt: skip
+    notes = workers.share(2)
+    assert sorted(i for batch in loader for i in batch.tolist()) == list(range(length))
+    return notes.read()
+
+
+def draws(_: int) -> None:
+    random.random()
+
+
+def test_what_seeds_them_alone_decides() -> None:
+    ours, theirs = (noted(draws, random.seed, seed=rank) for rank in (1, 2))
+    assert [w.worker for w in ours] == [0, 1]
+    assert all(w.drawn == ("random",) for w in (*ours, *theirs))
+    assert [w.states[2] for w in ours] == [w.states[2] for w in theirs]
+    assert all(a.states[0] != b.states[0] for a, b in zip(ours, theirs, strict=True))
+
+
+def test_nothing_is_drawn() -> None:
+    assert all(w.drawn == () for w in noted(abs, random.seed, seed=1))
+
+
+def test_a_data_set_that_seeds_itself_at_its_first_sample() -> None:
+    def seeds(number: int) -> object:
+        return lambda index: random.seed(number) if index in (0, 2) else random.random()
+
+    ours, theirs = (noted(seeds(rank), lambda _: random.seed(0), seed=1) for rank in (1, 2))
+    assert ours[0].states[2] != theirs[0].states[2]
+
+
+def test_a_worker_without_a_batch_and_an_error_of_the_data_set() -> None:
+    assert len(noted(draws, None, seed=1, length=2)) == 1
+    with pytest.raises(ZeroDivisionError) as raised:
+        noted(lambda i: 1 // i, None, seed=1)
+    assert "ddpdoctor" not in str(raised.value)
+
+
+def test_a_loader_without_workers_is_let_alone() -> None:
+    workers.share(2)
+    loader = torch.utils.data.DataLoader(range(4))
+    iterator = iter(loader)
+    assert "fetch" not in vars(iterator._dataset_fetcher)
