@@ -73,7 +73,8 @@ def _watch(fetcher: Any, notes: Notes) -> None:
     """In a worker: look at its first batches, then get out of the way."""
     from torch.utils.data import get_worker_info
 
-    info, fetch = get_worker_info(), fetcher.fetch
+    info: Any = get_worker_info()
+    fetch = fetcher.fetch
     before = randomness.positions()
     states, drawn, batches = (0, 0, 0), 0, 0
 
