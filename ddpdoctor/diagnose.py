@@ -195,7 +195,7 @@ def row(rank: Rank, stood: str = "") -> RankState:
         rank=rank.rank,
         node=rank.node,
         local_rank=started.local_rank if started else -1,
-        pid=started.pid if started else 0,
+        pid=known.pid if (known := started or rank.ended) else 0,
         device=rank.device,
         state=rank.state,
         exit_code=rank.exit_code,

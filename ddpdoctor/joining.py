@@ -42,10 +42,11 @@ def _went_wrong(run: Run) -> float:
 def end_of(
     rank: Rank, nodes: Iterable[Facts], attempt: int
 ) -> tuple[ProcessEnded | None, Stopped | None]:
-    """What its node's monitor wrote of its end, and of who stopped the run."""
-    pid = rank.started.pid if rank.started else 0
+    """What its node's monitor wrote of its end, and of who stopped the run. Of a rank whose record
+    is lost, the end of whatever was that rank."""
     for node in nodes:
         for ended in node.of(ProcessEnded):
+            pid = rank.started.pid if rank.started else ended.pid
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
                 return _as_spawn_saw(ended, node), node.latest(Stopped)
     return None, None

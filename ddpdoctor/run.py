@@ -155,7 +155,8 @@ class Rank(Facts):
 
     def wall(self, at: float) -> float:
         """A time on this rank's clock as seconds since the epoch, comparable between nodes."""
-        return at - self.started.at + self.started.wall if self.started else at
+        known = self.started or self.ended
+        return at - known.at + known.wall if known else at
 
     @property
     def default_group(self) -> GroupReady | None:
@@ -278,8 +279,11 @@ class Run:
 
     @property
     def unobserved(self) -> list[int]:
-        """Ranks that the launcher did start and that left no record."""
-        return sorted({e.rank for e in self._processes()} - self.ranks.keys())
+        """Ranks that were seen to run from outside and that left no record."""
+        ends = (e for node in self.nodes.values() for e in node.of(ProcessEnded))
+        seen = {e.rank for e in ends if e.attempt == self.attempt}
+        seen |= {e.rank for e in self._processes()}
+        return sorted(seen - self.ranks.keys() - {other.rank for other in self.others})
 
     def _processes(self) -> list[ProcessStarted]:
         every = (e for node in self.nodes.values() for e in node.of(ProcessStarted))

@@ -11,6 +11,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     Frame,
     GroupDestroyed,
+    ProcessEnded,
     RankExiting,
     RankStood,
     SpawnFailed,
@@ -239,6 +240,20 @@ def failures(run: Run) -> list[Failure]:
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
     aborts = [f for f in found if at_teardown(run, f)]
     return sorted((f for f in found if not _cleaned_up(f, aborts)), key=lambda f: f.at)
+
+
+def unseen(run: Run) -> list[Failure]:
+    """Of ranks that left no record, as the launcher saw them end, the earliest first; none where
+    somebody stopped the run."""
+    found = []
+    for end in (e for node in run.nodes.values() for e in node.of(ProcessEnded)):
+        if end.attempt != run.attempt or end.rank not in run.unobserved or stopped(run):
+            continue
+        rank = Rank(end.rank)
+        rank.ended = end
+        if (failed := failure(rank)) is not None:
+            found.append(failed)
+    return sorted(found, key=lambda f: f.at)
 
 
 def _cleaned_up(ended: Failure, aborts: list[Failure]) -> bool:

@@ -37,8 +37,8 @@ from ._failures import (
     left_waiting,
     raised_exit,
     spawn_failed,
-    stopped,
     translate,
+    unseen,
 )
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
@@ -86,10 +86,10 @@ class FirstFailure(Check):
         own = [f for f in rest if f.kind in ("exception", "exit")]
         died = [f for f in rest if f.kind == "signal"]
         lost = [f for f in rest if f.kind == "lost"]
-        unseen = _unseen(run)
-        if unseen and unseen[0].wall < min((f.at for f in (*own, *died)), default=math.inf):
-            if not stopped(run):
-                yield self._tell_unseen(unseen[0], [*own, *lost, *died])
+        first = next(iter(unseen(run)), None)
+        if first and first.at < min((f.at for f in (*own, *died)), default=math.inf):
+            if first.kind == "exit":  # else it is told by rank-died
+                yield self._tell_unseen(first, [*own, *lost, *died])
             return
         if spawned := spawn_failed(run):
             raised, ended = spawned
@@ -193,24 +193,19 @@ class FirstFailure(Check):
             at=aborts[0].at,
         )
 
-    def _tell_unseen(self, end: ProcessEnded, followers: list[Failure]) -> Finding:
+    def _tell_unseen(self, first: Failure, followers: list[Failure]) -> Finding:
         """A rank that left no record ended with an error before any other."""
-        how = f"exit status {end.status}" if end.status else f"signal {end.signal}"
         late = ranks_text(f.rank.rank for f in followers)
         follow = f"; what {late} reported follows from it" if followers else ""
         return self.finding(
-            ranks=(end.rank,),
-            summary=f"rank {end.rank} ended first, with {how}",
+            ranks=(first.rank.rank,),
+            summary=f"rank {first.rank.rank} ended first, with {first.text}",
             cause="there is no record of this process (the probe did not reach it, or its files "
             f"are gone), so that its exception is not known{follow}",
             fix="look at its output: `--log-dir logs --redirects 3` keeps one file per rank",
             fix_kind=FixKind.TEMPLATE,
-            evidence={
-                "status": end.status,
-                "signal": end.signal,
-                **_aftermath(None, followers),
-            },
-            at=end.wall,
+            evidence={"status": first.status, **_aftermath(None, followers)},
+            at=first.at,
         )
 
     def _tell_spawned(self, raised: SpawnFailed, followers: list[Failure]) -> Finding:
@@ -251,17 +246,6 @@ def _step(first: Failure) -> int | None:
     ends = (e.at for e in rank.of(GroupDestroyed) if not e.name)
     over = any(max(stops) < at and rank.wall(at) <= first.at for at in ends)
     return None if over else step
-
-
-def _unseen(run: Run) -> list[ProcessEnded]:
-    """Bad ends of ranks that left no record, as the launcher saw them, the earliest first."""
-    ends = [
-        e
-        for node in run.nodes.values()
-        for e in node.of(ProcessEnded)
-        if e.attempt == run.attempt and e.rank in run.unobserved and not e.by_launcher
-    ]
-    return sorted((e for e in ends if e.status or e.signal), key=lambda e: e.wall)
 
 
 def _caught(first: Failure) -> str:

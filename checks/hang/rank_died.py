@@ -15,6 +15,7 @@ from ._failures import (
     failures,
     inside_call,
     spawn_failed,
+    unseen,
     vanished,
     whereabouts,
 )
@@ -82,7 +83,7 @@ class RankDied(Check):
         if silent := vanished(run):
             yield self._tell(run, silent)
             return
-        found = failures(run)
+        found = sorted([*failures(run), *unseen(run)], key=lambda f: f.at)
         died = [f for f in found if f.kind == "signal" and not at_teardown(run, f)]
         if not died:
             return

@@ -11,6 +11,7 @@ from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import started
 from tapes import START, WALL, Tape, run_of, stood
 
+from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
@@ -23,7 +24,8 @@ from ddpdoctor.events import (
 from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.launch.ending import outcome
 from ddpdoctor.ring import State
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run, load
+from ddpdoctor.runfolder import RunFolder
 
 
 def found(run: Run) -> list[Finding]:
@@ -231,3 +233,29 @@ def test_spawn_says_with_what_status_a_rank_left(tmp_path: Path) -> None:
     assert finding.ranks == (0,) and "exit status 7" in finding.summary
     (after,) = finding.evidence["consequences"]  # type: ignore[misc]
     assert after["seconds_later"] == 0
+
+
+@pytest.mark.parametrize("name", ["rank-1.jsonl", None])
+def test_its_record_is_lost(tmp_path: Path, name: str | None) -> None:
+    """It is empty, or not there; how the process ended is known."""
+    peer = ExceptionRaised(at=START + 6.1, kind="RuntimeError", message="Connection reset by peer")
+    ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=15, by_launcher=True)]
+    tapes_of_0 = {0: Tape(0, 2).call(line=9)}
+    run = run_of(tmp_path, tapes_of_0, nodes={0: ends}, more={0: [peer]}, world_size=2)
+    if name:
+        (tmp_path / "run" / name).touch()
+        run = load([RunFolder(tmp_path / "run")])
+        (_, row) = diagnose(run, [RankDied()]).ranks
+        assert (row.state, row.signal, row.pid) == ("killed", "SIGKILL", 5001)
+    (finding,) = found(run)
+    assert (finding.ranks, finding.subjects) == ((1,), ("SIGKILL",))
+    told = [f for f in FirstFailure().examine(run) if not RankDied().explains(finding, f)]
+    assert not told
+
+
+def test_a_process_of_another_group_is_not_without_a_record(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: Tape(0, 1)}, nodes={0: [end(1, START + 6, signal=9)]})
+    other = Rank(1)
+    run.others = (other,)
+    assert not run.unobserved
+    assert not found(run)
