@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ddpdoctor.findings import Evidence, Location, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
@@ -11,6 +13,45 @@ from ._loops import left_loop
 from ._mismatch import Parting, around_all, describe_sides
 from ._partings import NEAR, got_past, latest
 from ._scene import Scene, Stand, scene
+
+Told = tuple[Parting, tuple[Parting, ...]]
+"""A fault, and the same one in other groups."""
+
+
+def each_once(found: Iterable[Parting]) -> list[Told]:
+    """Sub-groups that run one program part at the same lines: one fault, the earliest first."""
+    faults: list[list[Parting]] = []
+    for parting in sorted(found, key=lambda p: began(p, 0.0)):
+        apart = (f for f in faults if not any({*p.key.ranks} & {*parting.key.ranks} for p in f))
+        same = next((f for f in apart if _calls(f[0]) == _calls(parting)), None)
+        if same is None:
+            faults.append([parting])
+        else:
+            same.append(parting)
+    return [(first, tuple(others)) for first, *others in faults]
+
+
+def _calls(parting: Parting) -> object:
+    calls = frozenset((m.signature.op, m.location, m.text) for m in parting.made.values())
+    return calls, parting.place.text, parting.differs, parting.shifted, parting.extra
+
+
+def odd_of(told: Told) -> tuple[int, ...]:
+    """The ranks at fault, of all those groups."""
+    return tuple(sorted({rank for parting in (told[0], *told[1]) for rank in parting.odd}))
+
+
+def elsewhere(told: Told) -> str:
+    """`; the same in group 2 [2, 3]`."""
+    groups = " and ".join(str(parting.key) for parting in told[1][:3])
+    more = f", and {len(told[1]) - 3} more" if len(told[1]) > 3 else ""
+    return f"; the same in {groups}{more}" if groups else ""
+
+
+def began(parting: Parting, otherwise: float) -> float:
+    """When the first of them made that call."""
+    walls = [m.rank.wall(m.call.began) for m in parting.made.values() if m.call]
+    return min(walls, default=otherwise)
 
 
 def sides_text(parting: Parting) -> str:
@@ -56,8 +97,23 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
     return tuple(found[:4])
 
 
-def evidence(run: Run, parting: Parting) -> Evidence:
+def evidence(run: Run, told: Told) -> Evidence:
     """The calls of every side at that number, and whether the run stands still because of it."""
+    mine, *others = (_evidence(run, parting) for parting in (told[0], *told[1]))
+    if not others:
+        return mine
+    same = [
+        {"group": e["group"], "call_number": e["call_number"], "ranks": fold_ranks(parting.odd)}
+        for e, parting in zip(others, told[1], strict=True)
+    ]
+    still: Evidence = next((e for e in (mine, *others) if e["stuck"]), {})
+    kept = {k: v for k, v in still.items() if k in ("stuck", "waited_s", "time_to_verdict_s")}
+    if not all(e.get("all_got_past") for e in others):
+        mine.pop("all_got_past", None)
+    return {**mine, "same_in": same, **kept}
+
+
+def _evidence(run: Run, parting: Parting) -> Evidence:
     now = scene(run)
     made = parting.made.values()
     return {

@@ -16,7 +16,7 @@ from ._loops import Left, blamed, left_loop
 from ._mismatch import Parting, entered, opposed
 from ._partings import partings
 from ._scene import scene
-from ._telling import evidence, related, sides_text
+from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related, sides_text
 from ._threads import aside, order, remedy, started
 from ._waiting import across_groups, cycle
 from ._ways import ways_around
@@ -68,9 +68,9 @@ class CollectiveMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for parting in partings(run):
-            if parting.key.name != "new_group" and _other_call(parting):
-                yield self._tell(run, _judged(parting))
+        parted = (p for p in partings(run) if p.key.name != "new_group" and _other_call(p))
+        for told in each_once(_judged(parting) for parting in parted):
+            yield self._tell(run, told)
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
@@ -81,25 +81,24 @@ class CollectiveMismatch(Check):
             return False
         return other.check in CONSEQUENCES and _concerns(mine, other)
 
-    def _tell(self, run: Run, parting: Parting) -> Finding:
-        place = parting.place
-        proof = evidence(run, parting)
+    def _tell(self, run: Run, told: Told) -> Finding:
+        parting, _ = told
+        place, odd = parting.place, odd_of(told)
+        proof = evidence(run, told)
         left = _fault_of(parting)
         return self.finding(
-            ranks=parting.odd,
+            ranks=odd,
             steps=parting.when,
             subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
             location=left.place if left else parting.location,
-            label=left.label if left else _label(parting),
+            label=left.label if left else _label(replace(parting, odd=odd)),
             related=related(parting, place, left.place if left else parting.location),
-            summary=_summary(parting),
+            summary=_summary(parting) + elsewhere(told),
             cause=_cause(parting, bool(proof["stuck"])),
             fix=_fix(parting),
             fix_kind=FixKind.CHECK,
             evidence=proof,
-            at=min(m.rank.wall(m.call.began) for m in parting.made.values() if m.call)
-            if any(m.call for m in parting.made.values())
-            else run.started,
+            at=began(parting, run.started),
         )
 
 

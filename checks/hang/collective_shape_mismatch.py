@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, ranks_text
+from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
 
 from ._buffers import Apart, apart
 from ._mismatch import Parting, describe_sides
 from ._partings import partings
 from ._scene import Scene, Stand, scene
-from ._telling import evidence, related
+from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {
@@ -71,10 +71,8 @@ class CollectiveShapeMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         parted = partings(run)
-        for parting in parted:
-            other = "op" in parting.differs or parting.shifted or parting.elsewhere
-            if parting.key.name != "new_group" and not other:
-                yield self._tell(run, parting)
+        for told in each_once(p for p in parted if p.key.name != "new_group" and _same_call(p)):
+            yield self._tell(run, told)
         if not parted and (hooked := _hooked_apart(run)):
             yield self._tell_hooks(scene(run), *hooked)
         for sent in apart(run):
@@ -85,28 +83,28 @@ class CollectiveShapeMismatch(Check):
             return False
         return other.at == 0.0 or other.at >= mine.at - 1.0
 
-    def _tell(self, run: Run, parting: Parting) -> Finding:
-        place = parting.place
+    def _tell(self, run: Run, told: Told) -> Finding:
+        parting, _ = told
+        place, odd = parting.place, odd_of(told)
         op = place.signature.op
         words = " and ".join(NAMES[d] for d in parting.differs if d in NAMES)
         sides = [(fold_ranks(side), m.signature.text) for side, m in describe_sides(parting)]
-        told = "; ".join(f"rank{'s' if ',' in r or '-' in r else ''} {r}: {t}" for r, t in sides)
+        calls = "; ".join(f"rank{'s' if ',' in r or '-' in r else ''} {r}: {t}" for r, t in sides)
         return self.finding(
-            ranks=parting.odd,
+            ranks=odd,
             steps=parting.when,
             subjects=(op,),
             location=parting.location,
-            label=f"{ranks_text(parting.odd)} differ in {words}",
+            label=f"{ranks_do(odd, 'differ')} in {words}",
             related=related(parting, place, parting.location),
-            summary=f"{op} is called with different {words}: {told}",
+            summary=f"{op} is called with different {words}: {calls}{elsewhere(told)}",
             cause=f"the ranks pass different {words} to the same {op} ({parting.key}, call "
             f"{parting.index}); gloo checks none of it",
             fix="; ".join(FIXES[d] for d in parting.differs if d in FIXES),
             fix_kind=FixKind.CHECK,
-            evidence=evidence(run, parting),
-            at=min((m.rank.wall(m.call.began) for m in parting.made.values() if m.call),
-                   default=run.started),
-        )  # fmt: skip
+            evidence=evidence(run, told),
+            at=began(parting, run.started),
+        )
 
     def _tell_buffers(self, found: Apart) -> Finding:
         """DDP broadcasts the buffers at the begin of a forward, whatever their shapes."""
@@ -167,6 +165,11 @@ class CollectiveShapeMismatch(Check):
             },
             at=now.at,
         )
+
+
+def _same_call(parting: Parting) -> bool:
+    """Whether it is the same call with other arguments."""
+    return "op" not in parting.differs and not parting.shifted and not parting.elsewhere
 
 
 def _hooked_apart(run: Run) -> tuple[Stand, dict[int, CommHook | None]] | None:

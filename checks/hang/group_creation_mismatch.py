@@ -12,7 +12,7 @@ from ._log import Log, Made, book
 from ._mismatch import Parting
 from ._partings import partings
 from ._scene import scene
-from ._telling import evidence, related
+from ._telling import began, evidence, related
 from ._waiting import awaited
 
 CONSEQUENCES = (
@@ -85,10 +85,9 @@ class GroupCreationMismatch(Check):
             "calls pair by their order",
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,
-            evidence=evidence(run, parting),
-            at=min((m.rank.wall(m.call.began) for m in parting.made.values() if m.call),
-                   default=run.started),
-        )  # fmt: skip
+            evidence=evidence(run, (parting, ())),
+            at=began(parting, run.started),
+        )
 
     def _absent(self, run: Run) -> Iterator[Finding]:
         """Some ranks made more groups than others, which do something else or are gone."""

@@ -8,7 +8,7 @@ import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
 from recordings import site
-from tapes import START, Tape, run_of
+from tapes import START, Tape, run_of, tapes
 
 from ddpdoctor.events import (
     CommHook,
@@ -47,6 +47,33 @@ def test_one_rank_passes_something_else(
     assert finding.ranks == (2,)
     assert word in finding.summary
     assert finding.evidence["differs"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("groups", "line", "faults"),
+    [
+        (((0, 1), (2, 3)), 9, 1),
+        (((0, 1), (2, 3)), 10, 2),
+        (((0, 1), (1, 2, 3)), 9, 2),
+    ],
+)
+def test_the_same_fault_in_each_of_two_sub_groups(
+    tmp_path: Path, groups: tuple[tuple[int, ...], ...], line: int, faults: int
+) -> None:
+    made = tapes(4)
+    for number, ranks in enumerate(groups, 1):
+        for rank in ranks:
+            made[rank].group(number, str(number), ranks)
+            odd = {"numel": 3} if rank == ranks[-1] else {}
+            at = 9 if number == 1 else line
+            made[rank].call(line=at, group=number).call(line=at, group=number, **odd)  # type: ignore[arg-type]
+    told = found(run_of(tmp_path, made))
+    assert len(told) == faults
+    if faults == 1:
+        assert told[0].ranks == (1, 3)
+        assert told[0].summary.endswith("; the same in group 2 [2, 3]")
+        same = [{"group": "group 2 [2, 3]", "call_number": 1, "ranks": "3"}]
+        assert told[0].evidence["same_in"] == same
 
 
 @pytest.mark.parametrize(("lasts", "other"), [(5.0, True), (0.01, False)])
