@@ -317,8 +317,7 @@ class Run:
         return list({id(p): p for p in (*every, *self.others)}.values())
 
     def _each(self, kind: type[E]) -> Iterator[E]:
-        for rank in self.ranks.values():
-            yield from rank.of(kind)
+        return (e for rank in self.ranks.values() for e in rank.of(kind))
 
     def any(self, kind: type[Event]) -> bool:
         """Whether any rank recorded such an event."""
