@@ -54,7 +54,8 @@ class IdenticalAugmentation(Check):
     `random`; or give the loader `generator=torch.Generator().manual_seed(seed + rank)`.
 
     ## When it stays quiet
-    Nothing random happens while data is loaded; the ranks' generators differ, or their workers'.
+    Nothing random happens while data is loaded; a stream is shuffled as it begins, alike on all
+    ranks, which then share it out; the ranks' generators differ, or their workers'.
     """
 
     code = "DDP510"

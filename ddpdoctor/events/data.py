@@ -161,7 +161,8 @@ class WorkerRandom(Part, frozen=True):
 
     Attributes:
         states: digests, as `EpochBegan.random`.
-        drawn: the generators that loading its first few batches advanced.
+        drawn: the generators that loading its first few batches advanced; of a stream, batches
+            after the first.
     """
 
     worker: int

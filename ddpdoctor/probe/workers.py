@@ -71,10 +71,12 @@ def share(workers: int) -> Notes:
 
 def _watch(fetcher: Any, notes: Notes) -> None:
     """In a worker: look at its first batches, then get out of the way."""
-    from torch.utils.data import get_worker_info
+    from torch.utils.data import IterableDataset, get_worker_info
 
     info: Any = get_worker_info()
     fetch = fetcher.fetch
+    # A stream is often shuffled alike by all, and then shared out: as it begins.
+    first = 1 if isinstance(info.dataset, IterableDataset) else 0
     before = randomness.positions()
     states, drawn, batches = (0, 0, 0), 0, 0
 
@@ -87,10 +89,11 @@ def _watch(fetcher: Any, notes: Notes) -> None:
             raise
         try:
             after = randomness.positions()
+            if batches >= first:
+                for bit, (old, new) in enumerate(zip(before, after, strict=True)):
+                    drawn |= (old != new) << bit
             batches += 1
             states = states if batches > 1 else randomness.digests(after)
-            for bit, (old, new) in enumerate(zip(before, after, strict=True)):
-                drawn |= (old != new) << bit
             before = after
             _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, batches)
         except Exception:

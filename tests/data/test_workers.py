@@ -74,3 +74,21 @@ def test_a_loader_without_workers_is_let_alone() -> None:
     loader = torch.utils.data.DataLoader(range(4))
     iterator = iter(loader)
     assert "fetch" not in vars(iterator._dataset_fetcher)
+
+
+@pytest.mark.parametrize("throughout", [True, False])
+def test_a_stream_is_shuffled_as_it_begins(throughout: bool) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Iterator[int]:
+            random.seed(3)
+            order = list(range(12))
+            random.shuffle(order)
+            for number in order:
+                yield number + (int(random.random()) if throughout else 0)
+
+    notes = workers.share(2)
+    loader = torch.utils.data.DataLoader(
+        Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
+    assert sum(len(batch) for batch in loader) == 24
+    assert all(w.drawn == (("random",) if throughout else ()) for w in notes.read())
