@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ddpdoctor.events import Ownership
+from ddpdoctor.events import OptimizerSeen, Ownership
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -23,15 +23,16 @@ class OptimizerParameterMismatch(Check):
     Parameters of a wrapped model, or of one that `fully_shard` was applied to, that get gradients,
     that are in no optimizer and that nothing changes; and beside them parameters in an optimizer
     that are not trained. The usual ways: the optimizer was built before the model was copied or
-    sharded or a layer re-created, or the parameter groups forgot a part. (Of a sharded model it is
-    told only where the optimizer holds parameters that are in no module any more.)
+    sharded or a layer re-created, it was kept from an earlier model of the run (another fold of a
+    cross-validation), or the parameter groups forgot a part. (Of a sharded model it is told only
+    where the optimizer holds parameters that are in no module any more.)
 
     ## How it knows
-    Before steps 0, 1, 2, 4, 8 and so on of an optimizer, and after the first one, the parameters of
-    the model that have gradients are compared with those that all optimizers hold. Of those in none
-    a digest and torch's count of writes are taken; they are told where both are still what they
-    were at the look before and after the first backward, and forgiven where an optimizer holds them
-    in the end. The finding is proven for the steps that were looked at.
+    Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, and after the run's first
+    one, the parameters of the model that have gradients are compared with those that all optimizers
+    hold. Of those in none a digest and torch's count of writes are taken; they are told where both
+    are still what they were at the look before and after the first backward, and forgiven where an
+    optimizer holds them in the end. The finding is proven for the steps that were looked at.
 
     ## Why it hurts
     The layer stays as it was initialised, or the optimizer polishes a layer that is not used. The
@@ -71,21 +72,25 @@ class OptimizerParameterMismatch(Check):
         wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
         whole = wrapped is not None and len(event.missing) == event.trained
+        earlier = _earlier(rank, event)
+        begin = event.since if earlier else 0
         last = max(models.steps_of(r, model) for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
             severity=Severity.ERROR if event.stale or few or whole else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
-            steps=Steps(0, last, last + 1) if last >= 0 else None,
+            steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
             location=spot or rank.location(event.made) or rank.location(wrap_site),
             label=_label(event),
             related=models.related(
                 rank, (("made here", event.made), (wrapped.here if wrapped else "", wrap_site))
             ),
-            summary=f"{_summary(event)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(event, kind),
-            fix="build the optimizer last, from `model.parameters()`"
+            summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
+            cause=_cause(event, kind, earlier),
+            fix="make the optimizer anew for every model, from its `model.parameters()`"
+            if earlier
+            else "build the optimizer last, from `model.parameters()`"
             + ("" if wrapped else ", after `fully_shard`")
             if event.stale
             else "give the optimizer the rest of the parameters; what is to stay as it is: "
@@ -113,6 +118,21 @@ def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
     return msgspec.structs.replace(told[-1], missing=missing) if missing else None
 
 
+def _earlier(rank: Rank, event: Ownership) -> bool:
+    """Whether the optimizer had stepped before, for one that the same line wrapped then."""
+    if event.since <= 0:
+        return False
+    mine = models.wrap_of(rank, event.model)
+    made = [o for o in rank.of(OptimizerSeen) if o.site == event.site >= 0]
+    return mine is not None and any(
+        before is not None and before.site == mine.site and number < event.model
+        for optimizer in made
+        if event.model not in optimizer.models
+        for number in optimizer.models
+        if (before := models.wrap_of(rank, number))
+    )
+
+
 def _label(event: Ownership) -> str:
     if event.stale:
         count = len(event.stale)
@@ -124,13 +144,18 @@ def _are(count: int) -> str:
     return "are" if count > 1 else "is"
 
 
-def _summary(event: Ownership) -> str:
-    names = models.some(event.missing)
+def _summary(event: Ownership, kind: str) -> str:
+    names = f"{models.some(event.missing)} of {kind}"
     text = f"{names} got gradients in every step looked at and never changed: no optimizer holds"
     return f"{text} {'them' if len(event.missing) > 1 else 'it'},"
 
 
-def _cause(event: Ownership, kind: str) -> str:
+def _cause(event: Ownership, kind: str, earlier: bool) -> str:
+    if earlier:
+        return (
+            f"{event.kind} was made for an earlier {kind}, whose parameters it still holds; this "
+            "one was made later, and no optimizer with it"
+        )
     if event.stale and event.model < 0:
         return (
             f"{event.kind} was built before `fully_shard`, which put sharded parameters into "

@@ -67,7 +67,9 @@ class Ownership(Event, frozen=True, tag="ownership"):
             `made` is the line that made the first of them. Empty: all is well again.
         trained: parameters of the model with gradients.
         stale: shapes of parameters that the optimizer holds and that never got a gradient: of no
-            module any more, or all of another one.
+            module any more, or all of another one; or of all that it holds, where they got some
+            and are of no module any more.
+        since: steps of the optimizer before the model's first backward, -1 where unknown.
     """
 
     model: int
@@ -80,6 +82,7 @@ class Ownership(Event, frozen=True, tag="ownership"):
     stale: tuple[str, ...] = ()
     site: int = -1
     made: int = -1
+    since: int = -1
 
     def describe(self) -> str:
         if not self.missing and not self.stale:

@@ -23,21 +23,38 @@ class Watch:
 
     Attributes:
         number: of the model; below 0 where it has no wrapper.
+        began, due: optimizer steps before its first backward, and before the next look at it.
+        since: steps of the optimizer that steps, before the first look.
         missing: parameters with gradients that no optimizer holds: name to what they were;
             `first` what those were after the first backward that no optimizer held then.
         told: what was recorded last.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, began: int = 0) -> None:
         self.number = number
+        self.began = self.due = began
+        self.since = -1
         self.missing: dict[str, tuple[int, int]] = {}
         self.first: dict[str, tuple[int, int]] = {}
         self.told: tuple[object, ...] = ((), 0)
-        self.step = -1
+
+    @property
+    def new(self) -> bool:
+        """It was not yet looked at twice."""
+        return self.due < self.began + 2
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is to be looked at after so many steps, and if so, when next."""
+        if step < self.due:
+            return False
+        self.due = self.began + max(1, 2 * (step - self.began))
+        return True
 
 
 _watches: dict[Model, Watch] = {}
 _sharded: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+_first_steps = moments.Subscriptions()
+"""Of a new model. Many steps of an optimizer from before it may pass until one is due."""
 
 
 def install() -> None:
@@ -45,6 +62,9 @@ def install() -> None:
     _sharded.clear()
     moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
     moments.step_due.subscribe(_step_due, lost=LOST)
+    _first_steps[:] = (
+        moments.step_begins.subscribe(_new_models, routine=False, lost=LOST, awake=False),
+    )
     moments.pulse.subscribe(_pulse, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
@@ -59,24 +79,33 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         inner = model.inner() if model not in _watches else None
         if inner is not None:
             held = optimizers.held()
-            watch = _watches[model] = Watch(model.number)
+            watch = _watches[model] = Watch(model.number, active.step)
+            _first_steps.wake()
             loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
             watch.first = {n: _state(p) for n, p in loose.items()}
 
 
 def _step_due(active: Recorder, step: Step) -> None:
     """Before the step: the gradients are there."""
-    if not _due(step.number):
-        return
-    held = optimizers.held()
+    _look(active, step)
+    for module in _sharded_roots() if _due(step.number) else ():
+        watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
+        _compare(active, module, watch, optimizers.held(), step)
+
+
+def _new_models(active: Recorder, step: Step) -> None:
+    _look(active, step)
+    if not any(watch.new for model, watch in _watches.items() if model.ddp() is not None):
+        _first_steps.rest()
+
+
+def _look(active: Recorder, step: Step) -> None:
     for model in models.live():
         # Gradients may be left from training that is over.
         if model.backward_step == active.step:
-            watch = _watches.setdefault(model, Watch(model.number))
-            _compare(active, model.inner(), watch, held, step)
-    for module in _sharded_roots():
-        watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
-        _compare(active, module, watch, held, step)
+            watch = _watches.setdefault(model, Watch(model.number, active.step))
+            if watch.is_due(active.step):
+                _compare(active, model.inner(), watch, optimizers.held(), step)
 
 
 def _sharded_roots() -> list[Any]:
@@ -101,6 +130,8 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     trained = _trained(inner)
     if not trained:
         return
+    if watch.since < 0:
+        watch.since = step.number
     loose = {n: p for n, p in trained.items() if id(p) not in held}
     state = {n: _state(p) for n, p in loose.items()}
     unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
@@ -114,8 +145,8 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
         unchanged = unchanged if stale else []
     told = (tuple(unchanged), len(stale))
     if told != watch.told:
-        watch.told, watch.step = told, active.step
-        _tell(active, watch.number, inner, unchanged, len(trained), holder, stale)
+        watch.told = told
+        _tell(active, watch, inner, unchanged, len(trained), holder, stale)
 
 
 def _trained(inner: Any) -> dict[str, Any]:
@@ -147,21 +178,21 @@ def _holder(stepping: Any, mine: set[int]) -> Any:
 
 def _stale(optimizer: Any, mine: set[int]) -> list[Any]:
     """Parameters that it holds and that never got a gradient: of no module any more, or all of
-    them of other modules than the one that is trained."""
-    idle = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and p.grad is None and id(p) not in mine and p not in optimizer.state
-    ]
-    if len(idle) == sum(len(group["params"]) for group in optimizer.param_groups):
+    them of other modules than the one that is trained. Where all are of no module any more, they
+    may have been trained before."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    idle = [p for p in held if p.requires_grad and p.grad is None and id(p) not in mine]
+    fresh = [p for p in idle if p not in optimizer.state]
+    if len(fresh) == len(held):
+        return fresh
+    if len(idle) == len(held) and not any(map(in_some_module, idle)):
         return idle
-    return [p for p in idle if not in_some_module(p)]
+    return [p for p in fresh if not in_some_module(p)]
 
 
 def _tell(
     active: Recorder,
-    number: int,
+    watch: Watch,
     inner: Any,
     missing: list[str],
     trained: int,
@@ -179,7 +210,7 @@ def _tell(
     active.emit(
         Ownership(
             at=time.monotonic(),
-            model=number,
+            model=watch.number,
             kind=type(optimizer).__name__,
             module=type(inner).__name__.removeprefix("FSDP"),
             step=active.step,
@@ -189,6 +220,7 @@ def _tell(
             stale=tuple("x".join(map(str, p.shape)) for p in stale),
             site=optimizers.made_at(optimizer),
             made=site,
+            since=watch.since,
         ),
         vital=True,
     )

@@ -6,9 +6,9 @@ import pytest
 import torch
 from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParameterMismatch
 from recordings import make_run, site, steps
-from wraps import LAYERS, codes, rank
+from wraps import LAYERS, codes, rank, wrap
 
-from ddpdoctor.events import Ownership, Replica
+from ddpdoctor.events import OptimizerSeen, Ownership, Replica
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity, Steps
@@ -76,6 +76,46 @@ def test_several_optimizers_that_hold_all():
     assert codes(both(), CHECK) == []
 
 
+def kept(since, line=60):
+    """The optimizer of line 6 was made for the first of two models that one line wraps."""
+    made = OptimizerSeen(at=0, optimizer=0, kind="Adam", site=60, models=(0,), parameters=6)
+    names = [f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")]
+    gone = owned(names, model=1, trained=6, site=line, since=since)
+    return both(made, wrap(model=1), gone)
+
+
+def test_an_optimizer_that_is_kept_for_the_model_of_the_next_fold():
+    (found,) = CHECK.examine(kept(since=2))
+    assert (found.severity, found.steps) == (Severity.ERROR, Steps(2, 3, 2))
+    assert found.location.line == 6
+    assert "for an earlier Net" in found.cause and found.fix.startswith("make the optimizer anew")
+
+
+@pytest.mark.parametrize("run", [kept(since=0), kept(since=2, line=61)])
+def test_an_optimizer_of_a_model_that_was_wrapped_beside_it(run):
+    (found,) = CHECK.examine(run)
+    assert "earlier" not in found.cause
+
+
+def test_a_model_is_looked_at_in_its_own_first_steps():
+    watch = ownership.Watch(0, began=45)
+    assert [step for step in range(45, 80) if watch.is_due(step)] == [45, 46, 47, 49, 53, 61, 77]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_optimizer_whose_trained_model_is_gone(monkeypatch, gone):
+    monkeypatch.setattr(ownership, "in_some_module", lambda parameter: not gone)
+    old, new = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    held, mine = list(old.parameters()), {id(p) for p in new.parameters()}
+    optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    old(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert ownership._stale(optimizer, mine) == (held if gone else [])
+    optimizer.add_param_group({"params": list(new.parameters())})
+    assert ownership._stale(optimizer, mine) == []
+
+
 def test_idle_parameters_alone_are_no_fault():
     assert codes(both(owned([], stale=("4x4",))), CHECK) == []
 
@@ -91,7 +131,7 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     model = Model(0, module, list(module.parameters()), [0])
-    step = SimpleNamespace(optimizer=lambda: torch.optim.SGD([other], lr=0.1))
+    step = SimpleNamespace(number=0, optimizer=lambda: torch.optim.SGD([other], lr=0.1))
     module(torch.ones(1, 2)).sum().backward()
     ownership._backward_ends(active, SimpleNamespace(models=[model]))
     if by_hand:
