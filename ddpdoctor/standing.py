@@ -112,6 +112,11 @@ class Standing:
         self._next_look = 0.0
         self._stood_once: set[int] = set()
 
+    def news(self) -> list[str]:
+        """The notices, to be printed now."""
+        told, self.notices = self.notices, []
+        return told
+
     def look(self, run: Run, pids: set[int]) -> str | None:
         """Why the run must be stopped, or None."""
         if self._ending:

@@ -107,7 +107,10 @@ class Watcher:
         signal.signal(signal.SIGTERM, self._terminated)
         while not self._over():
             reason = self.monitor.tick()
+            for line in self.monitor.standing.news():
+                ending.say(line)
             if reason and not self.stopped_by:
+                ending.say(f"stopping the run: {reason}")
                 self._stop("doctor", reason)
             if self.stopped_by == "terminate":
                 break

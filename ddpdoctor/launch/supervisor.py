@@ -132,9 +132,8 @@ class Supervisor:
 
     def _look(self) -> None:
         reason = self._monitor.tick()
-        for line in self._monitor.standing.notices:
+        for line in self._monitor.standing.news():
             self._say(line)
-        self._monitor.standing.notices.clear()
         if reason and not self.stopped_by:
             say(f"stopping the run: {reason}")
             self._stop("doctor", reason, signal.SIGTERM)
