@@ -88,8 +88,8 @@ def _indexed(
     if all(r.seen.distributed for r in readers):
         if not sampler_fits(run, ranks, readers):
             alone = all(r.seen.replicas == 1 for r in readers)
-            if alone and not loader.trains:
-                return None  # every rank evaluates everything, on purpose
+            if alone and (not loader.trains or _apart(readers)):
+                return None  # every rank evaluates everything, or reads all of its own part
             return Fault("sampler-rank-mismatch", loader, everyone, readers, made[0])
         if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
             return Fault("sampler-seed-skew", loader, everyone, readers, skewed)
@@ -227,7 +227,12 @@ def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> 
 def own_data(readers: list[Reader]) -> bool:
     """Whether each rank is known to read a data set of its own, without a sampler that divides one:
     the same index then stands for other samples."""
-    if len(readers) < 2 or any(r.seen.distributed for r in readers):
+    return not any(r.seen.distributed for r in readers) and _apart(readers)
+
+
+def _apart(readers: list[Reader]) -> bool:
+    """Whether the same index is known to stand for other samples on each rank."""
+    if len(readers) < 2:
         return False
     differing = _differing(readers)
     if differing and all(m.content and m.content == t.content for m, t in differing):
@@ -296,7 +301,7 @@ def _mismatch(
 def _deliberate(mine: Payload, theirs: Payload) -> bool:
     """The difference is one of selection or order, not just of random numbers made per rank."""
     reordered = bool(mine.content) and mine.content == theirs.content
-    return mine.kind in ("indices", "text") or reordered or mine.length != theirs.length
+    return mine.kind in ("indices", "choice", "text") or reordered or mine.length != theirs.length
 
 
 def _digest_of(reader: Reader, name: str) -> str:

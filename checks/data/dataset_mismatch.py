@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
+from ddpdoctor.events import OptimizerSeen
+from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, Steps
 from ddpdoctor.run import Run
 
 from ._verdict import Fault, of_check
@@ -16,16 +17,17 @@ class DatasetMismatch(Check):
 
     ## What it finds
     Ranks that share a data set by index, but whose indices stand for different samples: a
-    `random_split` without a common generator, a listing of files in another order, data sets of
-    different length.
+    `random_split` or another random choice without a common generator, a listing of files in
+    another order, data sets of different length.
 
     ## How it knows
     When a loader is first iterated (the first eight that a line makes, then ever fewer), each rank
-    digests what its data set selects samples by: `Subset.indices`, lists of paths, tensors; of
-    lists longer than 8192 entries half as many or more, spread evenly. The digests are compared
+    digests what its data set selects samples by: `Subset.indices`, lists of ids or paths, tensors;
+    of lists longer than 8192 entries half as many or more, spread evenly. The digests are compared
     between ranks whose sampler divides the data, or whose indices are seen to. The finding is
-    proven where indices, texts, lengths or the order of equal entries differ, and suspected where
-    each rank holds tensors of its own.
+    proven where indices, ids (whole numbers, none twice, closer together than by chance), texts,
+    lengths or the order of equal entries differ, and suspected where each rank holds tensors of its
+    own.
 
     ## Why it hurts
     The shares do not add up to the data set: some samples are trained twice, others never, and with
@@ -65,7 +67,7 @@ class DatasetMismatch(Check):
         assert audit is not None
         names = list(fault.evidence["differs"])  # type: ignore[call-overload]
         reordered = bool(fault.evidence["same entries in another order"])
-        indices = fault.evidence["kind"] == "indices"
+        kind = str(fault.evidence["kind"])
         lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
         alone = len(fault.ranks) < len(audit.epochs)
         sets = [reader, *(f.readers[0] for f in alike)]
@@ -75,6 +77,7 @@ class DatasetMismatch(Check):
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
+            steps=_steps(fault),
             subjects=(*dict.fromkeys(r.seen.dataset for r in sets), *names),
             location=_spot(fault),
             label="makes another choice on each rank"
@@ -90,21 +93,45 @@ class DatasetMismatch(Check):
             + f": `{names[0]}` of {some(map(dataset, sets))} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            **_why(indices, lengths),
+            **_why(kind, lengths, reordered=reordered),
             evidence={**fault.evidence, "lengths": lengths, **figures(audit)},
             at=reader.rank.wall(audit.at),
         )
 
 
-def _why(indices: bool, lengths: dict[int, int]) -> dict[str, str]:
-    if indices and len(set(lengths.values())) > 1:  # a random split is equally long everywhere
+def _steps(fault: Fault) -> Steps | None:
+    """Those since the loader was first iterated, where one optimizer trains on what it gives."""
+    reader = fault.readers[0]
+    first, end = reader.epochs[0].began.step, reader.rank.steps
+    if not fault.loader.trains or first >= end or len(reader.rank.of(OptimizerSeen)) > 1:
+        return None
+    return Steps(first, end - 1, end - first)
+
+
+def _why(kind: str, lengths: dict[int, int], *, reordered: bool) -> dict[str, str]:
+    chosen = kind in ("indices", "choice")
+    if chosen and len(set(lengths.values())) > 1:  # a random split is equally long everywhere
         told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
         return {
             "cause": f"each rank chose for itself which samples it keeps: {told}",
             "fix": "choose them by what is the same on all ranks, or on one rank and send the "
             "indices to the others (`dist.broadcast_object_list`)",
         }
-    if indices:
+    if kind == "choice" and reordered:
+        return {
+            "cause": "each rank has shuffled the list for itself",
+            "fix": "shuffle it with a generator of one seed on all ranks "
+            "(`random.Random(0).shuffle(ids)`), or leave that to the sampler",
+        }
+    if kind == "choice":
+        return {
+            "cause": "each rank chose for itself which samples it keeps, and the sampler then "
+            "gives it a share of these only",
+            "fix": "choose them with a generator of one seed on all ranks (`random.Random(0)`, "
+            "`torch.Generator().manual_seed(0)`); where each rank is to read a part of its own, "
+            "leave the `DistributedSampler` out",
+        }
+    if kind == "indices":
         return {
             "cause": "`random_split` (or another random choice) was made by each rank for itself",
             "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",

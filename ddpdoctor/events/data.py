@@ -10,7 +10,8 @@ class Payload(Part, frozen=True):
 
     Attributes:
         name: the attribute, with its path (`dataset.samples`).
-        kind: `indices` (of a `Subset`), `text`, `tensor` or `other`.
+        kind: `indices` (of a `Subset`), `choice` (whole numbers that select samples), `text`,
+            `tensor` or `other`.
         length: how many entries.
         order: digest of entries at the same positions on every rank; equal where the entries are.
         content: digest that does not depend on the order; 0 where it was too long to look at all.

@@ -21,6 +21,9 @@ WHOLE = 8192
 
 DEEPEST = 4
 
+UNLIKELY = 5
+"""Equal pairs to be expected among random numbers, where the lack of any is no chance."""
+
 SELECTED = 4096
 """Entries up to which it is recorded what a `Subset` selects."""
 
@@ -144,7 +147,9 @@ def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
         digests = array("Q", [_entry(values[r]) for r in rows])
     if not any(digests) and kind != "indices":
         return
-    kind = kind if kind == "indices" else "tensor" if tensor else _kind(values[0])
+    if kind != "indices":
+        kind = "tensor" if tensor else _kind(values[0])
+        kind = "choice" if kind != "text" and _chosen(values, stride) else kind
     yield Payload(
         name=name,
         kind=kind,
@@ -154,6 +159,25 @@ def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
         content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
         ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
     )
+
+
+def _chosen(values: Any, stride: int) -> bool:
+    """Whether these are whole numbers, none of them twice, and closer together than chance would
+    have it: they say which samples to take. What lies on a device is not looked at."""
+    if hasattr(values, "dtype"):
+        device = getattr(values, "device", "cpu")
+        if len(values.shape) != 1 or str(device) != "cpu" or "int" not in str(values.dtype):
+            return False
+        numbers = values[::stride].tolist()
+    else:
+        numbers = values[::stride]
+        if not all(isinstance(v, int) or type(v).__module__ == "numpy" for v in numbers):
+            return False
+    distinct = set(numbers)
+    if len(distinct) < len(numbers) or not all(hasattr(v, "__index__") for v in numbers):
+        return False
+    span = int(max(distinct)) - int(min(distinct)) + 1
+    return len(distinct) ** 2 > 2 * UNLIKELY * span
 
 
 def _mixed(head: int, body: int) -> int:

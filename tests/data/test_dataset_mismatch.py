@@ -8,7 +8,7 @@ from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 
 from ddpdoctor.events import Event, Layer, Payload
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.findings import Confidence, Finding, Severity, Steps
 
 EVERYTHING = list(range(100))
 
@@ -93,6 +93,23 @@ def test_a_listing_in_another_order() -> None:
     (finding,) = examine(part(0, payload("text", 1, 5)), part(1, payload("text", 2, 5)))
     assert finding.severity is Severity.ERROR
     assert "same entries in another order" in finding.summary
+
+
+def test_a_list_of_ids_chosen_by_each_rank() -> None:
+    (finding,) = examine(part(0, payload("choice", 1, 5)), part(1, payload("choice", 2, 6)))
+    assert finding.severity is Severity.ERROR
+    assert finding.confidence is Confidence.PROVEN
+    assert "chose for itself" in finding.cause and "random_split" not in finding.fix
+    assert finding.steps == Steps(0, 1, 2)
+    (finding,) = examine(part(0, payload("choice", 1, 5)), part(1, payload("choice", 2, 5)))
+    assert finding.cause == "each rank has shuffled the list for itself"
+
+
+def test_ids_of_each_rank_s_part_read_whole() -> None:
+    first, second = (
+        part(r, payload("choice", r + 1), distributed=False, whole=True) for r in range(2)
+    )  # fmt: skip
+    assert not examine(first, second)
 
 
 def test_tensors_permuted_by_each_rank() -> None:

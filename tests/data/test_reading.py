@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,6 +227,36 @@ def test_what_a_data_set_indexes() -> None:
     assert (files.name, files.kind) == ("paths", "text")
     assert len(payloads(data.ConcatDataset([base, split]))) == 5
     assert payloads([])[0].length == 0 and payloads(None) == ()
+
+
+def kind_of(values: Any) -> str:
+    (found,) = payloads(values) if isinstance(values, list) else payloads(_Column(values))
+    return found.kind
+
+
+def test_whole_numbers_that_select_samples() -> None:
+    drawn = random.Random(0)
+    ids = drawn.sample(range(400), 64)
+    assert {kind_of(ids), kind_of(torch.tensor(ids)), kind_of([*torch.tensor(ids).numpy()])} == {
+        "choice"
+    }
+
+
+def test_numbers_that_do_not() -> None:
+    drawn = random.Random(0)
+    assert kind_of([drawn.randrange(10) for _ in range(64)]) == "other", "labels"
+    assert kind_of(drawn.sample(range(10**6), 64)) == "other", "no two alike by chance"
+    assert kind_of([drawn.random() for _ in range(64)]) == "other"
+    assert kind_of(torch.randn(64)) == "tensor"
+    assert kind_of(torch.arange(64.0)) == "tensor"
+
+
+class _Column(torch.utils.data.Dataset):  # type: ignore[misc]
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 class _Files(torch.utils.data.Dataset):  # type: ignore[misc]

@@ -9,7 +9,14 @@ from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import SITES, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ExceptionRaised, GroupReady, SamplerRefused, ShardedOver
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    GroupReady,
+    Payload,
+    SamplerRefused,
+    ShardedOver,
+)
 from ddpdoctor.findings import Finding, Severity
 
 EVERYTHING = list(range(100))
@@ -55,6 +62,15 @@ def test_a_world_of_one() -> None:
     assert "100 samples read by several ranks" in finding.summary
     assert "num_replicas=2" in finding.cause
     assert "num_replicas=dist.get_world_size(), rank=dist.get_rank()" in finding.fix
+
+
+def test_a_world_of_one_over_parts_made_by_hand() -> None:
+    def shard(rank: int, content: int) -> list[Event]:
+        ids = Payload(name="ids", kind="choice", length=100, order=rank + 1, content=content)
+        return sampled(1, 0, payloads=(ids,))
+
+    assert not examine(shard(0, 5), shard(1, 6))
+    assert examine(shard(0, 5), shard(1, 5)), "the same entries in another order"
 
 
 def test_ranks_that_share_one_model_share_its_data() -> None:
