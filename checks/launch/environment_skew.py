@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
-from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.findings import Check, Finding, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 _MATTERS = re.compile(
@@ -19,7 +19,11 @@ _MAY_DIFFER = re.compile(
 )
 """Places and identities, which differ by nature, and what only changes what is printed."""
 
+Row = Mapping[str, object]
+"""What differs (`what`), and its values by the ranks that have them."""
+
 _MUST_AGREE = ("TORCH_DISTRIBUTED_DEBUG",)
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _TOOLS = ("ddpdoctor", "msgspec")
 
 
@@ -37,7 +41,8 @@ class EnvironmentSkew(Check):
     its first optimizer step, of all that is loaded, the versions of packages and digests of the
     program's own files. They are compared between all ranks; a variable that only some of them have
     is a difference too. The finding is proven: it is about what was really loaded, not about what
-    is installed.
+    is installed. Where the program sets a variable itself, which its text shows, its line is named;
+    a number of threads that it sets when torch is imported already changes nothing.
 
     ## Why it hurts
     Ranks that run different code fall out of step: hangs in collectives, models that drift apart,
@@ -64,32 +69,81 @@ class EnvironmentSkew(Check):
         ranks = [p for p in run.ranks.values() if p.started]
         if len(ranks) < 2:
             return
-        rows = [
+        rows: list[Row] = [
             {"what": what, **_fold(values)}
             for what, values in sorted(_facts(ranks).items())
             if len(values) > 1 and len(set(values.values())) > 1
         ]
-        if not rows:
-            return
+        names = [str(row["what"]) for row in rows]
+        own = {name: spot for name in names if (spot := _set_by_program(ranks, name))}
+        if launched := [row for row in rows if row["what"] not in own]:
+            yield self._tell(ranks, launched)
+        if told := [row for row in rows if row["what"] in own and _in_time(ranks, row)]:
+            yield self._tell_own(ranks, told, own)
+
+    def _tell(self, ranks: list[Rank], rows: list[Row]) -> Finding:
         minority = _minority(ranks, [str(r["what"]) for r in rows])
         odd = next((r for r in ranks if r.rank in minority), ranks[-1])
         entered = odd.first(InitEntered)
         names = [str(row["what"]) for row in rows]
-        yield self.finding(
+        return self.finding(
             ranks=minority,
             subjects=tuple(names),
             location=odd.location(entered.site) if entered else None,
             label="these ranks join one group",
-            summary=(
-                f"{ranks_do(minority, 'run')} with other {_kinds(names)} than the rest: "
-                + "; ".join(_short(row) for row in rows[:3])
-                + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
-            ),
+            summary=f"{ranks_do(minority, 'run')} with other {_kinds(names)} than the rest: "
+            + _several(rows),
             cause="nodes or launch commands that were not set up alike",
             fix="start every rank from the same image, script and environment",
             evidence={"differences": rows},
             at=odd.wall(odd.started.at) if odd.started else 0.0,
         )
+
+    def _tell_own(self, ranks: list[Rank], rows: list[Row], own: Mapping[str, Location]) -> Finding:
+        """Settings that the program makes differ."""
+        names = [str(row["what"]) for row in rows]
+        odd = {
+            r.rank
+            for r in ranks
+            for name in names
+            if (e := r.latest(InitEntered)) and name in e.changed
+        }
+        rest = [r.rank for r in ranks if r.rank not in odd]
+        return self.finding(
+            ranks=tuple(sorted(odd if odd and rest else {r.rank for r in ranks})),
+            subjects=tuple(names),
+            location=own[names[0]],
+            label=f"sets {names[0]}",
+            related=tuple(Related(f"sets {name}", own[name]) for name in names[1:4]),
+            summary=f"the program sets {' and '.join(names[:3])}, not alike on all ranks: "
+            + _several(rows),
+            cause="the value is not the same on all ranks, or only some of them come to this line",
+            fix="set it alike on every rank, or once for all where the run is launched",
+            evidence={"differences": rows},
+            at=min((r.wall(e.at) for r in ranks if (e := r.latest(InitEntered))), default=0.0),
+        )
+
+
+def _set_by_program(ranks: list[Rank], name: str) -> Location | None:
+    """The line of the program that sets a variable in which ranks differ, which as they were
+    started did not, or were of one process."""
+    spots = [
+        (r, e.set_at[name]) for r in ranks if (e := r.latest(InitEntered)) and name in e.set_at
+    ]
+    told = [r.started for r in ranks if r.started]
+    alike = len({s.environment.get(name) for s in told}) == 1
+    if not spots or not (alike or all(s.spawned for s in told)):
+        return None
+    rank, site = spots[0]
+    return rank.location(site)
+
+
+def _in_time(ranks: list[Rank], row: Row) -> bool:
+    """Whether a variable that the program sets can have an effect: torch has taken the number of
+    its threads by the time it is imported."""
+    if row["what"] in _THREADS:
+        return len({e.threads for r in ranks if (e := r.first(TorchLoaded))}) > 1
+    return row["what"] != "PYTHONHASHSEED"
 
 
 def _facts(ranks: list[Rank]) -> dict[str, dict[int, str]]:
@@ -173,6 +227,11 @@ def _kinds(names: list[str]) -> str:
     return " and ".join(kind for kind, there in kinds.items() if there) or "software"
 
 
-def _short(row: Mapping[str, object]) -> str:
+def _several(rows: list[Row]) -> str:
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return "; ".join(_short(row) for row in rows[:3]) + more
+
+
+def _short(row: Row) -> str:
     values = ", ".join(f"{value} on {key}" for key, value in row.items() if key != "what")
     return f"{row['what']} is {values}"

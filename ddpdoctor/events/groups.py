@@ -14,6 +14,7 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
             the script may have changed what the launcher had set (see `RankStarted`).
         rendezvous: where the ranks meet: address and port, a URL, or a store of this process.
         changed: variables that matter and that are not what they were when the process started.
+        set_at: the line of the program that sets such a variable, as its text says.
     """
 
     backend: str
@@ -27,6 +28,7 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
     site: int
     rendezvous: str = ""
     changed: dict[str, str] = {}
+    set_at: dict[str, int] = {}
 
     def describe(self) -> str:
         return f"init_process_group({self.backend or 'default'}) entered"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import multiprocessing
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _PREFIXES = (
     "CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_",
@@ -16,6 +17,11 @@ _PREFIXES = (
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key|private|auth|cookie|session", re.I)
 _KEY_VALUE = re.compile(r"^(--?[\w-]+|\w+)=(.*)$", re.S)
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+
+_SETS = re.compile(
+    r"""environ\s*\[\s*["'](\w+)["']\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\(\s*["'](\w+)["']"""
+)
+"""A line that sets a variable."""
 
 HIDDEN = "<hidden>"
 
@@ -41,6 +47,18 @@ def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environment.items())
         if name.startswith(_PREFIXES)
     }
+
+
+def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Where a program's files set variables that matter: file and line by name."""
+    found: dict[str, tuple[str, int]] = {}
+    for file in files:
+        for number, line in enumerate(linecache.getlines(file), 1):
+            for match in _SETS.finditer(line) if "environ" in line or "putenv" in line else ():
+                name = match[1] or match[2]
+                if name.startswith(_PREFIXES):
+                    found.setdefault(name, (file, number))
+    return found
 
 
 def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:

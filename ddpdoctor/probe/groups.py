@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..events import GroupDestroyed, GroupReady, InitEntered
-from .environment import interesting_environment
+from .environment import interesting_environment, lines_that_set
 from .frames import passed_over, unframe
 from .patching import around, replace
 from .recorder import Recorder, complain
+from .surroundings import own_files
 from .torch_private import group_name, group_ranks, live_groups
 
 LOST = "process groups"
@@ -141,6 +142,10 @@ def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
             site=active.site(),
             rendezvous=_rendezvous(given),
             changed=_changed_environment(),
+            set_at={
+                name: active.sites.place(file, line, "")
+                for name, (file, line) in lines_that_set(own_files()).items()
+            },
         ),
         vital=True,
     )

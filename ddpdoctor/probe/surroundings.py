@@ -51,23 +51,26 @@ def _step_due(active: Recorder, step: Step) -> None:
     if _state.program_told:
         return
     _state.program_told = True
-    active.emit(ProgramSeen(at=time.monotonic(), files=_own_files(), versions=_versions()))
+    active.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
 
-def _own_files() -> dict[str, str]:
-    """Digests of the user's own modules that are loaded."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
-    base = os.path.dirname(os.path.abspath(main))
+def own_files() -> list[str]:
+    """The user's own modules that are loaded."""
     libraries = (sys.base_prefix + os.sep + "lib", sys.prefix + os.sep + "lib")
-    found: dict[str, str] = {}
+    found: list[str] = []
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(libraries):
             continue
-        if len(found) >= MOST_FILES or classify(file) != "user":
-            continue
-        found[os.path.relpath(file, base)] = _digest(file)
+        if len(found) < MOST_FILES and file not in found and classify(file) == "user":
+            found.append(file)
     return found
+
+
+def _digests() -> dict[str, str]:
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+    base = os.path.dirname(os.path.abspath(main))
+    return {os.path.relpath(file, base): _digest(file) for file in own_files()}
 
 
 def _digest(file: str) -> str:
