@@ -10,7 +10,7 @@ from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Steps
 from ddpdoctor.run import ranks_do, ranks_text
 
-from . import _causes
+from . import _edited
 from ._causes import Cause
 from ._replicas import Divergence, Replicas, by_step
 
@@ -119,7 +119,7 @@ def after_the_last_step(group: Replicas) -> Cause | None:
     """The values are not what the last step left."""
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
-        for event in _causes.edits_of(member, "parameters"):
+        for event in _edited.edits_of(member, "parameters"):
             if event.changed and event.step == member.last_step + 1:
                 last[number] = event
     if not last:

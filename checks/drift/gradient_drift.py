@@ -8,7 +8,7 @@ from dataclasses import replace
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_text
 
-from . import _causes, _loads
+from . import _causes, _edited, _loads
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -121,7 +121,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return _lacks(group, found, ranks)
     if ranks := lacking(group, found, ZERO):
         return _zeroes(group, found, ranks)
-    cause = _causes.edited(group, "gradients", found) or _causes.clipped(group)
+    cause = _edited.edited(group, "gradients", found) or _edited.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
         seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
@@ -135,7 +135,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
 
 def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
     """These ranks step without gradients that the others have, equal ones."""
-    spot = _causes.own_line(group, "gradients", found.first, ranks)
+    spot = _edited.own_line(group, "gradients", found.first, ranks)
     verb = "has" if len(ranks) == 1 else "have"
     where = "here, " * (spot is not None)
     return Cause(
@@ -151,7 +151,7 @@ def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
 
 def _zeroes(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
     """These ranks step with zeros where the others have gradients, equal ones."""
-    spot = _causes.own_line(group, "gradients", found.first, ranks)
+    spot = _edited.own_line(group, "gradients", found.first, ranks)
     verb = "has" if len(ranks) == 1 else "have"
     return Cause(
         text=f"{ranks_text(ranks)} {verb} nothing but zeros in them when the optimizer steps, the "

@@ -9,7 +9,7 @@ from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _causes, _joined, _loads
+from . import _causes, _edited, _joined, _loads
 from ._replicas import (
     NO_COPIES,
     Divergence,
@@ -96,7 +96,7 @@ class OptimizerStateDrift(Check):
         if cause is None:
             if _gradients_differ(group, first):
                 return
-            cause = _causes.edited_once(group, first, "state")
+            cause = _edited.edited_once(group, first, "state")
             own = cause is not None or _of_its_own(group, parted)
         if cause is None:
             cause = _causes.unknown(group, first, "gradients agree, no state was loaded")

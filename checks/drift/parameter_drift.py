@@ -10,7 +10,7 @@ from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _loads, _owners, _unshared, _updates, _written
+from . import _beside, _by_hand, _causes, _edited, _loads, _owners, _unshared, _updates, _written
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -203,9 +203,9 @@ def _sends_parameters(group: Replicas) -> bool:
 def _cause(group: Replicas, found: Divergence) -> Cause:
     if (cause := _loads.loaded(group, "weights", found)) is not None:
         return cause
-    if found.point == "step" and (cause := _causes.edited(group, "parameters", found)):
+    if found.point == "step" and (cause := _edited.edited(group, "parameters", found)):
         return cause
-    if found.point == "step" and (cause := _causes.edited_once(group, found)):
+    if found.point == "step" and (cause := _edited.edited_once(group, found)):
         return cause
     if group.any.optimizer == UNHELD:
         return _causes.written(group, found)

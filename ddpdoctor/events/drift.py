@@ -153,11 +153,13 @@ class Edited(Event, frozen=True, tag="edited"):
         ratio: gradients now by gradients before, where that is one number for all that were
             looked at; 0 where it is not.
         site: the user's line that did it, -1 where it was not traced; more: other lines that did.
-        functions: what was called meanwhile (`clip_grad_norm_`).
+        functions: what of torch's wrote to the model's gradients meanwhile (`clip_grad_norm_`).
         beside: something else than these functions changed them, too.
         undone: `changed` False, but they were changed and put back.
         counted: gradients whose values were not looked at were written to, as torch counts writes.
         divisor: the world size as written, where the line divides by it.
+        changers: of the functions, those that changed what was looked at; the sites that called
+            them, -1 where it is not known.
     """
 
     model: int
@@ -173,6 +175,7 @@ class Edited(Event, frozen=True, tag="edited"):
     beside: bool = False
     undone: bool = False
     counted: bool = False
+    changers: dict[str, int] = {}
 
 
 class Rewritten(Event, frozen=True, tag="rewritten"):

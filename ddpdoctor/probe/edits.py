@@ -8,18 +8,19 @@ be blamed on the rank that made it, and on the line.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .digests import ABSENT, digests, some_values
+from .digests import ABSENT, digests
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
+from .taken import Taken, ratio, rewritten
 from .touched import Touched
 from .tracing import Tracer
 from .writes import version
@@ -37,33 +38,6 @@ TOLD_AT_MOST = 300
 TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits; after that
 only where the next edit is due, if they come as regularly as the last two."""
-
-
-class Taken:
-    """Some tensors as they were.
-
-    Attributes:
-        latest: digests after the last of torch's functions that may change them.
-        beside: something else changed them before that.
-        touched: of gradients, those that were written to, whether their values are here or not.
-    """
-
-    def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
-        self.positions = positions
-        self.numbers = self.latest = digests(tensors)
-        self.values = [some_values([t]) for t in tensors] if sampled else []
-        self.versions = [] if sampled else [version(t) for t in tensors]
-        self.beside = False
-        self.touched: Touched | None = None
-
-    def only(self, positions: Set[int]) -> Taken:
-        """The same of those of them that are among these."""
-        kept = [n for n, position in enumerate(self.positions) if position in positions]
-        part = Taken([self.positions[n] for n in kept], [], sampled=True)
-        part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
-        part.values = [self.values[n] for n in kept]
-        part.beside, part.touched = self.beside, self.touched
-        return part
 
 
 class Followed:
@@ -99,7 +73,6 @@ class Followed:
 class _Edits:
     def __init__(self) -> None:
         self.models: dict[Model, Followed] = {}
-        self.functions: dict[str, None] = {}
         self.calls: dict[int, int] = {}
         self.depth = 0
         self.spent_ns = 0
@@ -132,8 +105,8 @@ def install() -> None:
 
 
 def _clipping(name: str) -> Any:
-    def before(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _changing(name)
+    def before(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+        _changing()
         site = active.site()
         call = _edits.calls.get(site, 0)
         _edits.calls[site] = call + 1
@@ -141,37 +114,35 @@ def _clipping(name: str) -> Any:
             active.emit(
                 Clipped(at=time.monotonic(), function=name, step=active.step, call=call, site=site)
             )
+        return name, site
 
     return before
 
 
-def _unscaling(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _changing("unscale_")
+def _unscaling(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+    _changing()
+    return "unscale_", -1
 
 
-def _changing(name: str) -> None:
-    """A function of torch's is about to change gradients: what changed them before was another."""
-    _edits.functions[name] = None
+def _changing() -> None:
+    """A function of torch's is about to change gradients."""
     _edits.depth += 1
     if _edits.depth > 1:
         return
     began = time.perf_counter_ns()
     for model, taken in _taken():
-        taken.beside |= _gradients_now(model, taken) != taken.latest
-        if taken.touched is not None:
-            taken.touched.look()
+        taken.called(_gradients_now(model, taken))
     _edits.spent_ns += time.perf_counter_ns() - began
 
 
 def _changed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _edits.depth = max(0, _edits.depth - 1)
-    if _edits.depth:
+    if _edits.depth or token is None:
         return
+    name, site = token
     began = time.perf_counter_ns()
     for model, taken in _taken():
-        taken.latest = _gradients_now(model, taken)
-        if taken.touched is not None:
-            taken.touched.pass_over()
+        taken.returned(_gradients_now(model, taken), name, site)
         tracer = _followed(model).tracer
         if tracer is not None and tracer.kind == "gradients":
             tracer.pass_over()
@@ -229,7 +200,6 @@ def _affordable(active: Recorder, followed: Followed) -> bool:
 
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
-    _edits.functions.clear()
     _edits.depth = 0
     if backward.error is not None:
         return
@@ -347,10 +317,11 @@ def _tell(
         before.touched.look()
         counted = sorted(before.touched.besides(before.positions, holding.held))
     changed = bool(differing or counted)
-    functions = tuple(_edits.functions) if differing and kind == "gradients" else ()
+    functions = tuple(before.functions) if differing else ()
     beside = bool(functions) and (before.beside or now.numbers != before.latest or bool(counted))
-    undone = [] if changed else _rewritten(before, now)
-    ratio = _ratio(before, now) if differing and kind == "gradients" else 0.0
+    undone = [] if changed else rewritten(before, now)
+    changers = dict(before.changers) if differing else {}
+    share = ratio(before, now) if differing and kind == "gradients" else 0.0
     if followed.tracer is not None and followed.tracer.kind == kind:
         found = followed.tracer.stop()
         followed.tracer = None
@@ -369,8 +340,8 @@ def _tell(
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
     sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
-    state = (changed, ratio, sites, beside, bool(undone), bool(counted))
-    if followed.told.get(key, (False, 0.0, (), False, False, False)) == state:
+    state = (changed, share, sites, beside, bool(undone), bool(counted), functions, changers)
+    if followed.told.get(key, (False, 0.0, (), False, False, False, (), {})) == state:
         return
     if followed.count >= TOLD_AT_MOST:
         return
@@ -384,36 +355,17 @@ def _tell(
             kind=kind,
             step=step,
             changed=changed,
-            ratio=ratio,
+            ratio=share,
             site=sites[0] if sites else -1,
             more=sites[1:],
             functions=functions,
+            changers=changers,
             beside=beside,
             undone=bool(undone),
             counted=bool(counted),
             divisor=followed.divisors.get(kind, "") if changed else "",
         )
     )
-
-
-def _rewritten(before: Taken, now: Taken) -> list[int]:
-    versions = zip(before.positions, before.versions, now.versions, strict=False)
-    return [position for position, old, new in versions if old != new]
-
-
-def _ratio(before: Taken, now: Taken) -> float:
-    """The one number that the values were multiplied by, 0 where there is none."""
-    if [len(row) for row in before.values] != [len(row) for row in now.values]:
-        return 0.0
-    rows = zip(before.values, now.values, strict=True)
-    pairs = [(a, b) for row in rows for a, b in zip(*row, strict=True) if a != 0]
-    if not pairs:
-        return 0.0
-    ratios = [b / a for a, b in pairs]
-    middle = sorted(ratios)[len(ratios) // 2]
-    if middle and all(abs(r / middle - 1) < 1e-5 for r in ratios):
-        return float(f"{middle:.5g}")
-    return 0.0
 
 
 def _trace(

@@ -36,9 +36,11 @@ class Touched:
             self.positions |= {p for p, standing in now.items() if standing != self._known[p]}
             self._known = now
 
-    def pass_over(self) -> None:
-        """What was written to since the last look was none of the program's own doing."""
-        self._known = {p: _standing(self._model, p) for p in self._known}
+    def pass_over(self) -> bool:
+        """What was written to since the last look was none of the program's own doing; whether
+        anything was."""
+        before, self._known = self._known, {p: _standing(self._model, p) for p in self._known}
+        return before != self._known
 
     def besides(self, looked_at: list[int], held: Set[int]) -> frozenset[int]:
         """Those among these that were written to, where it was none whose value is looked at: that

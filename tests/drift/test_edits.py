@@ -131,10 +131,10 @@ def test_what_a_function_of_torchs_writes_is_no_edit(monkeypatch: pytest.MonkeyP
     def clips(parameters: list[Any], by_hand: bool) -> None:
         if by_hand:
             parameters[1].grad.zero_()
-        edits._changing("clip_grad_norm_")
+        edits._changing()
         for parameter in parameters:
             parameter.grad.mul_(0.5)
-        edits._changed(None, None, None, None)  # type: ignore[arg-type]
+        edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
 
     for by_hand in (False, True):
         (event,) = told_of_gradients(monkeypatch, lambda p: clips(p, by_hand))  # noqa: B023

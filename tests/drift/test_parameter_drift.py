@@ -354,7 +354,7 @@ def test_what_was_not_observed_may_explain_it(lost):
 
 
 def test_clipping_does_not_edit_parameters():
-    from ddpdoctor.checks.drift._causes import _spot
+    from ddpdoctor.checks.drift._edited import _spot
 
     clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=LINE)
     rank = run_of({n: [clip] for n in range(2)}).ranks[0]

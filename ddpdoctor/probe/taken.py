@@ -1,0 +1,78 @@
+"""Tensors as they were, to be compared with what they have become."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from .digests import digests, some_values
+from .touched import Touched
+from .writes import version
+
+
+class Taken:
+    """Some tensors as they were.
+
+    Attributes:
+        latest: digests when it was last seen whether one of torch's functions changes them.
+        beside: something else changed them before that.
+        functions: those of torch's that have written to any of the model's; `changers` what changed
+            some of these, and the site that called it.
+        touched: of gradients, those that were written to, whether their values are here or not.
+    """
+
+    def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
+        self.positions = positions
+        self.numbers = self.latest = digests(tensors)
+        self.values = [some_values([t]) for t in tensors] if sampled else []
+        self.versions = [] if sampled else [version(t) for t in tensors]
+        self.beside = False
+        self.functions: dict[str, None] = {}
+        self.changers: dict[str, int] = {}
+        self.touched: Touched | None = None
+
+    def only(self, positions: Set[int]) -> Taken:
+        """The same of those of them that are among these."""
+        kept = [n for n, position in enumerate(self.positions) if position in positions]
+        part = Taken([self.positions[n] for n in kept], [], sampled=True)
+        part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
+        part.values = [self.values[n] for n in kept]
+        part.beside, part.touched = self.beside, self.touched
+        part.functions, part.changers = self.functions, self.changers
+        return part
+
+    def called(self, now: list[int]) -> None:
+        """A function of torch's is about to change them: what did so before was something else."""
+        self.beside |= now != self.latest
+        self.latest = now
+        if self.touched is not None:
+            self.touched.look()
+
+    def returned(self, now: list[int], name: str, site: int) -> None:
+        """It has."""
+        if self.touched is None or self.touched.pass_over():
+            self.functions[name] = None
+        if now != self.latest:
+            self.changers[name] = site
+        self.latest = now
+
+
+def rewritten(before: Taken, now: Taken) -> list[int]:
+    """Those that were written to, whatever they are now."""
+    versions = zip(before.positions, before.versions, now.versions, strict=False)
+    return [position for position, old, new in versions if old != new]
+
+
+def ratio(before: Taken, now: Taken) -> float:
+    """The one number that the values were multiplied by, 0 where there is none."""
+    if [len(row) for row in before.values] != [len(row) for row in now.values]:
+        return 0.0
+    rows = zip(before.values, now.values, strict=True)
+    pairs = [(a, b) for row in rows for a, b in zip(*row, strict=True) if a != 0]
+    if not pairs:
+        return 0.0
+    ratios = [b / a for a, b in pairs]
+    middle = sorted(ratios)[len(ratios) // 2]
+    if middle and all(abs(r / middle - 1) < 1e-5 for r in ratios):
+        return float(f"{middle:.5g}")
+    return 0.0

@@ -1,0 +1,114 @@
+"""Functions of torch's that change gradients on some ranks only."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from ddpdoctor.checks.drift.gradient_drift import GradientDrift
+from replicas import BACKWARD, LINE, OTHER, digests, run_of
+
+from ddpdoctor.events import Clipped, Edited
+from ddpdoctor.probe import edits
+from ddpdoctor.probe.taken import Taken
+
+CLIP, UNSCALE = "clip_grad_norm_", "unscale_"
+EVERYWHERE, ITS_OWN = LINE, OTHER
+"""Lines that all ranks come by, and one alone."""
+
+
+def clipped(site):
+    return Clipped(at=0, function=CLIP, step=0, call=0, site=site)
+
+
+def edit(site=-1, functions=(), more=(), **changers):
+    return Edited(
+        at=0, model=0, optimizer=0, kind="gradients", step=0, changed=True, site=site, more=more,
+        functions=functions, beside=bool(functions), changers=changers,
+    )  # fmt: skip
+
+
+def finding_of(*ranks):
+    rows = {
+        n: [*events, digests("gradients", {0: [1, 2, 3, 4 + n]})] for n, events in enumerate(ranks)
+    }
+    (finding,) = GradientDrift().examine(run_of(rows))
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("mine", "others"),
+    [
+        (edit(EVERYWHERE, (CLIP,), clip_grad_norm_=ITS_OWN), edit(EVERYWHERE)),
+        (edit(-1, (CLIP,), clip_grad_norm_=ITS_OWN), edit(-1)),
+        (
+            edit(EVERYWHERE, (UNSCALE, CLIP), unscale_=-1, clip_grad_norm_=ITS_OWN),
+            edit(EVERYWHERE, (UNSCALE,), unscale_=-1),
+        ),
+    ],
+    ids=["by hand", "lines not known", "beside one that all call"],
+)
+def test_what_one_rank_calls_is_named_before_what_all_do(mine, others):
+    finding = finding_of([clipped(EVERYWHERE), mine], [clipped(EVERYWHERE), others], [others])
+    assert (finding.ranks, finding.location.line) == ((0,), 35)
+    assert "clip_grad_norm_ is called for them on rank 0 only" in finding.cause
+    assert finding.evidence["edited_by_hand_on"] == [0]
+
+
+def test_a_function_that_all_call_is_not_named_for_changing_them_on_one():
+    mine = edit(EVERYWHERE, (CLIP,), clip_grad_norm_=BACKWARD)
+    finding = finding_of([mine], [edit(EVERYWHERE, (CLIP,), more=(ITS_OWN,))])
+    assert "is called for them" not in finding.cause
+    assert finding.location.line != 38
+
+
+def test_nor_is_one_before_a_line_that_one_rank_alone_comes_by():
+    mine = edit(EVERYWHERE, (CLIP,), more=(ITS_OWN,), clip_grad_norm_=BACKWARD)
+    finding = finding_of([mine], [edit(EVERYWHERE)])
+    assert (finding.ranks, finding.location.line) == ((0,), 35)
+
+
+def test_the_call_that_changes_these_gradients_is_named():
+    """All ranks clip those of another model."""
+    mine = msgspec.structs.replace(
+        edit(-1, (CLIP,), clip_grad_norm_=ITS_OWN), beside=False, ratio=0.5
+    )
+    finding = finding_of([clipped(EVERYWHERE), clipped(ITS_OWN), mine], [clipped(EVERYWHERE)])
+    assert (finding.ranks, finding.location.line) == ((0,), 35)
+
+
+@pytest.mark.parametrize(
+    ("factor", "changers"), [(0.25, {CLIP: ITS_OWN}), (1.0, {})], ids=["bites", "does not"]
+)
+def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
+    told = []
+    active = SimpleNamespace(emit=told.append, every=0, step=0)
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
+    models, steps = [], []
+    for number in range(2):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        one = {"number": number, "expected": [0], "parameters": [lambda p=parameter: p]}
+        models.append(type("Model", (), one)())
+        holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
+        steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
+    edits._backward_ends(active, SimpleNamespace(error=None, models=models))
+    gradients = [model.parameters[0]().grad for model in models]
+    for gradient in gradients:
+        gradient.add_(1.0)
+    edits._changing()
+    gradients[0].mul_(factor)
+    edits._changed(active, (CLIP, ITS_OWN), None, None)
+    for step in steps:
+        edits._step_begins(active, step)
+    assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]
+    assert [e.changers for e in told] == [changers, {}]
+
+
+def test_what_is_known_of_some_tensors_goes_with_them():
+    whole = Taken([0, 1], [torch.ones(1), torch.ones(1)], sampled=True)
+    whole.called(whole.latest)
+    whole.returned([7, 8], CLIP, ITS_OWN)
+    part = whole.only({1})
+    assert (part.latest, part.functions, part.changers) == ([8], {CLIP: None}, {CLIP: ITS_OWN})
