@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import StepDone, Wrapped
-from ddpdoctor.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from ._claims import Claim, claims, meetings, unentered
@@ -80,11 +80,8 @@ class RankMismatch(Check):
             label=f"rank {first.rank} of {first.world_size}",
             summary=text,
             cause=_cause(wrong),
-            fix=(
-                "let torchrun say it: `init_process_group(backend)` without rank and world_size; "
-                'elsewhere `int(os.environ["RANK"])` and `int(os.environ["WORLD_SIZE"])`, and '
-                "`LOCAL_RANK` for the device alone"
-            ),
+            related=_set_at(first),
+            fix=_fix(members),
             evidence={
                 "processes": [_row(c) for c in members],
                 "groups formed": sum(c.ready for c in members),
@@ -183,6 +180,32 @@ def _cause(wrong: list[Claim]) -> str:
     if claim.rank != rank and claim.rank == local and claim.world_size == size:
         return f"the local rank ({local}) is used as the rank; {told}"
     return f"init_process_group was told rank {claim.rank} of {claim.world_size} {how}; {told}"
+
+
+def _fix(members: list[Claim]) -> str:
+    spawned = {c.process.started.spawned for c in members if c.process.started}
+    if spawned and all(spawned):
+        return (
+            "pass the number that `torch.multiprocessing.spawn` gives each process as its first "
+            "argument: `init_process_group(backend, rank=number, world_size=nprocs)`, with spawn's "
+            f"own `nprocs` ({max(spawned)} here); on several nodes `rank=node * nprocs + number` "
+            "and `world_size=nodes * nprocs`"
+        )
+    return (
+        "let torchrun say it: `init_process_group(backend)` without rank and world_size; elsewhere "
+        '`int(os.environ["RANK"])` and `int(os.environ["WORLD_SIZE"])`, and `LOCAL_RANK` for the '
+        "device alone"
+    )
+
+
+def _set_at(claim: Claim) -> tuple[Related, ...]:
+    """The lines by which the program itself sets what is claimed."""
+    event = claim.event
+    given = {"RANK": event.rank >= 0, "WORLD_SIZE": event.world_size > 0}
+    spots = {
+        n: claim.process.location(s) for n, s in event.set_at.items() if not given.get(n, True)
+    }
+    return tuple(Related(f"sets {name}", spot) for name, spot in spots.items() if spot)
 
 
 def _row(claim: Claim) -> dict[str, object]:

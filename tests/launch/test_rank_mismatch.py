@@ -66,9 +66,13 @@ def test_two_processes_with_one_rank() -> None:
 
 
 def test_environment_overwritten_by_the_script() -> None:
-    run = make_run({r: process(r, 2, init(env=(0, 2))) for r in range(2)})
+    sets = site(2, "train.py", 5, 'os.environ["RANK"] = "0"')
+    said = {"set_at": {"RANK": 2, "NCCL_ALGO": 2}}
+    run = make_run({r: process(r, 2, sets, init(env=(0, 2), **said)) for r in range(2)})
     (finding,) = RankMismatch().examine(run)
     assert finding.ranks == (1,)
+    assert [(r.label, r.location.line) for r in finding.related] == [("sets RANK", 5)]
+    assert "torchrun" in finding.fix
 
 
 def test_ranks_that_disagree_on_the_world() -> None:
@@ -85,6 +89,7 @@ def test_spawned_fewer_than_the_world() -> None:
     )
     (finding,) = RankMismatch().examine(run)
     assert "2 processes were spawned" in finding.summary
+    assert "`nprocs` (2 here)" in finding.fix and "torchrun" not in finding.fix
 
 
 def test_explicit_arguments_that_agree() -> None:
