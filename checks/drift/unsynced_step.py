@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import KeptBack, OptimizerSeen, StepDone, SyncPattern
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.events import KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
+from ddpdoctor.findings import (
+    Check,
+    Confidence,
+    Finding,
+    FixKind,
+    Location,
+    Related,
+    Severity,
+    Steps,
+)
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _causes, _loads
+from . import _causes, _inside, _loads
 from ._lacking import parts_them
 from ._patterns import Span, patterns
 from ._replicas import (
@@ -80,16 +89,18 @@ class UnsyncedStep(Check):
     ## What it finds
     Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
     under `no_sync`, synchronisation switched between forward and backward, a second backward over
-    one forward, gradients from `torch.autograd.grad`; also `fully_shard` that never reduces any, so
-    that the steps apply nothing.
+    one forward, gradients from `torch.autograd.grad`; hooks on parameters
+    (`register_post_accumulate_grad_hook`) that step inside the backward, before DDP averages; also
+    `fully_shard` that never reduces any, so that the steps apply nothing.
 
     ## How it knows
     In every backward the process group's own count of collectives is compared before and after;
     with DDP's flag at the end of the forward it tells, before every step, whether the last backward
     averaged. Of `fully_shard` it is looked at whether an optimizer ever finds a gradient. What the
     program itself hands to collectives is noted, and gradients that were not averaged are digested
-    and compared as for `gradient-drift`. The finding is proven: they differ between the ranks, or
-    nothing was exchanged that may have been gradients.
+    and compared as for `gradient-drift`. At a step inside the backward it is that count since the
+    backward began; the parameters are digested before the next one. The finding is proven: they
+    differ between the ranks, or nothing was exchanged that may have been gradients.
 
     ## Why it hurts
     Every rank takes a step of its own. The models drift apart and nothing raises; the checkpoint
@@ -111,7 +122,7 @@ class UnsyncedStep(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        if run.any(KeptBack):
+        if run.any(KeptBack) or run.any(SteppedInside):
             return None
         if not replicas(run):
             return NO_COPIES
@@ -121,6 +132,8 @@ class UnsyncedStep(Check):
         yield from each_model(run, self._judge)
         for optimizer in sorted({e.optimizer for r in run.ranks.values() for e in r.of(KeptBack)}):
             yield from self._never_reduced(run, optimizer)
+        for model in _inside.stepped(run):
+            yield self._stepped_inside(run, model)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if parts_them(mine, other):
@@ -174,6 +187,33 @@ class UnsyncedStep(Check):
                 **_difference(group, differ),
             },
             at=rank.wall(pattern.at),
+        )
+
+    def _stepped_inside(self, run: Run, model: _inside.Inside) -> Finding:
+        rank, event = next(iter(model.last.items()))
+        count = max(e.count for e in model.last.values())
+        ranks = {r.rank for r in model.last}
+        return self.finding(
+            confidence=Confidence.PROVEN if model.differ else Confidence.SUSPECTED,
+            ranks=tuple(sorted(ranks)),
+            steps=Steps(event.first, event.first + count - 1, count),
+            subjects=(model.wrapped.kind,),
+            location=rank.location(event.site) or rank.location(event.backward_site),
+            label="steps inside the backward, before DDP averages",
+            related=_places(rank, (("the backward", event.backward_site),)),
+            summary=f"rank-local gradients reach optimizer.step on "
+            f"{'all ranks' if len(ranks) == run.world_size else ranks_text(ranks)}, in {count} of "
+            f"{event.backwards} backwards of {model.wrapped.kind}: it is stepped inside of them",
+            cause="a hook steps as soon as a gradient is there, and DDP averages it only after "
+            "that: each rank applies its own",
+            fix="step after `loss.backward()`, when DDP has averaged the gradients",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "collectives_from_backward_to_step": "none",
+                "parameters_compared_after": model.compared,
+                "parameters_differ_after": model.differ,
+            },
+            at=rank.wall(event.at),
         )
 
     def _never_reduced(self, run: Run, optimizer: int) -> Iterator[Finding]:
@@ -297,6 +337,11 @@ def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]
 
 
 def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
-    places = (("its forward", pattern.forward_site), ("its backward", pattern.backward_site))
+    return _places(
+        rank, (("its forward", pattern.forward_site), ("its backward", pattern.backward_site))
+    )
+
+
+def _places(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:
     spots: list[tuple[str, Location | None]] = [(t, rank.location(s)) for t, s in places]
     return tuple(Related(text, spot) for text, spot in spots if spot)

@@ -94,7 +94,7 @@ class MemoryGrowth(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(MemorySample):
-            return "memory was not sampled: no step and no forward of a wrapped model was seen"
+            return "memory was not sampled"
         most = max(len(r.of(MemorySample)) for r in run.ranks.values())
         return None if most >= FEWEST_SAMPLES else "the run was too short to tell growth from noise"
 

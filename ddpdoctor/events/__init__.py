@@ -106,7 +106,15 @@ from .process import (
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
 from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
-from .sync import BatchSeen, Carried, GradientReduced, KeptBack, LossScaled, SyncPattern
+from .sync import (
+    BatchSeen,
+    Carried,
+    GradientReduced,
+    KeptBack,
+    LossScaled,
+    SteppedInside,
+    SyncPattern,
+)
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""
@@ -205,6 +213,7 @@ __all__ = [
     "StateTaken",
     "StaticGraphBroken",
     "StepDone",
+    "SteppedInside",
     "Stopped",
     "Submodule",
     "SyncPattern",

@@ -118,6 +118,28 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     site: int = -1
 
 
+class SteppedInside(Event, frozen=True, tag="stepped-inside"):
+    """Optimizers stepped parameters of a wrapped model inside its backward, when its group had not
+    communicated in that backward. Recorded before the next backward, at first of each, then at
+    powers of two, and at the end of the run.
+
+    Attributes:
+        first: number of the first of these steps, of its optimizer, at the line `site`.
+        count: such backwards so far, of `backwards` in all; the last at `backward_site`.
+        parameters: digest of all that DDP averages, 0 where it could not be taken.
+        carried: numbers of any kind that the program itself exchanged since the first.
+    """
+
+    model: int
+    first: int
+    count: int
+    backwards: int
+    parameters: int = 0
+    carried: int = 0
+    site: int = -1
+    backward_site: int = -1
+
+
 class KeptBack(Event, frozen=True, tag="kept-back"):
     """An optimizer whose parameters `fully_shard` shards found no gradient to apply, though
     backwards had made some: they were kept whole, and not reduced. Recorded once, and once more

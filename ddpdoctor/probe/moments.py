@@ -299,6 +299,9 @@ step_due: Moment[Step] = Moment("step due")
 """One begins that is looked at closely: see `told_at`."""
 routine_due: Moment[Step] = Moment("routine due")
 """A routine step begins that somebody waits for: see `Optimizer.due_at`."""
+step_inside: Moment[Step] = Moment("step inside")
+"""One begins inside a backward, maybe under DDP's lock: of these the other moments of a step do not
+tell."""
 step_ends: Moment[Step] = Moment("step ends")
 closure_ends: Moment[Step] = Moment("closure ends")
 """Just before that, where the step had a closure: only now are the gradients its own."""
@@ -312,8 +315,8 @@ leaving: Moment[None] = Moment("leaving")
 EVERY = (
     wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
     trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
-    backward_astray, backward_failed, called, issued, step_begins, step_due, routine_due, step_ends,
-    closure_ends, pulse, interrupted, leaving,
+    backward_astray, backward_failed, called, issued, step_begins, step_due, routine_due,
+    step_inside, step_ends, closure_ends, pulse, interrupted, leaving,
 )  # fmt: skip
 
 

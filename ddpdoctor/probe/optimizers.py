@@ -183,7 +183,9 @@ def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
     known.step = step
     # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a time:
     # watchers that ask DDP anything would wait for ever.
-    if not autograd.running():
+    if autograd.running():
+        moments.step_inside.happens(active, step)
+    else:
         moments.step_begins.happens(active, step)
         if step.due:
             moments.step_due.happens(active, step)
