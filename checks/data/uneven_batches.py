@@ -17,6 +17,7 @@ from ._words import dataset, no_loader, related
 
 AHEAD = "steps before the next epoch"
 PLAIN = ("RandomSampler", "SequentialSampler")
+LOST = ("closed by peer", "Timed out", "reset by peer")
 
 
 class UnevenBatches(Check):
@@ -43,8 +44,9 @@ class UnevenBatches(Check):
     does not copy the optimizer's state from the rank with more batches to the others.
 
     ## When it stays quiet
-    Equal counts; loops inside `Join`; evaluation of each rank by itself; any run that ends well, as
-    that of a loop that counts steps and begins the loader anew when it runs dry.
+    Equal counts; loops inside `Join`, or that all ranks leave after equally many batches, since
+    they tell each other; evaluation of each rank by itself; any run that ends well, as that of a
+    loop that counts steps and begins the loader anew when it runs dry.
     """
 
     code = "DDP508"
@@ -75,15 +77,18 @@ class UnevenBatches(Check):
             "data-stall",
         )
         if other.check == "first-failure":
-            told = str(other.evidence)
-            return any(t in told for t in ("closed by peer", "Timed out", "reset by peer"))
+            # What others reported after a failure of its own says nothing of its cause.
+            return any(text in str(other.evidence.get("message")) for text in LOST)
         return late and other.check in follows
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
         over = run.outcome() in ("hung", "failed", "killed")
         if over and not any(r.epochs[-1].exhausted for r in readers):
             return  # all ranks were still at it when something else ended the run
-        for number in range(max((len(r.epochs) for r in readers), default=0)):
+        numbers = range(max((len(r.epochs) for r in readers), default=0))
+        if any(_stopped_together(readers, number) for number in numbers):
+            return
+        for number in numbers:
             epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) is not None}
             if len(epochs) < 2 or any(e.began.joined for e in epochs.values()):
                 continue
@@ -132,6 +137,11 @@ class UnevenBatches(Check):
                 "let no rank go on alone after an exception: give another sample in its place "
                 "(`__getitem__`), or let it end the run"
             )
+        elif reader.seen.batch_sampler:
+            cause = f"{reader.seen.batch_sampler} makes more batches on some ranks than on others"
+            fix = f"let {reader.seen.batch_sampler} make equally many on every rank, by what all "
+            fix += f"ranks know, stop all after {least} batches, or train inside `with "
+            fix += "Join([model]):`, which does not copy the optimizer's state"
         elif unlike:
             cause = f"the data sets differ in length ({_listed(lengths)})"
         else:
@@ -163,6 +173,26 @@ class UnevenBatches(Check):
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
         )
+
+
+def _stopped_together(readers: list[Reader], number: int) -> bool:
+    """Whether the ranks left the loop after equally many batches although some had more: they tell
+    each other, or know it from the start."""
+    epochs = [(r, e) for r in readers if (e := r.epoch(number)) is not None]
+    left = [(r, e) for r, e in epochs if not e.exhausted]
+    least = min((e.batches for _, e in epochs if e.exhausted), default=-1)
+    return (
+        0 < len(left) < len(epochs) == len(readers)
+        and len({e.trained for _, e in epochs}) == 1
+        and all(e.ended and e.batches <= least + 1 and _went_on(r, number) for r, e in left)
+    )
+
+
+def _went_on(reader: Reader, number: int) -> bool:
+    """Whether the rank left the loop by itself, not since it had lost the others."""
+    raised = reader.rank.exception
+    lost = raised is not None and any(text in raised.message for text in LOST)
+    return not lost or reader.epoch(number + 1) is not None
 
 
 def _ahead(readers: list[Reader], ranks: tuple[int, ...], number: int) -> dict[int, int]:

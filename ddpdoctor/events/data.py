@@ -58,6 +58,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         replacement: the sampler may draw a sample again.
         payloads: what the data set indexes, as far as that could be told.
         layers: the data set, and beneath it those that it is a `Subset` of.
+        batch_sampler: class name of what makes up the batches, where that is not torch's own.
     """
 
     loader: int
@@ -86,6 +87,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     by_epoch: bool = False
     replacement: bool = False
     layers: tuple[Layer, ...] = ()
+    batch_sampler: str = ""
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

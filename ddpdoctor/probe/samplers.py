@@ -52,6 +52,7 @@ def loader_seen(
         made=made[1],
         payloads=identity.payloads(loader.dataset) if closely else (),
         layers=identity.layers(loader.dataset) if closely else (),
+        batch_sampler=_own_batches(loader),
     )
 
 
@@ -69,6 +70,11 @@ def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRe
         world_size=dist.get_world_size() if ready else -1,
         group_rank=dist.get_rank() if ready else -1,
     )
+
+
+def _own_batches(loader: Any) -> str:
+    batches = loader.batch_sampler
+    return "" if batches is None or _in_torchs_order(batches) else type(batches).__name__
 
 
 def _in_torchs_order(sampler: Any) -> bool:

@@ -39,6 +39,18 @@ def test_a_subset_of_a_subset_names_the_data_set_beneath() -> None:
     assert [unpack(layer.indices) for layer in outer] == [[9], [*range(10, 20)], []]
 
 
+def test_batches_that_a_class_of_the_user_s_makes_up() -> None:
+    class Pairs(data.BatchSampler):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2]])
+
+    photos = data.TensorDataset(torch.arange(20))
+    own = Pairs(data.SequentialSampler(photos), 2, False)
+    assert seen(data.DataLoader(photos, batch_sampler=own)).batch_sampler == "Pairs"
+    assert seen(data.DataLoader(photos, batch_size=4)).batch_sampler == ""
+    assert seen(data.DataLoader(photos, batch_size=None)).batch_sampler == ""
+
+
 def test_a_list_has_no_number() -> None:
     assert seen(data.DataLoader([1, 2, 3])).layers[0].data == -1
 

@@ -10,7 +10,14 @@ from ddpdoctor.checks.data.uneven_batches import UnevenBatches
 from readers import found, loader, run_of
 from recordings import steps
 
-from ddpdoctor.events import EpochBegan, EpochEnded, Event, ExceptionPassed, OptimizerSeen
+from ddpdoctor.events import (
+    EpochBegan,
+    EpochEnded,
+    Event,
+    ExceptionPassed,
+    ExceptionRaised,
+    OptimizerSeen,
+)
 from ddpdoctor.findings import Confidence, Finding, Severity, Steps
 
 FAILED = {0: 1, 1: 0}
@@ -99,6 +106,46 @@ def test_evaluation_that_communicates_for_every_batch() -> None:
 def test_loops_that_were_left_before_the_difference() -> None:
     left = {"exhausted": False, "batches": 3}
     assert not examine(part(36, ends=left), part(24, ends=left))
+
+
+LEFT = {"exhausted": False, "batches": 7, "backwards": 6}
+
+
+def gone(message: str) -> Event:
+    return ExceptionRaised(at=0, kind="RuntimeError", message=message)
+
+
+def test_ranks_that_tell_each_other_that_one_has_no_more() -> None:
+    assert not examine([*part(36, ends=LEFT), gone("of its own")], part(24))
+    assert not examine(part(36, ends=LEFT | {"batches": 6}), part(24)), "known from the start"
+    again = EpochBegan(at=0, loader=0, epoch=1, step=6, site=3, batches=9)
+    killed = [*part(36, ends=LEFT), again, gone("Connection closed by peer")]
+    after = EpochBegan(at=0, loader=0, epoch=1, step=6, site=3, batches=6)
+    assert not examine(killed, [*part(24), after]), "in the epoch before"
+
+
+def test_a_rank_that_left_the_loop_since_it_lost_the_others() -> None:
+    assert examine([*part(36, ends=LEFT), gone("[gloo] Connection closed by peer")], part(24))
+
+
+def test_a_failure_of_its_own_does_not_follow() -> None:
+    (mine,) = examine(part(36, ended=False), part(24))
+    late = {"reported": "Connection closed by peer"}
+    other = Finding(
+        code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="",
+        fix="", evidence={"message": "of its own", "consequences": [late]}, at=mine.at + 1,
+    )  # fmt: skip
+    assert not UnevenBatches().explains(mine, other)
+
+
+def test_a_batch_sampler_of_one_s_own() -> None:
+    def batched(count: int, length: int) -> list[Event]:
+        fields = {"sampler": "DistributedSampler", "batch_sampler": "Buckets", "length": length}
+        return part(count, ended=count < 36, **fields)
+
+    (finding,) = examine(batched(36, 130), batched(24, 128))
+    assert finding.cause == "Buckets makes more batches on some ranks than on others"
+    assert "let Buckets make equally many" in finding.fix
 
 
 def test_what_follows_from_it_is_folded() -> None:
