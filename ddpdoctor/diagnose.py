@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from . import __version__
 from .equipment import describe
 from .events import (
+    ExaminedInside,
     MemorySample,
     ProbeCost,
     ProbeTrouble,
@@ -268,7 +269,7 @@ def _lost(run: Run) -> list[str]:
             f"or {its} records were deleted or not copied to this folder"
         )
     elif not run.ranks:
-        lost.append(_no_rank(run))
+        lost.append(why_nobody(run))
     missing = sorted(set(run.missing) - set(blind))
     if missing and run.ranks:
         other = run.info.nodes > 1 and not any(
@@ -335,10 +336,18 @@ def _ranks(numbers: Iterable[int]) -> str:
     return f"rank{'' if told.isdecimal() else 's'} {told}"
 
 
-def _no_rank(run: Run) -> str:
+def why_nobody(run: Run) -> str:
+    """Why a run has no rank on record."""
     if run.info.launcher == "run":
-        return "torchrun started no rank; what it printed above says why"
+        return "torchrun started no rank; what it printed says why"
+    inside = (e.folder for node in run.nodes.values() for e in node.of(ExaminedInside))
+    if folder := next(inside, ""):
+        return (
+            "the ranks of this command were examined by another ddpdoctor, which it starts: type "
+            f"ddpdoctor report {folder}"
+        )
     return (
-        "no Python process of this command had a rank: none had RANK in its environment, and "
-        "none called init_process_group"
+        "no Python process of this command was seen to be a rank: none had RANK in its environment "
+        "or called init_process_group, or they were started without PYTHONPATH (`env -i`, `sudo`, "
+        "a container, another machine)"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from .alive import note_alive
-from .diagnose import diagnose
+from .diagnose import diagnose, why_nobody
 from .events import SCHEMA, RankStarted
 from .findings import Check, Finding, Report, Severity
 from .run import Run, load
@@ -91,10 +91,8 @@ def open_run(paths: Sequence[str | os.PathLike[str]]) -> Attempts:
     numbers = sorted({n for folder in folders for n in folder.attempts()})
     runs = [run for n in numbers if (run := load(folders, n)).ranks or run.unobserved]
     if not runs:
-        raise FolderError(
-            f"{paths[0]}: no rank left a record; the run ended before any process started, "
-            "or the ranks were not launched by ddpdoctor"
-        )
+        nobody = why_nobody(load(folders, numbers[-1]))
+        raise FolderError(f"{paths[0]}: no rank left a record; {nobody}")
     for run in runs:
         _readable(run, paths[0])
     for n in numbers:

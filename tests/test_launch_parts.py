@@ -22,9 +22,10 @@ from ddpdoctor.events import ProcessEnded
 from ddpdoctor.findings import Finding, Location, Severity
 from ddpdoctor.launch import LaunchError, devices, ending, torchrun
 from ddpdoctor.launch import environment as environment_of
-from ddpdoctor.launch.session import Session, _open_folder
+from ddpdoctor.launch.session import Session, _open_folder, _tell_outer
 from ddpdoctor.monitor import Monitor
-from ddpdoctor.run import Facts, Run
+from ddpdoctor.postmortem import open_run
+from ddpdoctor.run import Facts, Run, load
 from ddpdoctor.runfolder import FolderError, RunFolder, RunInfo
 
 
@@ -284,3 +285,19 @@ def test_the_log_of_a_rank_says_a_place_once(tmp_path: Path, said: bool) -> None
     )  # fmt: skip
     ending._append_to_log(tmp_path / "rank-1.log", 1, [finding])
     assert (tmp_path / "rank-1.log").read_text().count("train.py:38") == 1
+
+
+def test_a_doctor_in_a_doctor_says_where_the_ranks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = write_folder(tmp_path / "outer", {}, launcher="exec")
+    (nobody,) = diagnose(load([outer]), []).coverage.lost
+    assert nobody.startswith("no Python process of this command was seen to be a rank")
+    monkeypatch.setenv("DDPDOCTOR_DIR", str(outer.path))
+    _tell_outer(RunFolder(tmp_path / "inner"))
+    (told,) = diagnose(load([outer]), []).coverage.lost
+    with pytest.raises(FolderError, match="examined by another ddpdoctor"):
+        open_run([outer.path])
+    assert told.endswith(f"type ddpdoctor report {tmp_path / 'inner'}")
+    monkeypatch.setenv("DDPDOCTOR_DIR", str(tmp_path / "gone"))
+    _tell_outer(RunFolder(tmp_path / "inner"))

@@ -77,6 +77,7 @@ from .model import (
     ZeroGradients,
 )
 from .node import (
+    ExaminedInside,
     MemoryLimit,
     MonitorStarted,
     NodeSample,
@@ -142,6 +143,7 @@ __all__ = [
     "EpochBegan",
     "EpochEnded",
     "Event",
+    "ExaminedInside",
     "ExceptionPassed",
     "ExceptionRaised",
     "FileLocked",

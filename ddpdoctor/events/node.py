@@ -102,6 +102,12 @@ class SpawnEnded(Event, frozen=True, tag="spawn-ended"):
     told: tuple[int, ...] = ()
 
 
+class ExaminedInside(Event, frozen=True, tag="examined-inside"):
+    """Another ddpdoctor, which this command had started, examined its ranks in its own folder."""
+
+    folder: str
+
+
 class ProcessState(Event, frozen=True, tag="process-state"):
     """A rank's process was found stopped, a zombie, or back from that.
 

@@ -16,9 +16,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from .. import __version__, registry
+from ..events import ExaminedInside
 from ..monitor import Monitor
 from ..run import Recording, Run
-from ..runfolder import FolderError, RunFolder, RunInfo
+from ..runfolder import EventWriter, FolderError, RunFolder, RunInfo
 from . import ending, supervisor, torchrun
 from .environment import LaunchError, environment
 from .orders import VARIABLE, Orders
@@ -129,8 +130,19 @@ def _examined(
         return UNUSABLE
     if not options.quiet:
         ending.say(f"examining this run, records in {session.folder.path}")
+    _tell_outer(session.folder)
     status, stopped_by = start(session, added)
     return session.finish(status, stopped_by)
+
+
+def _tell_outer(folder: RunFolder) -> None:
+    """A ddpdoctor around this one is to see no rank; it can say where they are."""
+    outer = os.environ.get("DDPDOCTOR_DIR")
+    for _, path in RunFolder(outer).node_files()[:1] if outer else ():
+        with contextlib.suppress(OSError):
+            writer = EventWriter(path, shared=True)
+            writer.write(ExaminedInside(at=time.monotonic(), folder=str(folder.path.resolve())))
+            writer.close()
 
 
 def _watched(
