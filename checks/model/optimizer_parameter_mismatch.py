@@ -23,9 +23,9 @@ class OptimizerParameterMismatch(Check):
     Parameters of a wrapped model, or of one that `fully_shard` was applied to, that get gradients,
     that are in no optimizer and that nothing changes; and beside them parameters in an optimizer
     that are not trained. The usual ways: the optimizer was built before the model was copied or
-    sharded or a layer re-created, it was kept from an earlier model of the run (another fold of a
-    cross-validation), or the parameter groups forgot a part. (Of a sharded model it is told only
-    where the optimizer holds parameters that are in no module any more.)
+    sharded, a layer re-created or adapters put in, it was kept from an earlier model of the run
+    (another fold of a cross-validation), or the parameter groups forgot a part. (Of a sharded model
+    it is told only where the optimizer holds parameters that are in no module any more.)
 
     ## How it knows
     Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, and after the run's first
@@ -45,7 +45,8 @@ class OptimizerParameterMismatch(Check):
     ## When it stays quiet
     Frozen parameters; several optimizers that together hold all, be it on several ranks;
     parameters that are updated by hand; an optimizer or group that is added later. Where most of a
-    model is left out, not all of it (only a head is trained), it is a note.
+    model is left out, not all of it (only a head is trained), it is a note, unless what the
+    optimizer holds is mostly frozen.
     """
 
     code = "DDP307"
@@ -72,12 +73,13 @@ class OptimizerParameterMismatch(Check):
         wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
         whole = wrapped is not None and len(event.missing) == event.trained
+        old = _before_they_were_made(event)
         earlier = _earlier(rank, event)
         begin = event.since if earlier else 0
         last = max(models.steps_of(r, model) for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
-            severity=Severity.ERROR if event.stale or few or whole else Severity.NOTE,
+            severity=Severity.ERROR if event.stale or few or whole or old else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
@@ -92,7 +94,7 @@ class OptimizerParameterMismatch(Check):
             if earlier
             else "build the optimizer last, from `model.parameters()`"
             + ("" if wrapped else ", after `fully_shard`")
-            if event.stale
+            if event.stale or old
             else "give the optimizer the rest of the parameters; what is to stay as it is: "
             "`requires_grad_(False)` before the wrap",
             fix_kind=FixKind.CHECK,
@@ -101,6 +103,7 @@ class OptimizerParameterMismatch(Check):
                 "parameters with gradients": event.trained,
                 "held by the optimizer": event.held,
                 "of these not trained": len(event.stale),
+                "of these frozen": event.frozen,
                 "their shapes": list(event.stale[:8]),
             },
             at=rank.wall(event.at),
@@ -131,6 +134,11 @@ def _earlier(rank: Rank, event: Ownership) -> bool:
         for number in optimizer.models
         if (before := models.wrap_of(rank, number))
     )
+
+
+def _before_they_were_made(event: Ownership) -> bool:
+    """Whether it holds hardly anything but what was frozen since, as where adapters came later."""
+    return 2 * event.frozen > event.held
 
 
 def _label(event: Ownership) -> str:
@@ -165,5 +173,10 @@ def _cause(event: Ownership, kind: str, earlier: bool) -> str:
         return (
             f"{event.kind} was built from parameters that are no longer those of {kind}: the model "
             "was copied, or a layer re-created, after the optimizer was made"
+        )
+    if _before_they_were_made(event):
+        return (
+            f"{event.kind} holds {event.frozen} parameters that are frozen, and not those that are "
+            "trained in their place: it was built before these were made, or these frozen"
         )
     return f"the parameter groups of {event.kind} do not cover {kind}"

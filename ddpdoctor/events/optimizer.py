@@ -62,7 +62,8 @@ class Ownership(Event, frozen=True, tag="ownership"):
     Attributes:
         model: number of the wrapped model; below 0 for one that `fully_shard` was applied to, whose
             class is `module`.
-        kind: class of the optimizer; `site` the line that made it; `held` parameters it holds.
+        kind: class of the optimizer; `site` the line that made it; `held` parameters it holds, of
+            which `frozen` do not require gradients.
         missing: parameters that got gradients, that no optimizer holds and nothing else changed;
             `made` is the line that made the first of them. Empty: all is well again.
         trained: parameters of the model with gradients.
@@ -83,6 +84,7 @@ class Ownership(Event, frozen=True, tag="ownership"):
     site: int = -1
     made: int = -1
     since: int = -1
+    frozen: int = 0
 
     def describe(self) -> str:
         if not self.missing and not self.stale:

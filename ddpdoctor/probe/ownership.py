@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
+from collections.abc import Container, Mapping
 from typing import Any
 
 from ..events import Ownership
@@ -136,7 +138,7 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     state = {n: _state(p) for n, p in loose.items()}
     unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
     watch.missing = state
-    mine = {id(p) for p in inner.parameters()}
+    mine = {id(p): p for p in inner.parameters()}
     holder = _holder(optimizer, mine)
     stale = _stale(holder, mine)
     if watch.number < 0:
@@ -165,18 +167,21 @@ def _state(parameter: Any) -> tuple[int, int]:
     return digest or ABSENT, parameter._version
 
 
-def _holder(stepping: Any, mine: set[int]) -> Any:
+def _holder(stepping: Any, mine: Mapping[int, Any]) -> Any:
     """The optimizer to name: of those that hold some of the model, one that holds what is not
-    trained, or the one with the most; else the one that steps."""
-    best, most = stepping, (False, 0)
+    trained, or the one with the most; else one that holds a copy of it, or the one that steps."""
+    best, most = stepping, (0, False, 0)
+    sizes = Counter(p.shape for p in mine.values() if p.requires_grad)
     for optimizer in optimizers.made():
-        ours = sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-        if ours and (weight := (bool(_stale(optimizer, mine)), ours)) > most:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        ours, stale = sum(id(p) in mine for p in held), _stale(optimizer, mine)
+        copied = not ours and stale and Counter(p.shape for p in stale) == sizes
+        if (ours or copied) and (weight := (min(ours, 1), bool(stale), ours)) > most:
             best, most = optimizer, weight
     return best
 
 
-def _stale(optimizer: Any, mine: set[int]) -> list[Any]:
+def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
     """Parameters that it holds and that never got a gradient: of no module any more, or all of
     them of other modules than the one that is trained. Where all are of no module any more, they
     may have been trained before."""
@@ -206,7 +211,7 @@ def _tell(
         module = owners.get(owner)
         site = parameter_site(module, last) if module is not None else -1
         site = birth_site(module) if site < 0 and module is not None else site
-    groups = optimizer.param_groups
+    held = [p for group in optimizer.param_groups for p in group["params"]]
     active.emit(
         Ownership(
             at=time.monotonic(),
@@ -216,7 +221,8 @@ def _tell(
             step=active.step,
             missing=tuple(missing),
             trained=trained,
-            held=sum(len(group["params"]) for group in groups),
+            held=len(held),
+            frozen=sum(not p.requires_grad for p in held),
             stale=tuple("x".join(map(str, p.shape)) for p in stale),
             site=optimizers.made_at(optimizer),
             made=site,

@@ -1,5 +1,6 @@
 """DDP307: trained and in no optimizer, or in an optimizer and not trained."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,13 @@ def test_an_optimizer_from_before_the_model_was_sharded():
 def test_only_a_head_is_trained():
     missing = ["body.weight", "body.bias", "head.weight", "head.bias"]
     assert codes(both(owned(missing)), CHECK) == ["DDP307 note"]
+
+
+def test_adapters_that_were_put_in_after_the_optimizer_was_built():
+    event = owned([f"{n}.lora.weight" for n in range(5)], held=21, frozen=19)
+    (found,) = CHECK.examine(both(event))
+    assert found.severity is Severity.ERROR and "holds 19 parameters that are frozen" in found.cause
+    assert found.fix.startswith("build the optimizer last")
 
 
 def test_a_wrapped_model_that_no_optimizer_holds():
@@ -146,8 +154,19 @@ def test_of_several_optimizers_the_one_that_holds_most_of_the_model(monkeypatch)
     few = torch.optim.SGD([net[0].bias])
     most = torch.optim.SGD([net[0].weight, net[1].bias])
     monkeypatch.setattr(optimizers, "made", lambda: [few, most])
-    mine = {id(p) for p in net.parameters()}
+    mine = {id(p): p for p in net.parameters()}
     assert ownership._holder(few, mine) is most
     few.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     assert ownership._holder(most, mine) is few
-    assert ownership._holder(few, {0}) is few
+    assert ownership._holder(few, {0: torch.nn.Parameter(torch.zeros(7))}) is few
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_where_none_holds_any_of_the_model_it_is_the_one_with_a_copy(monkeypatch, same):
+    net = torch.nn.Linear(2, 1)
+    copy = deepcopy(net) if same else torch.nn.Linear(3, 1)
+    others = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, 2))])
+    of_copy = torch.optim.Adam(copy.parameters())
+    monkeypatch.setattr(optimizers, "made", lambda: [others, of_copy])
+    mine = {id(p): p for p in net.parameters()}
+    assert ownership._holder(others, mine) is (of_copy if same else others)
