@@ -12,7 +12,7 @@ from ddpdoctor.run import Rank, equal_ranks, odd_ones, ranks_do, ranks_text
 
 from ._causes import Cause
 from ._parting import parted
-from ._replicas import Divergence, Member, Replicas
+from ._replicas import Divergence, Member, Replicas, by_step
 
 
 def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
@@ -196,6 +196,46 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
         ranks=ranks,
         evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
     )
+
+
+def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
+    """Parameters that differ came of a step in which some ranks, for the first time, edited
+    gradients, and the others did not: not all gradients are compared in every step."""
+    parameters = parted(group, found)
+    steps = range(max(0, parameters.start - 1), parameters.stop - 1)
+    edits = {
+        n: [e for e in edits_of(m, "gradients") if e.changed] for n, m in group.members.items()
+    }
+    for step in sorted({e.step for mine in edits.values() for e in mine if e.step in steps}):
+        cause = edited(group, "gradients", dataclasses.replace(found, keys=[step]))
+        if cause is None or cause.everybody or _all_compared(group, step, found.total):
+            continue
+        apart = set(found.minority) in ({*group.members}, {*cause.ranks})
+        rest = [e for n, mine in edits.items() if n not in cause.ranks for e in mine]
+        now = [e for n in cause.ranks for e in edits[n] if e.step == step]
+        known = [e for n in cause.ranks for e in edits[n] if e.step < steps.start]
+        if (
+            apart
+            and now
+            and not any(_same_kind(e, other) for e in now for other in (*rest, *known))
+        ):
+            return dataclasses.replace(
+                cause,
+                text=f"at step {step}, of whose gradients not all were compared, {cause.text}",
+                evidence=cause.evidence | {"gradients_edited_at_step": step},
+            )
+    return None
+
+
+def _all_compared(group: Replicas, step: int, count: int) -> bool:
+    """Whether all gradients of a step were, and were equal then."""
+    rows = [by_step(m, "gradients", count).get(step, ({}, 0))[0] for m in group.members.values()]
+    return len(set.intersection(*(set(row) for row in rows))) == count
+
+
+def _same_kind(one: Edited, other: Edited) -> bool:
+    """As far as it is known: of an edit by hand, the line may not be."""
+    return (one.beside, set(one.functions)) == (other.beside, set(other.functions))
 
 
 def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:

@@ -207,6 +207,8 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return cause
     if found.point == "step" and (cause := _edited.edited_once(group, found)):
         return cause
+    if found.point == "step" and (cause := _edited.before_the_step(group, found)):
+        return cause
     if group.any.optimizer == UNHELD:
         return _causes.written(group, found)
     if found.point == "end" and (cause := _written.after_the_last_step(group)):

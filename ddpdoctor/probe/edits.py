@@ -206,7 +206,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         followed = _followed(model)
         followed.gradients = None
-        if not _affordable(active, followed) or not sync.averaged(model):
+        if not sync.averaged(model) or not _affordable(active, followed):
             continue
         began = time.perf_counter_ns()
         positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
