@@ -42,10 +42,10 @@ class CheckpointBeforeSync(Check):
     `dist.barrier()` on all ranks after the write and before the read.
 
     ## When it stays quiet
-    A barrier or any other collective in between, a key of a store that the reader waited for, a
-    file that both lock; files that were there before, and are overwritten only after another
-    collective; a rank that reads what it wrote itself; files that appear whole by a rename, where
-    they were found.
+    A barrier or any other collective in between; a key of a store, or another file that a loop asks
+    for, that the reader waited for before it found the file whole; a file that both lock; files
+    that were there before, and are overwritten only after another collective; a rank that reads
+    what it wrote itself; files that appear whole by a rename, where they were found.
     """
 
     code = "DDP803"
@@ -164,5 +164,8 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
         stored = getattr(read.event, "stored", 0.0)
         if stored and read.rank.wall(stored) >= write.ended:
             continue  # it waited for a key that may well say that the file is there
+        polled = getattr(read.event, "polled", False)
+        if polled and read.began >= write.ended and not _failure(write, read):
+            continue  # or for another file that does
         return write
     return None

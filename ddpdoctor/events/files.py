@@ -58,6 +58,7 @@ class FileRead(Event, frozen=True, tag="file-read"):
         failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
         stored: when the rank last came back from waiting for a key of a store, 0 for never.
         callers: the lines that led to `site`, the nearest first.
+        polled: there, or in `callers`, the program has waited for another file before, in a loop.
     """
 
     path: str
@@ -71,3 +72,4 @@ class FileRead(Event, frozen=True, tag="file-read"):
     failed: str = ""
     stored: float = 0.0
     callers: tuple[int, ...] = ()
+    polled: bool = False

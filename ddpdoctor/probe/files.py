@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..events import FileLocked, FileRead, FileWritten
-from . import meetings, moments, sources, stacks, threads
+from . import meetings, moments, polling, sources, stacks, threads
 from .imports import when_imported
 from .patching import around, on_restore
 from .recorder import Recorder, guarded, recorder
@@ -30,6 +30,8 @@ LOST = "which files the ranks write and read"
 MOST_PATHS = 400
 MOST_READ = 100
 RECORDS_PER_PATH = 6
+CALLERS = 4
+"""Frames of which one may have waited for the file that is read."""
 
 _PRODUCED = (
     ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".json",
@@ -311,8 +313,21 @@ def _tell_read(
             failed=failed,
             stored=meetings.stored_at(),
             callers=active.sites.callers(),
+            polled=_polled(active),
         )
     )
+
+
+def _polled(active: Recorder) -> bool:
+    """Whether the reader, or one of those that called it, has waited for another file before."""
+    frame = active.sites.user_frame(sys._getframe(1))
+    for _ in range(CALLERS):
+        if frame is None:
+            break
+        if active.sites.kind(frame.f_code) is USER and polling.polled_before(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _mounts: list[tuple[str, bool]] = []

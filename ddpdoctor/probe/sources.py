@@ -68,7 +68,7 @@ def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | No
                 continue
             node = function_of(code)
             for call in ast.walk(node) if node is not None else ():
-                if isinstance(call, ast.Call) and _called_name(call) in names:
+                if isinstance(call, ast.Call) and called_name(call) in names:
                     return code, call.lineno
     return None
 
@@ -96,10 +96,10 @@ def only_opens(code: CodeType, line: int) -> bool:
 
 
 def _is_open(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _called_name(node) == "open"
+    return isinstance(node, ast.Call) and called_name(node) == "open"
 
 
-def _called_name(call: ast.Call) -> str:
+def called_name(call: ast.Call) -> str:
     function = call.func
     return str(getattr(function, "attr", None) or getattr(function, "id", ""))
 

@@ -93,6 +93,15 @@ def test_it_waited_for_a_key_of_a_store() -> None:
     assert found([wrote()], [after(1000.2)]), "before the file was written"
 
 
+def test_it_waited_for_another_file() -> None:
+    def waited(**more: object) -> Event:
+        return msgspec.structs.replace(read(**more), polled=True)  # type: ignore[type-var,arg-type]
+
+    assert not found([wrote()], [waited()])
+    assert found([wrote()], [waited(at=1001.2)]), "in vain"
+    assert found([wrote()], [waited(at=1001.2, failed=TORN)])
+
+
 MISSING = f"FileNotFoundError: [Errno 2] No such file or directory: '{PATH}'"
 FOREIGN = "UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace"
 TORN = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central"
