@@ -339,6 +339,9 @@ class Standing:
             threads=others[:20],
             workers=tuple(_worker(child) for child in machine.children(pid)[:32]),
             attempt=self._attempt,
+            phase=rank.ring.phase if rank.ring else -1,
+            phase_site=rank.ring.phase_site if rank.ring else -1,
+            still_s=round(now - rank.ring.progress_at, 3) if rank.ring else -1.0,
         )
 
 

@@ -21,7 +21,7 @@ from ddpdoctor.events import (
     Stopped,
 )
 from ddpdoctor.findings import Location, Steps
-from ddpdoctor.run import Call, Phase, Rank, Run, State, shorten
+from ddpdoctor.run import Call, Facts, Phase, Rank, Run, State, shorten
 
 from ._failures import call_failed, is_over, lost_peer
 from ._log import Book, GroupKey, Made, book
@@ -146,6 +146,7 @@ class Scene:
     Attributes:
         at: seconds since the epoch; stall: the monitor's record, where it saw the run stand still.
         failed: the moment is that of the first failure.
+        until: when the ranks stood so no more, or were last heard of.
     """
 
     at: float
@@ -153,6 +154,12 @@ class Scene:
     failed: bool
     stands: dict[int, Stand]
     known: Book
+    until: float = 0.0
+
+    def waited(self, stands: Iterable[Stand]) -> float:
+        """For how long the first of them has stood so in the end."""
+        still = max(s.still_s for s in stands)
+        return still + max(0.0, self.until - self.at) if self.stall else still
 
     @property
     def hang_after(self) -> float:
@@ -218,7 +225,23 @@ def scene(run: Run) -> Scene:
         at = first if first is not None else _last(run)
     known = book(run)
     stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
-    return Scene(at=at, stall=stall, failed=failed, stands=stands, known=known)
+    until = _until(run, at) if stall else at
+    return Scene(at=at, stall=stall, failed=failed, stands=stands, known=known, until=until)
+
+
+def _until(run: Run, at: float) -> float:
+    """When the first rank ended, or was told to, after that moment."""
+    times = [_stopped(node) for node in run.nodes.values()]
+    for rank in run.ranks.values():
+        ends = [*failures(rank), *(e.at for e in rank.of(RankExiting))]
+        ends += [rank.ended.at] if rank.ended else []
+        times += [rank.wall(end) for end in ends]
+    return min((t for t in times if t is not None and t >= at), default=_last(run))
+
+
+def _stopped(node: Facts) -> float | None:
+    began, stopped = node.first(MonitorStarted), node.latest(Stopped)
+    return stopped.at - began.at + began.wall if began and stopped else None
 
 
 def failures(rank: Rank) -> Iterator[float]:
@@ -290,16 +313,18 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
     elif call is not None:
         made = known.point_to_point(rank, call)
     left = _left(rank, at)
+    stood = _stood(run, rank)
+    then = stood if run.stall and stood and stood.phase >= 0 else None
     return Stand(
         rank=rank,
         gone=left is not None,
         call=call,
         key=key,
         made=made,
-        phase=ring.phase if ring else None,
-        phase_site=ring.phase_site if ring else -1,
-        still_s=_still(rank, call, at),
-        stood=_stood(run, rank),
+        phase=Phase(then.phase) if then else ring.phase if ring else None,
+        phase_site=then.phase_site if then else ring.phase_site if ring else -1,
+        still_s=_still(rank, call, at, then),
+        stood=stood,
         computes=computes,
         over=left is not None and is_over(run, rank, left, _looked(run, wall) - rank.wall(0.0)),
     )
@@ -320,9 +345,11 @@ def _only_computes(known: Book, rank: Rank, key: GroupKey, call: Call) -> bool:
     return all(entry.retired for entry in seen.entries)
 
 
-def _still(rank: Rank, call: Call | None, at: float) -> float:
+def _still(rank: Rank, call: Call | None, at: float, then: RankStood | None) -> float:
     """Seconds without progress: what was done after `at` does not count."""
     quiet = at - rank.ring.progress_at if rank.ring else 0.0
+    if quiet <= 0 and then is not None:
+        quiet = then.still_s
     if call is not None:
         inside = at - call.began
         return max(0.0, min(inside, quiet) if quiet > 0 else inside)
@@ -334,10 +361,7 @@ def _looked(run: Run, wall: float) -> float:
     times = [wall]
     if run.now is not None:
         times += [r.wall(run.now) for r in run.ranks.values()]
-    for node in run.nodes.values():
-        began, stopped = node.first(MonitorStarted), node.latest(Stopped)
-        if began and stopped:
-            times.append(stopped.at - began.at + began.wall)
+    times += [at for node in run.nodes.values() if (at := _stopped(node)) is not None]
     return max(times)
 
 

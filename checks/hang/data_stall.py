@@ -21,6 +21,11 @@ WORKERS = (
     'start the workers with `multiprocessing_context="forkserver"`, open files and locks inside '
     "the worker, and pass `timeout=60` to the DataLoader"
 )
+SLEEPS = (
+    "see where the data set's own code sleeps or tries again, and give that a limit: with "
+    "`num_workers=0` the report names the line; with `timeout=60` the DataLoader itself raises "
+    "where no batch comes"
+)
 NO_WORKERS = (
     "see what this line waits for on that rank (a file, a lock, the network) and give it a limit; "
     "with `num_workers=1` and `timeout=60` the DataLoader itself raises where no batch comes"
@@ -113,7 +118,7 @@ class DataStall(Check):
         here = next((s.made.location for s in waiting if s.made), None)
         others = sorted({s.rank.rank for s in waiting})
         who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
-        waited = max(s.still_s for s in stuck)
+        waited, still = now.waited(stuck), max(s.still_s for s in stuck)
         verb = "waits" if len(ranks) == 1 else "wait"
         thread = _threads.failed(now, first)
         related = [*_threads.place(thread, first)]
@@ -131,7 +136,7 @@ class DataStall(Check):
             summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
             + _workers_text(first.stood, loader),
             cause=_cause(first.stood, loader) + _threads.remark(thread),
-            fix=WORKERS if workers else NO_WORKERS,
+            fix=NO_WORKERS if not workers else SLEEPS if _sleeps(first.stood) else WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={
                 **_workers(first.stood),
@@ -139,7 +144,7 @@ class DataStall(Check):
                 "hang_after_s": round(now.hang_after, 1),
                 "stacks": merged_stacks(now),
             },
-            at=now.at - waited,
+            at=now.at - still,
         )
 
 
@@ -200,4 +205,11 @@ def _cause(stood: RankStood | None, loader: LoaderSeen | None) -> str:
             "a worker waits for a lock: typically one that another thread held when the worker "
             "was forked"
         )
+    if _sleeps(stood):
+        return f"a worker sleeps, as `time.sleep` does, in the code that loads {loader.dataset}"
     return "the workers do not deliver the next batch"
+
+
+def _sleeps(stood: RankStood | None) -> bool:
+    """Whether a worker waits for nothing but for time to pass."""
+    return stood is not None and any("nanosleep" in w.waits_in for w in stood.workers)

@@ -91,7 +91,7 @@ class RankMissing(Check):
                 *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
             ),
             summary=f"{ranks_text(ranks)} {does} come to {call}, "
-            f"where {ranks_text(others)} {have} waited {waited:.0f} s; "
+            f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{it} {be} {absent[0].doing}",
             cause=_cause(absent[0], why) + _threads.remark(thread),
             fix=_threads.FIX if thread is not None else _fix(absent[0], first, why),

@@ -55,6 +55,8 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
         cpu: share of one core that its main thread used or waited for in the last second or so.
         frames: the main thread's stack, innermost first; empty where it could not be taken.
         threads: of other Python threads, the innermost function of the user's, or else of all.
+        phase, phase_site, still_s: what it did when it was looked at, as its ring said, and for how
+            long without progress; -1 where unknown.
     """
 
     rank: int
@@ -66,6 +68,9 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
     crashed: bool = False
+    phase: int = -1
+    phase_site: int = -1
+    still_s: float = -1.0
 
     @property
     def measured(self) -> bool:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.data_stall import DataStall
+from recordings import site
 from tapes import START, Tape, run_of, stall, stood
 
-from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Worker
+from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Stopped, Worker
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run
@@ -38,6 +39,30 @@ def test_workers_in_a_lock(tmp_path: Path) -> None:
     assert finding.location.line == 6
     assert "lock" in finding.cause
     assert "2 sleeping in futex_wait_queue" in finding.summary
+
+
+def test_a_worker_that_sleeps_in_code_of_its_own(tmp_path: Path) -> None:
+    channels = ("hrtimer_nanosleep", "poll_schedule_timeout")
+    workers = [Worker(pid=7 + n, state="S", cpu_s=0.1, waits_in=c) for n, c in enumerate(channels)]
+    (finding,) = found(starving(tmp_path, *workers))
+    assert "sleeps, as `time.sleep` does, in the code that loads Images" in finding.cause
+    assert "`num_workers=0` the report names the line" in finding.fix
+
+
+def test_where_it_waited_until_it_was_interrupted(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=9, state=State.BEGUN, at=START + 5)
+    made[1].now(Phase.LEAVING)
+    made[1].progress_at = START + 90
+    loop = site(90, "train.py", 6, "for batch in loader:")
+    loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
+                        sampler="RandomSampler", workers=2)  # fmt: skip
+    then = stood(1, 6, "for batch in loader:", phase=Phase.DATA, phase_site=90, still_s=45.0)
+    seen = [then, stall(START + 50, START + 5), Stopped(at=START + 89, by="interrupt")]
+    run = run_of(tmp_path, made, more={1: [loop, loader]}, nodes={0: seen}, ended={0: -2, 1: -2})
+    (finding,) = found(run)
+    assert "rank 1 waits 84 s for a batch" in finding.summary
+    assert str(finding.location) == "train.py:6"
 
 
 def test_workers_that_are_gone(tmp_path: Path) -> None:
