@@ -34,6 +34,7 @@ from .events import (
 )
 from .findings import Location
 from .joining import end_of, joined_info, of_one_world
+from .naming import names_of, title_of
 from .numbering import numbered_alike
 from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
 from .ring import Call, Phase, Ring, State, read_ring
@@ -41,7 +42,7 @@ from .runfolder import Lines, RunFolder, RunInfo
 
 __all__ = [
     "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
-    "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten",
+    "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten", "title_of",
 ]  # fmt: skip
 
 E = TypeVar("E", bound=Event)
@@ -149,9 +150,8 @@ class Rank(Facts):
         return next(known, Location(path, line))
 
     def names_of(self, wrapped: Wrapped) -> tuple[str, str]:
-        """What the line of the wrap calls the wrapper, and what it was given; empty for unknown."""
-        spot = self.location(wrapped.site) if not wrapped.adopted else None
-        return spot.named("DDP", "DistributedDataParallel") if spot else ("", "")
+        """What the program calls the wrapper, and what it was given; empty for unknown."""
+        return names_of(self, wrapped)
 
     def wall(self, at: float) -> float:
         """A time on this rank's clock as seconds since the epoch, comparable between nodes."""

@@ -56,7 +56,7 @@ def wrap_of(rank: Rank, model: int) -> Wrapped | None:
 
 
 def names_in_code(rank: Rank, wrapped: Wrapped) -> tuple[str, str]:
-    """What the line of the wrap calls the wrapper, and what it was given; else both are `model`."""
+    """What the program calls the wrapper, and what it was given; else both are `model`."""
     wrapper, inner = rank.names_of(wrapped)
     return wrapper or "model", inner or "model"
 

@@ -9,7 +9,7 @@ import msgspec
 from ddpdoctor.events import Bypassed, RankExiting, StepDone, SyncPattern
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -80,16 +80,17 @@ class DdpBypassed(Check):
         call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
         wrapper, _ = models.names_in_code(rank, wrapped)
+        title = title_of(rank, wrapped)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=Steps(first.step, last.step, last.count),
-            subjects=(wrapped.kind,),
+            subjects=(title,),
             location=spot,
             label="goes around the wrapper" if call >= 0 else "backward of a forward around DDP",
             related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
-            summary=f"{_applied(wrapped.kind, last)} that went around DistributedDataParallel, "
+            summary=f"{_applied(title, last)} that went around DistributedDataParallel, "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(wrapped.kind, last),
+            cause=_cause(title, last),
             fix=f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the model it "
             "wraps; move other methods behind `forward`",
             fix_kind=FixKind.CHECK,

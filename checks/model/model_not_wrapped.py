@@ -94,7 +94,7 @@ class ModelNotWrapped(Check):
             for alike in _alike(run, optimizer):
                 for finding in self._judge(run, optimizer, alike):
                     place = finding.location or optimizer
-                    key = (place, finding.summary, finding.ranks, finding.subjects)
+                    key = (place, finding.cause, finding.ranks, finding.subjects)
                     together.setdefault(key, []).append(finding)
             if found := _spread.apart(run, optimizer):
                 together.setdefault(("of a group", optimizer), []).append(
@@ -219,6 +219,7 @@ class ModelNotWrapped(Check):
     ) -> Finding:
         rank, event = next(iter(alike.items()))
         kind = event.kind or _loose(len(event.parameters))
+        title = f"{event.name} ({kind})" if event.name else kind
         bad = severity is not Severity.NOTE
         late = max(s.late for r, e in alike.items() for s in _states(r, e.optimizer))
         spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
@@ -234,13 +235,13 @@ class ModelNotWrapped(Check):
             location=stepped if late and stepped else spot or stepped,
             label="before the gradients are exchanged" if late else "never wrapped",
             related=models.related(rank, (("stepped here", event.step_site),) if not late else ()),
-            summary=f"{kind} is trained {where}, and nothing "
+            summary=f"{title} is trained {where}, and nothing "
             + ("synchronises its gradients" if bad else "is exchanged: ranks agree")
             + (": they differ" if bad and not late else " before it applies them" if bad else ""),
             cause=_cause(kind, event, bad, late),
-            fix=_fix(event, bad, late, spot),
+            fix=_fix(title, event, bad, late, spot),
             fix_kind=FixKind.CHECK,
-            evidence=_evidence(rank, event, common, moved, bad),
+            evidence={"model": title, **_evidence(rank, event, common, moved, bad)},
             at=rank.wall(event.at),
         )
 
@@ -250,11 +251,13 @@ def _with(first: Finding, others: list[Finding]) -> Finding:
     if not others:
         return first
     numbers = {n for f in (first, *others) for n in f.optimizers}
+    named = [f.evidence["model"] for f in (first, *others)]
+    apart = len(set(named)) == len(named)
     return msgspec.structs.replace(
         first,
         optimizers=tuple(sorted(numbers)),
         summary=f"{first.summary}; and so with {len(others)} more that this line makes",
-        evidence=first.evidence | {"models": len(others) + 1},
+        evidence=first.evidence | {"models": named if apart else len(named)},
     )
 
 
@@ -346,7 +349,7 @@ def _cause(kind: str, event: Unwrapped, bad: bool, late: int) -> str:
     )
 
 
-def _fix(event: Unwrapped, bad: bool, late: int, spot: Location | None) -> str:
+def _fix(title: str, event: Unwrapped, bad: bool, late: int, spot: Location | None) -> str:
     if not bad:
         return (
             "if each rank is to have its share of the data: shard it, and wrap the model in "
@@ -361,7 +364,7 @@ def _fix(event: Unwrapped, bad: bool, late: int, spot: Location | None) -> str:
         )
     name = spot.named(event.kind)[0] if spot and event.kind else ""
     wrap = f"`{name} = DistributedDataParallel({name})`" if name else (
-        f"wrap {event.kind or 'the module that uses them'} in DistributedDataParallel"
+        f"wrap {title if event.kind else 'the module that uses them'} in DistributedDataParallel"
     )  # fmt: skip
     return f"{wrap} before the optimizer is built, and train through it"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import SearchCost, SyncPattern
 from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -77,11 +77,11 @@ class NeedlessFindUnusedParameters(Check):
         unsynced = any(e.unsynced for r in ranks for e in r.of(SyncPattern) if e.model == model)
         return self.finding(
             ranks=tuple(r.rank for r in ranks),
-            subjects=(wrapped.kind,),
+            subjects=(title_of(rank, wrapped),),
             location=rank.location(wrapped.site),
             label="the search finds nothing",
             summary=f"find_unused_parameters=True, but all {len(wrapped.parameters)} parameters of "
-            f"{wrapped.kind} were used in each of {use.examined} backwards examined"
+            f"{title_of(rank, wrapped)} were used in each of {use.examined} backwards examined"
             + (f" of {use.backwards}" if unseen > 0 else ""),
             cause="DDP searches the autograd graph in every step for parameters that are not used, "
             "and there are none; the graph was the same in every step examined",

@@ -8,7 +8,7 @@ import msgspec
 
 from ddpdoctor.events import OptimizerSeen, Ownership
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -69,7 +69,7 @@ class OptimizerParameterMismatch(Check):
     def _tell(self, run: Run, model: int, seen: dict[Rank, Ownership]) -> Finding:
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
-        kind = wrapped.kind if wrapped else event.module
+        kind = title_of(rank, wrapped) if wrapped else event.module
         wrap_site = wrapped.site if wrapped else -1
         few = len(event.missing) <= MOST * event.trained
         whole = wrapped is not None and len(event.missing) == event.trained

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -91,6 +91,7 @@ class ParametersChangedAfterWrap(Check):
         assert wrapped is not None
         done, why = DONE[kind]
         wrapper, _ = models.names_in_code(rank, wrapped)
+        title = title_of(rank, wrapped)
         spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
@@ -99,9 +100,9 @@ class ParametersChangedAfterWrap(Check):
             location=spot or rank.location(event.forward_site),
             label=done if spot else "first forward after the change",
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
-            summary=f"{models.some(event.names)} of {wrapped.kind} {_were(done, event.names)} "
+            summary=f"{models.some(event.names)} of {title} {_were(done, event.names)} "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
-            cause=f"DDP registered the parameters of {wrapped.kind} when it was wrapped: {why}",
+            cause=f"DDP registered the parameters of {title} when it was wrapped: {why}",
             fix="change the model before it is wrapped, or wrap it again after the change: "
             f"`{wrapper} = DistributedDataParallel({wrapper}.module)`",
             fix_kind=FixKind.CHECK,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run, equal_ranks, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, ranks_text, title_of
 
 from . import _graphs as graphs
 from . import _models as models
@@ -79,6 +79,7 @@ class RankDependentGraph(Check):
         wrapped = models.wrap_of(rank, model)
         if wrapped is None:
             return
+        title = title_of(rank, wrapped)
         common = set.intersection(*left.values())
         disputed = sorted(set.union(*left.values()) - common)
         names = models.names_of(wrapped, disputed)
@@ -96,8 +97,8 @@ class RankDependentGraph(Check):
             location=spot,
             label=label,
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
-            summary=_summary(run, wrapped, event.step, left, without, names),
-            cause=_cause(wrapped, parts, allowed),
+            summary=_summary(run, wrapped, title, event.step, left, without, names),
+            cause=_cause(wrapped, title, parts, allowed),
             fix=_fix(parts, idle, allowed, models.names_in_code(rank, wrapped)[0]),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -113,6 +114,7 @@ class RankDependentGraph(Check):
 def _summary(
     run: Run,
     wrapped: Wrapped,
+    title: str,
     step: int,
     left: dict[int, set[int]],
     without: list[int],
@@ -120,7 +122,7 @@ def _summary(
 ) -> str:
     if len(without) < len(left):
         return (
-            f"{models.some(names)} of {wrapped.kind} got no gradient at step {step} "
+            f"{models.some(names)} of {title} got no gradient at step {step} "
             f"{models.on_ranks(run, without)}, but did on the others"
         )
     common = set.intersection(*left.values())
@@ -131,7 +133,7 @@ def _summary(
     ]
     more = f"; and so on, {len(own)} different sets" if len(own) > 3 else ""
     return (
-        f"the ranks used different parameters of {wrapped.kind} at step {step}, none of them all: "
+        f"the ranks used different parameters of {title} at step {step}, none of them all: "
         f"no gradient came to {'; '.join(own[:3])}{more}"
     )
 
@@ -172,8 +174,8 @@ def _row(wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]) -> dict
     return row
 
 
-def _cause(wrapped: Wrapped, parts: list[models.Part], allowed: bool) -> str:
-    text = f"the forward of {wrapped.kind} depends on the rank or on its data: "
+def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool) -> str:
+    text = f"the forward of {title} depends on the rank or on its data: "
     first = parts[0]
     title = first.title if first.whole else _name(wrapped, first)
     text += f"{title} takes part in the loss on some ranks only"

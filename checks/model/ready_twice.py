@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import ReadyTwice as Record
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -81,7 +81,7 @@ class ReadyTwice(Check):
                 rank, (("backward that torch refused", event.site), (wrapped.here, wrapped.site))
             ),
             summary=f"torch refused the backward at step {event.step}: {name or 'a parameter'} of "
-            f"{wrapped.kind} was marked ready twice",
+            f"{title_of(rank, wrapped)} was marked ready twice",
             cause=_cause(event, why),
             fix=_fix(why),
             fix_kind=FixKind.CHECK,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -74,7 +74,7 @@ class StaticGraphBroken(Check):
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(e.step for e in events),
-            subjects=(wrapped.kind,),
+            subjects=(title_of(rank, wrapped),),
             location=rank.location(wrapped.site),
             label="promises a static graph",
             related=models.related(
@@ -84,7 +84,7 @@ class StaticGraphBroken(Check):
                     ("the forward that differs", first.forward_site),
                 ),
             ),
-            summary=_summary(wrapped.kind, first, silent),
+            summary=_summary(title_of(rank, wrapped), first, silent),
             cause="`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP "
             "learns its schedule in the first iteration, which did not synchronise"
             if accumulates

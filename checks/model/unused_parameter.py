@@ -8,7 +8,7 @@ import msgspec
 
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _graphs as graphs
 from . import _models as models
@@ -95,7 +95,7 @@ class UnusedParameter(Check):
             location=models.made_at(rank, wrapped, parts[0]),
             label=why,
             related=_related(rank, wrapped, event, parts[0]),
-            summary=f"{models.some(names)} of {wrapped.kind} got no gradient "
+            summary=f"{models.some(names)} of {title_of(rank, wrapped)} got no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"at step {event.step} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(parts[0], why, allowed),

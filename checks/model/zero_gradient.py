@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import Wrapped, ZeroGradients
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
 
@@ -75,13 +75,14 @@ class ZeroGradient(Check):
     ) -> Finding:
         names = models.names_of(wrapped, left)
         part = models.parts_of(wrapped, left)[0]
+        title = title_of(rank, wrapped)
         return self.finding(
             ranks=ranks,
             subjects=names,
             location=models.made_at(rank, wrapped, part),
             label="its gradient is always zero",
-            summary=f"the gradient of {models.some(names)} of {wrapped.kind} was exactly zero at "
-            f"all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
+            summary=f"the gradient of {models.some(names)} of {title} was exactly "
+            f"zero at all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
             cause=f"{part.title} reaches the loss only through something that is zero; weight "
             f"decay {event.weight_decay:g} still shrinks it",
             fix="look for a loss weight, a mask or an activation that is zero on its way to the "

@@ -84,6 +84,14 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         return f"wrapped {self.kind} in {self.wrapper} ({len(self.parameters)} parameters)"
 
 
+class Named(Event, frozen=True, tag="named"):
+    """What a variable, or an attribute of one, is called that held the wrapper of a model at the
+    first step of an optimizer, in the innermost frame of the user's that has one."""
+
+    model: int
+    name: str
+
+
 class SentBuffers(Event, frozen=True, tag="sent-buffers"):
     """The buffers that DDP is about to broadcast from rank 0 at the begin of a forward, where they
     are not shaped as at the wrap, or at the last such event. Looked at in some forwards, the same
@@ -247,6 +255,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
         parameters: in the optimizer's order, names as far as they are known.
         wrapped: how many models were wrapped so far.
         step_site: the line of the step.
+        name: what the program calls the module there, as in `Named`.
     """
 
     optimizer: int
@@ -256,6 +265,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     root: int = -1
     site: int = -1
     step_site: int = -1
+    name: str = ""
 
     def describe(self) -> str:
         count = len(self.parameters)

@@ -14,6 +14,7 @@ from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
 from . import autograd, discarded, exchanges, inflight, models, moments, optimizers, schemes
 from .digests import capturing, sums
+from .holders import name_of
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
 from .moments import Step, Subscriptions
@@ -274,6 +275,7 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
             root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
             site=_made_at(active, roots[0] if roots else parameters[0]),
             step_site=step.site,
+            name=name_of(id(roots[0]), sys._getframe(1), active.sites)[0] if roots else "",
         ),
         vital=True,
     )
