@@ -238,8 +238,7 @@ def failures(run: Run) -> list[Failure]:
     interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
     if len(interrupted) < len(run.ranks):  # whoever stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
-    aborts = [f for f in found if at_teardown(run, f)]
-    return sorted((f for f in found if not _cleaned_up(f, aborts)), key=lambda f: f.at)
+    return sorted((f for f in found if not _cleaned_up(run, f, found)), key=lambda f: f.at)
 
 
 def unseen(run: Run) -> list[Failure]:
@@ -256,11 +255,16 @@ def unseen(run: Run) -> list[Failure]:
     return sorted(found, key=lambda f: f.at)
 
 
-def _cleaned_up(ended: Failure, aborts: list[Failure]) -> bool:
-    """Whether it was told to end since another process had aborted at its teardown; the two may be
-    seen at once."""
-    told = ended.kind == "signal" and ended.rank.signal == "SIGTERM"
-    return told and any(-_SEEN_S < ended.at - abort.at < CLEAN_UP_S for abort in aborts)
+def _cleaned_up(run: Run, ended: Failure, found: list[Failure]) -> bool:
+    """Whether it was told to end since another process had aborted at its teardown (the two may be
+    seen at once), or had failed by itself; where nobody saw who told it."""
+    if ended.kind != "signal" or ended.rank.signal != "SIGTERM":
+        return False
+    aborts = [f.at for f in found if at_teardown(run, f)]
+    lost = [f.rank.wall(f.rank.ended.at) for f in found if f.kind == "lost" and f.rank.ended]
+    return any(-_SEEN_S < ended.at - at < CLEAN_UP_S for at in aborts) or any(
+        0 < ended.at - at < CLEAN_UP_S for at in lost
+    )
 
 
 def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:

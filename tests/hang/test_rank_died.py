@@ -259,3 +259,12 @@ def test_a_process_of_another_group_is_not_without_a_record(tmp_path: Path) -> N
     run.others = (other,)
     assert not run.unobserved
     assert not found(run)
+
+
+@pytest.mark.parametrize(("ended", "told"), [(6.0, False), (8.0, True)])
+def test_told_to_end_after_another_had_failed(tmp_path: Path, ended: float, told: bool) -> None:
+    """By torchrun inside the command, which nobody could ask; or that other lost this one."""
+    peer = ExceptionRaised(at=START + 5, kind="RuntimeError", message="Connection refused")
+    ends = [end(0, START + ended, status=1), end(1, START + 6.5, signal=15)]
+    run = run_of(tmp_path, tapes(), nodes={0: ends}, more={0: [peer]})
+    assert [f.subjects for f in found(run)] == [("SIGTERM",)] * told
