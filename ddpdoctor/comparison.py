@@ -63,7 +63,7 @@ def compare(before: Report, after: Report) -> Comparison:
         tuple(went),
         tuple(stayed),
         tuple(_figures(before, after)),
-        tuple(_unlike(before, after)),
+        tuple(_unlike(before, after, appeared)),
     )
 
 
@@ -92,7 +92,7 @@ def _values(report: Report, name: str) -> list[float]:
     return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
-def _unlike(before: Report, after: Report) -> list[str]:
+def _unlike(before: Report, after: Report, appeared: list[Finding]) -> list[str]:
     """What makes the two runs hard to compare."""
     reasons = []
     parts: tuple[tuple[str, Callable[[Report], object]], ...] = (
@@ -108,4 +108,8 @@ def _unlike(before: Report, after: Report) -> list[str]:
     gone = sorted(set(before.coverage.examined) - set(after.coverage.examined))
     if gone:
         reasons.append(f"examined before, not after: {', '.join(gone)}")
+    if new := sorted({f.check for f in appeared} - set(before.coverage.examined)):
+        reasons.append(f"not examined before, and may have been there: {', '.join(new)}")
+    for when, report in (("before", before), ("after", after)):
+        reasons += [f"records {when}: {text}" for text in report.coverage.lost]
     return reasons

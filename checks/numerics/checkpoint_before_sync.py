@@ -111,7 +111,7 @@ class CheckpointBeforeSync(Check):
                 "write ended": None if write.cut_off else round(write.ended - write.began, 4),
                 "read began": round(read.began - write.began, 4),
                 "the read failed with": failed,
-                "the rank ended with it": bool(failed and _ended_with(read)),
+                **({"the rank ended with it": True} if failed and _ended_with(read) else {}),
             },
             at=read.began,
         )

@@ -20,10 +20,12 @@ def render(change: Comparison, width: int, *, styled: bool) -> str:
     for name, report in (("before", change.before), ("after", change.after)):
         head = facts.headline(report)
         show(console, Text.assemble((f"{name:<7}", "bold"), head[1]))
-        show(console, Text(f"       {clean(shlex.join(report.run.command), 200)}", "dim"))
+        command = shlex.join(report.run.command) or "command unknown"
+        show(console, Text(f"       {clean(command, 200)}", "dim"))
         show(console, Text(f"       {clean(report.run.folder)}", "dim"))
     for reason in change.unlike:
-        show(console, Text(f"differs {clean(reason)}", "yellow"))
+        for n, part in enumerate(wrap(clean(reason), width - 8)):
+            show(console, Text(f"{'' if n else 'differs':<8}{part}", "yellow"))
     if not (change.appeared or change.went or change.stayed):
         show(console, Text("\nno findings in either run"))
     groups = (("appeared", change.appeared), ("went", change.went), ("stayed", change.stayed))

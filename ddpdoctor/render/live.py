@@ -56,9 +56,9 @@ def _status(run: Run, folder: str, over: bool) -> str:
         if silent > SILENT_S:
             parts.append(f"no new record for {duration(silent)}")
     if run.missing and run.ranks:
-        parts.append(f"no record yet of {ranks_text(run.missing)}")
+        parts.append(f"no record{'' if over else ' yet'} of {ranks_text(run.missing)}")
     elif not run.ranks:
-        parts.append("no rank has reported yet")
+        parts.append("no rank has reported" + ("" if over else " yet"))
     return f"{clean(folder)}: {', '.join(parts)}"
 
 

@@ -31,6 +31,25 @@ def test_compare(tmp_path: Path, capsys: Caught) -> None:
     assert "no such folder" in refused(capsys, "compare", fast, tmp_path / "nope")
 
 
+def test_what_makes_runs_hard_to_compare(tmp_path: Path, capsys: Caught) -> None:
+    whole = write_folder(tmp_path / "whole", {0: steps(9), 1: steps(9)}).path
+    part = write_folder(tmp_path / "part", {0: steps(9)}, world_size=2, command=()).path
+    assert main(["compare", str(part), str(whole)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "command unknown" in out
+    assert "differs records before: " in out and "records after" not in out
+
+
+def test_what_was_not_examined_before_need_not_be_new() -> None:
+    toy = ToyStep()
+    before = diagnose(make_run({0: []}), checks=())
+    after = diagnose(make_run({0: steps(9)}), checks=(toy,))
+    change = compare(before, after)
+    assert [f.check for f in change.appeared] == [toy.name]
+    assert f"not examined before, and may have been there: {toy.name}" in change.unlike
+    assert not any("not examined" in reason for reason in compare(after, after).unlike)
+
+
 def held(mib: int, waited_s: float) -> list[Event]:
     return [
         MemorySample(at=0, step=3, rss_bytes=1, peak_rss_bytes=mib << 20),

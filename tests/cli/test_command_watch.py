@@ -31,3 +31,9 @@ def test_watch_tells_a_run_that_is_gone(tmp_path: Path, capsys: Caught) -> None:
     assert f"{folder}: incomplete, 2 ranks" in out
     assert "0     lost       3" in out
     assert "no such folder" in refused(capsys, "watch", tmp_path / "nope")
+
+
+def test_watch_expects_no_more_of_a_run_that_is_over(tmp_path: Path, capsys: Caught) -> None:
+    folder = write_folder(tmp_path / "run", {0: steps(3)}, world_size=2).path
+    assert main(["watch", str(folder)]) == 0
+    assert "no record of rank 1" in capsys.readouterr().out
