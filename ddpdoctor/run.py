@@ -42,11 +42,14 @@ from .runfolder import Lines, RunFolder, RunInfo
 
 __all__ = [
     "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
-    "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten", "title_of",
+    "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten",
+    "title_of",
 ]  # fmt: skip
 
 E = TypeVar("E", bound=Event)
 F = TypeVar("F", bound="Facts")
+
+UNKNOWN = RunInfo(schema_version=0, id="", command=[], started_at="", tool_version="")
 
 
 class Facts:
@@ -410,7 +413,7 @@ class Recording:
         }
         for one in (r for several in records.values() for r in several):
             one.ended, one.stopped = end_of(one, nodes.values(), attempt)
-        info = self.folder.read_info() or _unknown()
+        info = self.folder.read_info() or UNKNOWN
         if attempt != self.folder.attempts()[-1]:  # what stands there is how the last one ended
             info = msgspec.structs.replace(info, outcome=None, exit_code=None)
         ranks, others = of_one_world(records)
@@ -443,7 +446,3 @@ def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
     joined = Run(joined_info(runs), ranks, nodes, attempt)
     joined.others = tuple(p for run in runs for p in run.others)
     return joined
-
-
-def _unknown() -> RunInfo:
-    return RunInfo(schema_version=0, id="", command=[], started_at="", tool_version="")
