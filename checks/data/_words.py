@@ -44,6 +44,15 @@ def dataset(reader: Reader) -> str:
     return f"{seen.dataset} ({seen.length})" if seen.length >= 0 else seen.dataset
 
 
+def datasets(readers: Iterable[Reader]) -> str:
+    """`Subset (40, 30, 20) and Images (64)`: each kind once."""
+    lengths: dict[str, dict[int, None]] = {}
+    for reader in readers:
+        lengths.setdefault(reader.seen.dataset, {})[reader.seen.length] = None
+    known = {kind: [n for n in found if n >= 0] for kind, found in lengths.items()}
+    return " and ".join(f"{kind} ({some(n)})" if n else kind for kind, n in known.items())
+
+
 def figures(audit: Audit) -> Evidence:
     """What the ranks consumed, as evidence."""
     never = f"{audit.never} never" if audit.complete else "the rest not yet: left early"

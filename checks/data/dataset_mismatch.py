@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, S
 from ddpdoctor.run import Run
 
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, some, whom
+from ._words import datasets, figures, no_loader, related, whom
 
 
 class DatasetMismatch(Check):
@@ -90,7 +90,7 @@ class DatasetMismatch(Check):
                 if alone
                 else f"{whom(run, fault.ranks)} divide different data sets among them"
             )
-            + f": `{names[0]}` of {some(map(dataset, sets))} {how} between ranks"
+            + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
             **_why(kind, lengths, reordered=reordered),

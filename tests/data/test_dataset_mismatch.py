@@ -66,10 +66,11 @@ def test_the_parts_of_one_split_are_one_finding() -> None:
         return [
             *loader(0, [share], **common),  # type: ignore[arg-type]
             *loader(1, [share], dataset="Rest", loop_site=4, trains=False, **common),  # type: ignore[arg-type]
+            *loader(2, [share], loop_site=5, trains=False, **common | {"length": 99}),  # type: ignore[arg-type]
         ]
 
     (finding,) = examine(both(0), both(1))
-    assert "`indices` of Photos (100), Rest (100) differs" in finding.summary
+    assert "`indices` of Photos (100, 99) and Rest (100) differs" in finding.summary
     assert finding.location is not None and finding.location.line == 21
     assert "sampler made here" in [r.label for r in finding.related]
 
