@@ -30,10 +30,10 @@ class DoubleAveraging(Check):
     way, the last twelve nodes of its graph are searched for a division by the world size or a
     multiple; where there is one, torch is made to note the lines in a forward that follows. Between
     the averaging backward and the step some values of up to six gradients on the CPU are compared
-    (in the first 64 steps, later as `--budget` allows), and what the program hands to collectives
-    with the gradients; without a wrapper, in four steps, what is applied with the mean of what the
-    ranks had. A division counts only where its line names the world size: another 2 does not. The
-    finding is proven.
+    (in the first 64 steps, later as `--budget` allows), without what torch's clipping makes of
+    them, and what the program hands to collectives with the gradients; without a wrapper, in four
+    steps, what is applied with the mean of what the ranks had. A division counts only where its
+    line names the world size: another 2 does not. The finding is proven.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and
@@ -107,7 +107,7 @@ class DoubleAveraging(Check):
         yield self._finding(
             member,
             ranks=tuple(seen),
-            first=_first(member, event),
+            first=_first(member, event, size),
             location=member.rank.location(event.site),
             label="DDP has divided by it already",
             related=(),
@@ -115,7 +115,7 @@ class DoubleAveraging(Check):
             f"they are {size} times too small",
             cause="DDP's backward leaves the mean over the ranks in `.grad`",
             fix=f"remove the division by `{event.divisor}`",
-            evidence={"measured_ratio": event.ratio, "written_as": event.divisor},
+            evidence={"measured_ratio": _by_hand(event), "written_as": event.divisor},
             at=event.at,
         )
 
@@ -188,7 +188,7 @@ def _undecided(run: Run) -> str | None:
 
 def _changes_gradients(member: Member, size: int) -> bool:
     """In a way that may be an average over the ranks, by a line that is not known, or once."""
-    divided = any(e.changed and abs(e.ratio * size - 1) < 1e-3 for e in _edits(member))
+    divided = any(e.changed and abs(_by_hand(e) * size - 1) < 1e-3 for e in _edits(member))
     return divided or any(e.model == member.model for e in member.rank.of(GradientReduced))
 
 
@@ -202,20 +202,25 @@ def _edits(member: Member) -> list[Edited]:
 
 
 def _divided(member: Member, size: int) -> Edited | None:
-    """An edit by exactly one over the world size, at a line that says so; functions of torch's
-    (clipping) that were called too have changed nothing then."""
+    """An edit by exactly one over the world size, at a line that says so, before or after whatever
+    functions of torch's (clipping) made of them."""
     for event in _edits(member):
-        exact = event.changed and abs(event.ratio * size - 1) < 1e-3
+        exact = event.changed and abs(_by_hand(event) * size - 1) < 1e-3
         if exact and event.divisor and (event.beside or not event.functions):
             return event
     return None
 
 
-def _first(member: Member, found: Edited) -> int:
+def _by_hand(event: Edited) -> float:
+    """By how much the program multiplied them."""
+    return event.besides or event.ratio
+
+
+def _first(member: Member, found: Edited, size: int) -> int:
     """The first step from which on the same edit was made, at a line that was not known yet."""
     first = found.step
     for event in reversed([e for e in _edits(member) if e.step < found.step]):
-        if not event.changed or abs(event.ratio - found.ratio) > 1e-3 * found.ratio:
+        if not event.changed or abs(_by_hand(event) * size - 1) > 1e-3:
             break
         first = event.step
     return first

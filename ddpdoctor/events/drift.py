@@ -160,6 +160,7 @@ class Edited(Event, frozen=True, tag="edited"):
         divisor: the world size as written, where the line divides by it.
         changers: of the functions, those that changed what was looked at; the sites that called
             them, -1 where it is not known.
+        besides: as `ratio`, of what else than these functions changed them; 0 where nothing did.
     """
 
     model: int
@@ -176,6 +177,7 @@ class Edited(Event, frozen=True, tag="edited"):
     undone: bool = False
     counted: bool = False
     changers: dict[str, int] = {}
+    besides: float = 0.0
 
 
 class Rewritten(Event, frozen=True, tag="rewritten"):

@@ -39,13 +39,17 @@ TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits; after that
 only where the next edit is due, if they come as regularly as the last two."""
 
+NOTHING: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
+"""Told of what was not edited."""
+
 
 class Followed:
     """What is known of one model: tensors taken, and what was told of each kind.
 
     Attributes:
         whole: one optimizer holds all gradients, as far as is known.
-        sites: by kind, and whether they were changed or put back.
+        sites: by kind, and whether they were changed or put back; a line that divides by the world
+            size is the first of them.
     """
 
     def __init__(self) -> None:
@@ -54,7 +58,7 @@ class Followed:
         self.states: dict[int, Taken] = {}
         self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
-        self.divisors: dict[str, str] = {}
+        self.divisors: dict[tuple[str, bool], str] = {}
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
         self.changed_at: dict[str, int] = {}
@@ -131,7 +135,7 @@ def _changing() -> None:
         return
     began = time.perf_counter_ns()
     for model, taken in _taken():
-        taken.called(_gradients_now(model, taken))
+        taken.called(_gradients(model, taken.positions))
     _edits.spent_ns += time.perf_counter_ns() - began
 
 
@@ -142,7 +146,7 @@ def _changed(active: Recorder, token: Any, result: Any, error: BaseException | N
     name, site = token
     began = time.perf_counter_ns()
     for model, taken in _taken():
-        taken.returned(_gradients_now(model, taken), name, site)
+        taken.returned(_gradients(model, taken.positions), name, site)
         tracer = _followed(model).tracer
         if tracer is not None and tracer.kind == "gradients":
             tracer.pass_over()
@@ -155,8 +159,8 @@ def _taken() -> Iterator[tuple[Model, Taken]]:
             yield model, followed.gradients
 
 
-def _gradients_now(model: Model, taken: Taken) -> list[int]:
-    return digests([_gradient(model, p) for p in taken.positions])
+def _gradients(model: Model, positions: list[int]) -> list[Any]:
+    return [_gradient(model, p) for p in positions]
 
 
 def _followed(model: Model) -> Followed:
@@ -210,7 +214,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             continue
         began = time.perf_counter_ns()
         positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
-        grads = [_gradient(model, p) for p in positions]
+        grads = _gradients(model, positions)
         followed.gradients = Taken(positions, grads, sampled=True)
         followed.gradients.touched = Touched(model, model.expected)
         _trace(active, followed, "gradients", model)
@@ -248,7 +252,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if taken is not None:
             mine = taken.only(holding.held)
             if mine.positions and not step.closure:
-                grads = [_gradient(holding.model, p) for p in mine.positions]
+                grads = _gradients(holding.model, mine.positions)
                 now = Taken(mine.positions, grads, sampled=True)
                 _tell(active, step.number, holding, "gradients", mine, now)
             if rest := set(taken.positions).difference(mine.positions):
@@ -321,15 +325,17 @@ def _tell(
     beside = bool(functions) and (before.beside or now.numbers != before.latest or bool(counted))
     undone = [] if changed else rewritten(before, now)
     changers = dict(before.changers) if differing else {}
-    share = ratio(before, now) if differing and kind == "gradients" else 0.0
+    share = ratio(before.values, now.values) if differing and kind == "gradients" else 0.0
+    besides = before.besides(now) if beside and differing else 0.0
     if followed.tracer is not None and followed.tracer.kind == kind:
         found = followed.tracer.stop()
         followed.tracer = None
         if found and (changed or undone):
             followed.wanted.pop(kind, None)
+            divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
+            found.sort(key=lambda at: not divisors[at])
             followed.sites[kind, changed] = tuple(active.sites.number(*place) for place in found)
-            code, line = found[0]
-            followed.divisors[kind] = divided_by_world_size(code.co_filename, line)
+            followed.divisors[kind, changed] = divisors[found[0]]
     by_hand = undone or counted or (differing if beside or not functions else [])
     if by_hand and (kind, changed) not in followed.sites:
         after = dict(zip(now.positions, now.numbers, strict=True))
@@ -340,8 +346,9 @@ def _tell(
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
     sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
-    state = (changed, share, sites, beside, bool(undone), bool(counted), functions, changers)
-    if followed.told.get(key, (False, 0.0, (), False, False, False, (), {})) == state:
+    how = (beside, bool(undone), bool(counted))
+    state = (changed, share, besides, sites, how, functions, changers)
+    if followed.told.get(key, NOTHING) == state:
         return
     if followed.count >= TOLD_AT_MOST:
         return
@@ -360,10 +367,11 @@ def _tell(
             more=sites[1:],
             functions=functions,
             changers=changers,
+            besides=besides,
             beside=beside,
             undone=bool(undone),
             counted=bool(counted),
-            divisor=followed.divisors.get(kind, "") if changed else "",
+            divisor=followed.divisors.get((kind, True), "") if changed else "",
         )
     )
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from math import prod
 from typing import Any
 
 from .digests import digests, some_values
 from .touched import Touched
 from .writes import version
+
+Values = list[list[float]]
+"""Some of each tensor."""
 
 
 class Taken:
@@ -18,13 +22,16 @@ class Taken:
         beside: something else changed them before that.
         functions: those of torch's that have written to any of the model's; `changers` what changed
             some of these, and the site that called it.
+        since: values when `latest` was; spans: values before and after what something else than
+            these functions made of them.
         touched: of gradients, those that were written to, whether their values are here or not.
     """
 
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
         self.positions = positions
         self.numbers = self.latest = digests(tensors)
-        self.values = [some_values([t]) for t in tensors] if sampled else []
+        self.values = self.since = _values(tensors) if sampled else []
+        self.spans: list[tuple[Values, Values]] = []
         self.versions = [] if sampled else [version(t) for t in tensors]
         self.beside = False
         self.functions: dict[str, None] = {}
@@ -36,25 +43,39 @@ class Taken:
         kept = [n for n, position in enumerate(self.positions) if position in positions]
         part = Taken([self.positions[n] for n in kept], [], sampled=True)
         part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
-        part.values = [self.values[n] for n in kept]
+        part.values, part.since = ([v[n] for n in kept] for v in (self.values, self.since))
+        part.spans = [([a[n] for n in kept], [b[n] for n in kept]) for a, b in self.spans]
         part.beside, part.touched = self.beside, self.touched
         part.functions, part.changers = self.functions, self.changers
         return part
 
-    def called(self, now: list[int]) -> None:
+    def called(self, tensors: list[Any]) -> None:
         """A function of torch's is about to change them: what did so before was something else."""
-        self.beside |= now != self.latest
-        self.latest = now
+        if (now := digests(tensors)) != self.latest:
+            self.beside, self.latest = True, now
+            self.spans.append((self.since, values := _values(tensors)))
+            self.since = values
         if self.touched is not None:
             self.touched.look()
 
-    def returned(self, now: list[int], name: str, site: int) -> None:
+    def returned(self, tensors: list[Any], name: str, site: int) -> None:
         """It has."""
         if self.touched is None or self.touched.pass_over():
             self.functions[name] = None
-        if now != self.latest:
-            self.changers[name] = site
-        self.latest = now
+        if (now := digests(tensors)) != self.latest:
+            self.changers[name], self.latest = site, now
+            self.since = _values(tensors)
+
+    def besides(self, now: Taken) -> float:
+        """The one number by which something else than these functions multiplied them until now;
+        0 where there is none."""
+        last = [(self.since, now.values)] if now.numbers != self.latest else []
+        spans = [*self.spans, *last]
+        return prod(ratio(*span) for span in spans) if spans else 0.0
+
+
+def _values(tensors: list[Any]) -> Values:
+    return [some_values([t]) for t in tensors]
 
 
 def rewritten(before: Taken, now: Taken) -> list[int]:
@@ -63,11 +84,11 @@ def rewritten(before: Taken, now: Taken) -> list[int]:
     return [position for position, old, new in versions if old != new]
 
 
-def ratio(before: Taken, now: Taken) -> float:
+def ratio(before: Values, now: Values) -> float:
     """The one number that the values were multiplied by, 0 where there is none."""
-    if [len(row) for row in before.values] != [len(row) for row in now.values]:
+    if [len(row) for row in before] != [len(row) for row in now]:
         return 0.0
-    rows = zip(before.values, now.values, strict=True)
+    rows = zip(before, now, strict=True)
     pairs = [(a, b) for row in rows for a, b in zip(*row, strict=True) if a != 0]
     if not pairs:
         return 0.0

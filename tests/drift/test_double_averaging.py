@@ -21,10 +21,11 @@ SCALED = LossScaled(
 )
 
 
-def edit(ratio, divisor="", changed=True, functions=(), step=0, beside=False):
+def edit(ratio, divisor="", changed=True, functions=(), step=0, beside=False, besides=0.0):
     return Edited(
         at=0, model=0, optimizer=0, kind="gradients", step=step, changed=changed, ratio=ratio,
         site=LINE, divisor=divisor, functions=functions, beside=beside,
+        besides=besides,
     )  # fmt: skip
 
 
@@ -54,6 +55,11 @@ def test_gradients_divided_by_hand_in_a_loop_that_clips():
     (finding,) = judge(edit(0.5, divisor="world_size", **clips))
     assert finding.location.line == 33
     assert judge(edit(0.5, **clips)) == [], "no line says so"
+    size = {"divisor": "world_size", **clips}
+    for bites in (edit(0.0, besides=0.5, **size), edit(0.1, besides=0.5, **size)):
+        (finding,) = judge(bites)
+        assert finding.evidence["measured_ratio"] == 0.5
+    assert judge(edit(0.5, besides=0.25, **size)) == [], "by something else"
 
 
 @pytest.mark.parametrize("event", [

@@ -141,6 +141,51 @@ def test_what_a_function_of_torchs_writes_is_no_edit(monkeypatch: pytest.MonkeyP
         assert (event.functions, event.beside) == (("clip_grad_norm_",), by_hand)
 
 
+@pytest.mark.parametrize(
+    ("before", "clips", "after", "besides"),
+    [
+        (0.5, 0.1, 1.0, 0.5),
+        (1.0, 0.1, 0.5, 0.5),
+        (0.5, 0.1, 0.5, 0.25),
+        (0.5, 1.0, 1.0, 0.5),
+        (1.0, 0.1, 1.0, 0.0),
+    ],
+)
+def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
+    monkeypatch: pytest.MonkeyPatch, before: float, clips: float, after: float, besides: float
+) -> None:
+    def writing(parameters: list[Any]) -> None:
+        gradients = [p.grad for p in parameters]
+        for part, factor in ((gradients, before), (gradients[4:], clips), (gradients, after)):
+            if part is not gradients:
+                edits._changing()
+            for gradient in part:
+                gradient.mul_(factor)
+            if part is not gradients:
+                edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
+
+    (event,) = told_of_gradients(monkeypatch, writing)
+    assert event.besides == besides
+
+
+def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits, "divided_by_world_size", lambda file, line: "size" * (line == 2))
+    model = type("Model", (), {"number": 0})()
+    code = compile("", "train.py", "exec")
+    tracer = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
+    edits._followed(model).tracer = tracer  # type: ignore[assignment]
+    told: list[Any] = []
+    sites = SimpleNamespace(number=lambda code, line: line)
+    active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
+    before, now = (edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
+    holding: Any = SimpleNamespace(model=model, optimizer=0)
+    edits._tell(active, 0, holding, "gradients", before, now)
+    assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
+
+
 def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any]:
     """What is told of twenty gradients that are written to between a backward and the step."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(20)]

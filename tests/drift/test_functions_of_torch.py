@@ -108,7 +108,9 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
 
 def test_what_is_known_of_some_tensors_goes_with_them():
     whole = Taken([0, 1], [torch.ones(1), torch.ones(1)], sampled=True)
-    whole.called(whole.latest)
-    whole.returned([7, 8], CLIP, ITS_OWN)
+    now = [torch.ones(1), torch.zeros(1)]
+    whole.called([torch.ones(1), torch.ones(1)])
+    whole.returned(now, CLIP, ITS_OWN)
     part = whole.only({1})
-    assert (part.latest, part.functions, part.changers) == ([8], {CLIP: None}, {CLIP: ITS_OWN})
+    assert part.latest == Taken([1], now[1:], sampled=True).numbers
+    assert (part.functions, part.changers, part.since) == ({CLIP: None}, {CLIP: ITS_OWN}, [[0.0]])
