@@ -56,13 +56,16 @@ def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
                     )
                 )
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
-    earlier = tuple(_how_it_ended(run) for run, _ in reports[:-1])
+    earlier = tuple(_how_it_ended(run, report) for run, report in reports[:-1])
     summary = msgspec.structs.replace(last.run, earlier=earlier)
     return msgspec.structs.replace(last, findings=tuple(findings), run=summary)
 
 
-def _how_it_ended(run: Run) -> str:
+def _how_it_ended(run: Run, report: Report) -> str:
     """One sentence about an attempt that was followed by another."""
+    for finding in report.findings:  # whose end is seen later than what the others raise because of
+        if finding.check == "rank-died" and finding.severity is Severity.ERROR:
+            return f"attempt {run.attempt} failed: {finding.summary}"
     ends: list[tuple[float, str]] = []
     for rank in run.ranks.values():
         if raised := rank.exception:

@@ -78,8 +78,7 @@ class Facts:
         return self._by_kind.get(kind, [])  # type: ignore[return-value]
 
     def first(self, kind: type[E]) -> E | None:
-        events = self.of(kind)
-        return events[0] if events else None
+        return next(iter(self.of(kind)), None)
 
     def latest(self, kind: type[E]) -> E | None:
         events = self.of(kind)

@@ -7,9 +7,9 @@ import platform
 import time
 from pathlib import Path
 
-from recordings import started, steps, torch_loaded, write_folder
+from recordings import PID, START, WALL, started, steps, torch_loaded, write_folder
 
-from ddpdoctor.events import Event, GroupReady, RankExiting
+from ddpdoctor.events import Event, ExceptionRaised, GroupReady, ProcessEnded, RankExiting
 from ddpdoctor.findings import Severity
 from ddpdoctor.postmortem import open_run
 from ddpdoctor.registry import all_checks
@@ -88,6 +88,17 @@ def test_earlier_attempts_are_told(tmp_path: Path) -> None:
     assert (died.severity, died.attempt) == (Severity.NOTE, 0)  # the restart recovered it
     assert died.summary.startswith("in attempt 0: ")
     assert report.worst() is Severity.NOTE
+
+
+def test_of_an_earlier_attempt_the_rank_that_died_is_named(tmp_path: Path) -> None:
+    """Its end is seen later than what the other one raises because of it."""
+    peer = ExceptionRaised(at=START + 1, kind="RuntimeError", message="Connection reset by peer")
+    end = ProcessEnded(at=START + 1.5, rank=1, pid=PID + 1, wall=WALL + 1.5, signal=9)
+    write_folder(tmp_path / "run", {0: [*steps(2), peer], 1: steps(2)}, ended={0: 1, 1: None},
+                 nodes={0: [end]})  # fmt: skip
+    write_folder(tmp_path / "run", {0: steps(2), 1: steps(2)}, attempt=1)
+    (told,) = open_run([tmp_path / "run"]).report(all_checks()).run.earlier
+    assert told.startswith("attempt 0 failed: rank 1 died of SIGKILL")
 
 
 def test_a_fault_that_the_last_attempt_could_not_show_is_not_recovered(tmp_path: Path) -> None:
