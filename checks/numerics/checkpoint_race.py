@@ -15,6 +15,7 @@ from ._files import Touch, called, hold_parts, key, locked, ordered, writes
 ELSEWHERE_AT_MOST = 8
 
 _LOGS = (".log", ".out", ".err")
+_QUOTED = re.compile("'([^']+)'")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 
 
@@ -76,7 +77,9 @@ class CheckpointRace(Check):
             return bool(set(mine.subjects) & set(other.subjects))
         message = str(other.evidence.get("message", ""))
         torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
-        return other.check == "first-failure" and any(text in message for text in torn)
+        if other.check != "first-failure":
+            return False
+        return any(text in message for text in torn) or _taken_away(mine, other, message)
 
     def _tell(self, run: Run, files: list[list[Touch]]) -> Finding:
         first = files[0][0]
@@ -108,6 +111,20 @@ class CheckpointRace(Check):
             },
             at=first.began,
         )
+
+
+def _taken_away(mine: Finding, other: Finding, message: str) -> bool:
+    """Whether a rank failed at one of these lines because a file that it races for was renamed or
+    made by another."""
+    if not {*other.subjects} & {"FileNotFoundError", "FileExistsError"} or other.at < mine.at:
+        return False
+    spots = [mine.location, *(r.location for r in mine.related)]
+    here = other.location
+    if here is None or (here.file, here.line) not in [(s.file, s.line) for s in spots if s]:
+        return False
+    paths = [f"/{path.removeprefix('./')}" for path in _QUOTED.findall(message)]
+    files = (f"/{file.removeprefix('/')}" for file in mine.subjects)
+    return {*other.ranks} <= {*mine.ranks} and any(p.endswith(f) for f in files for p in paths)
 
 
 def _racing(touches: list[Touch]) -> list[Touch]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.findings import Finding, Location, Severity
 from ddpdoctor.probe import files, sources
 
 PATH = "/home/user/project/last.pt"
@@ -110,6 +111,20 @@ def test_a_file_per_epoch_is_one_finding() -> None:
 def test_renamed_onto_one_target() -> None:
     (finding,) = found([wrote(how="rename")], [wrote(how="rename")])
     assert "rename" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "follows"),
+    [(PATH, 18, True), ("last.pt", 18, True), ("/data/part-3", 18, False), (PATH, 30, False)],
+)
+def test_a_file_that_another_rank_has_renamed(path: str, line: int, follows: bool) -> None:
+    (finding,) = found([wrote(), wrote(mark=8)], [wrote(), wrote(mark=8)])
+    message = f"[Errno 2] No such file or directory: '{path}' -> '/home/user/project/best.pt'"
+    failed = FirstFailure().finding(
+        ranks=(1,), subjects=("FileNotFoundError",), evidence={"message": message},
+        location=Location("train.py", line), at=finding.at + 1, summary="", cause="", fix="",
+    )  # fmt: skip
+    assert CheckpointRace().explains(finding, failed) is follows
 
 
 def test_before_there_is_a_group() -> None:
