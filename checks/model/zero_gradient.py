@@ -52,16 +52,17 @@ class ZeroGradient(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(ZeroGradients)}
-        for model, optimizer in sorted(keys):
-            seen = {
-                r: told[-1]
-                for r in run.ranks.values()
-                if (told := _events(r, model, optimizer)) and told[-1].samples >= SAMPLES
-            }
+        every = [_seen(run, model, optimizer) for model, optimizer in sorted(keys)]
+        told: set[tuple[int, int]] = set()
+        # One inside another, as of a sharded optimizer, tells of a part of that, on a part of them.
+        for seen in sorted(every, key=len, reverse=True):
             for rank, event in list(seen.items())[:1]:
-                wrapped = models.wrap_of(rank, model)
-                left = _worth_telling(wrapped, event) if wrapped is not None else []
-                if wrapped is not None and left and event.weight_decay:
+                wrapped = models.wrap_of(rank, event.model)
+                if wrapped is None or not event.weight_decay:
+                    continue
+                worth = _worth_telling(wrapped, event)
+                if left := [i for i in worth if (event.model, i) not in told]:
+                    told.update((event.model, i) for i in left)
                     yield self._tell(run, rank, wrapped, event, left, tuple(r.rank for r in seen))
 
     def _tell(
@@ -96,6 +97,12 @@ class ZeroGradient(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _seen(run: Run, model: int, optimizer: int) -> dict[Rank, ZeroGradients]:
+    """The last record of each rank, after enough steps."""
+    last = {r: told[-1] for r in run.ranks.values() if (told := _events(r, model, optimizer))}
+    return {r: event for r, event in last.items() if event.samples >= SAMPLES}
 
 
 def _events(rank: Rank, model: int, optimizer: int) -> list[ZeroGradients]:

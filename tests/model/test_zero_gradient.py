@@ -1,5 +1,6 @@
 """DDP308: zero at every step looked at, and decayed."""
 
+import msgspec
 from ddpdoctor.checks.model.zero_gradient import ZeroGradient
 from recordings import make_run, steps
 from wraps import codes, rank, wrap
@@ -25,6 +26,19 @@ def test_a_head_that_is_cut_off():
     assert found.location.line == 12
 
 
+def test_an_optimizer_inside_another_on_some_ranks_tells_the_same():
+    inner = msgspec.structs.replace(zeros(), optimizer=0)
+    outer = msgspec.structs.replace(zeros(), optimizer=1)
+    run = make_run({0: rank(outer, *steps(9)), 1: rank(inner, outer, *steps(9))})
+    (found,) = CHECK.examine(run)
+    assert found.ranks == (0, 1)
+
+
+def test_two_optimizers_of_which_each_has_its_own():
+    other = msgspec.structs.replace(zeros(indices=(2, 3)), optimizer=1)
+    assert len(list(CHECK.examine(both(zeros(), other)))) == 2
+
+
 def test_without_decay_nothing_is_lost():
     assert codes(both(zeros(decay=0.0)), CHECK) == []
 
@@ -34,8 +48,6 @@ def test_too_few_steps():
 
 
 def test_rows_of_an_embedding():
-    import msgspec
-
     plain = wrap()
     modules = [
         msgspec.structs.replace(m, kind="Embedding") if m.name == "aux" else m
