@@ -39,6 +39,7 @@ from .numbering import numbered_alike
 from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
 from .ring import Call, Phase, Ring, State, read_ring
 from .runfolder import Lines, RunFolder, RunInfo
+from .worlds import under_the_launchers_numbers
 
 __all__ = [
     "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
@@ -96,8 +97,9 @@ class Rank(Facts):
     Attributes:
         twins: other processes that claimed the same rank.
         stalled: the run stood still when it ended.
+        as_recorded: with the numbers of its own world, where those are others than the run's.
         path: its event file; others of this rank stand beside it.
-        alive: its end is not on record and its process is still there; known to a post-mortem.
+        alive: its end is not on record and its process is there still; known to a post-mortem.
     """
 
     def __init__(self, rank: int) -> None:
@@ -107,6 +109,7 @@ class Rank(Facts):
         self.stopped: Stopped | None = None
         self.twins: list[Rank] = []
         self.stalled = False
+        self.as_recorded: Rank | None = None
         self._ring: tuple[Path | None, Ring | None] = (None, None)
         self.path: Path | None = None
         self.alive = False
@@ -199,12 +202,11 @@ class Rank(Facts):
     @property
     def signal(self) -> str | None:
         """Name of the signal that ended the process."""
-        if not self.ended or self.ended.signal is None:
-            return None
+        number = self.ended.signal if self.ended else None
         try:
-            return signals.Signals(self.ended.signal).name
+            return signals.Signals(number).name if number is not None else None
         except ValueError:
-            return f"signal {self.ended.signal}"
+            return f"signal {number}"
 
     @property
     def state(self) -> str:
@@ -218,10 +220,8 @@ class Rank(Facts):
         if self.exception or (leaving and leaving.status):
             return "failed"
         if leaving:
-            return "finished"
-        if self.ended:  # gone without a word, and nobody could wait for it
-            return "killed"
-        return "running" if self.alive else "lost"
+            return "finished"  # else gone without a word, and nobody could wait for it
+        return "killed" if self.ended else "running" if self.alive else "lost"
 
     @property
     def device(self) -> str:
@@ -263,7 +263,7 @@ class Run:
         self, info: RunInfo, ranks: dict[int, Rank], nodes: dict[int, Facts], attempt: int = 0
     ) -> None:
         self.info = info
-        self.ranks = numbered_alike(dict(sorted(ranks.items())))
+        self.ranks = numbered_alike(under_the_launchers_numbers(dict(sorted(ranks.items()))))
         self.nodes = nodes
         self.attempt = attempt
 

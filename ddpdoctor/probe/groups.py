@@ -154,11 +154,22 @@ def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
 def _rendezvous(given: dict[str, Any]) -> str:
     """Where the ranks meet; two processes with the same text mean the same group."""
     method = str(given["init_method"] or "env://")
-    if given.get("store") is not None:
-        return f"store of process {os.getpid()}"
+    if (store := given.get("store")) is not None:
+        return _place_of(store)
     if method.startswith("env://"):
         return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return method.partition("?")[0]
+
+
+def _place_of(store: Any) -> str:
+    """The file or the address behind a store; where it has none, it is this process's own."""
+    while (underlying := getattr(store, "underlying_store", None)) is not None:
+        store = underlying
+    if path := getattr(store, "path", ""):
+        return f"file://{path}"
+    if host := getattr(store, "host", ""):
+        return f"tcp://{host}:{getattr(store, 'port', 0)}"
+    return f"store of process {os.getpid()}"
 
 
 def _changed_environment() -> dict[str, str]:

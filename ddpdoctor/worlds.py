@@ -1,0 +1,79 @@
+"""Ranks of groups under the numbers of the run.
+
+The launcher numbers the processes, and so do the records. A script may form its own world of some
+of them, or several worlds side by side, in which the ranks are counted anew: rank 1 of one world
+is another process than rank 1 of the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .events import Event, InitEntered
+
+if TYPE_CHECKING:
+    from .run import Rank
+
+Table = Mapping[int, int]
+"""Rank of a world to the number of its process."""
+
+
+def under_the_launchers_numbers(told: Mapping[int, Rank]) -> dict[int, Rank]:
+    """The same ranks; where a world counts otherwise, as copies with the launcher's numbers."""
+    ranks = {number: _as_recorded(rank) for number, rank in told.items()}
+    met = {number: place for number, rank in ranks.items() if (place := _place(rank)) is not None}
+    if all(claimed == number for number, (_, claimed) in met.items()):
+        return ranks
+    worlds: dict[tuple[str, int], dict[int, int]] = {}
+    for number, (world, claimed) in met.items():
+        if worlds.setdefault(world, {}).setdefault(claimed, number) != number:
+            return ranks  # two processes with one rank: `rank-mismatch` tells it
+    return {
+        number: _told_by(rank, worlds[met[number][0]]) if number in met else rank
+        for number, rank in ranks.items()
+    }
+
+
+def _as_recorded(rank: Rank) -> Rank:
+    """What one node's records say is told anew with those of the others."""
+    if rank.as_recorded is None:
+        return rank
+    own = copy.copy(rank.as_recorded)
+    own.stalled = rank.stalled
+    return own
+
+
+def _place(rank: Rank) -> tuple[tuple[str, int], int] | None:
+    """Where the rank met the others and of how many, and as which of them; None where it met nobody
+    or more than once."""
+    told = rank.of(InitEntered)
+    group = rank.default_group
+    if len(told) != 1 or group is None:
+        return None
+    claimed = told[0].rank if told[0].rank >= 0 else told[0].env_rank
+    return ((told[0].rendezvous, len(group.ranks)), claimed) if claimed >= 0 else None
+
+
+def _told_by(rank: Rank, table: Table) -> Rank:
+    other = copy.copy(rank)
+    other.as_recorded = rank
+    other.replace_events(lambda event: _translated(event, table))
+    return other
+
+
+def _translated(event: Event, table: Table) -> Event:
+    """A group without those of whom nothing is known: they cannot be compared."""
+    if "ranks" not in _fields(type(event)):
+        return event
+    members = tuple(table[r] for r in event.ranks if r in table)  # type: ignore[attr-defined]
+    return msgspec.structs.replace(event, ranks=members)
+
+
+@lru_cache(maxsize=256)
+def _fields(kind: type[Event]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)

@@ -1,0 +1,56 @@
+"""Several worlds side by side, and worlds that count otherwise than the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recordings import make_run
+
+from ddpdoctor.events import Event, GroupReady, InitEntered, Replica
+from ddpdoctor.probe.groups import _place_of
+
+
+def joined(claimed: int, size: int, place: str) -> list[Event]:
+    entered = InitEntered(at=0, backend="gloo", init_method="", rank=claimed, world_size=size,
+                          env_rank=-1, env_world_size=-1, env_local_rank=-1, timeout_s=-1.0,
+                          site=-1, rendezvous=place)  # fmt: skip
+    everyone = tuple(range(size))
+    ready = GroupReady(at=1, group=0, name="0", backend="gloo", ranks=everyone, member=True, site=0)
+    copies = Replica(at=2, model=0, optimizer=0, ranks=everyone, parameters=b"")
+    return [entered, ready, copies]
+
+
+def groups(*events: list[Event]) -> list[tuple[int, ...]]:
+    run = make_run(dict(enumerate(events)))
+    for rank in run.ranks.values():
+        assert [c.ranks for c in rank.of(Replica)] == [g.ranks for g in rank.of(GroupReady)]
+    return [rank.default_group.ranks for rank in run.ranks.values() if rank.default_group]
+
+
+def test_two_worlds_side_by_side() -> None:
+    even, odd = ("file:///even", "file:///odd")
+    every = joined(0, 2, even), joined(0, 2, odd), joined(1, 2, even), joined(1, 2, odd)
+    assert groups(*every) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
+def test_ranks_in_another_order() -> None:
+    assert groups(*(joined(2 - n, 3, "here") for n in range(3))) == [(2, 1, 0)] * 3
+
+
+def test_of_whom_nothing_is_known() -> None:
+    """Each was given a store of its own making: who is behind the other rank cannot be told."""
+    every = [joined(n // 2, 2, f"store of process {n}") for n in range(4)]
+    assert groups(*every) == [(0,), (1,), (2,), (3,)]
+
+
+def test_what_agrees_or_cannot_be_right_is_left() -> None:
+    assert groups(joined(0, 2, "a"), joined(1, 2, "b")) == [(0, 1)] * 2
+    assert groups(joined(0, 2, "a"), joined(0, 2, "a")) == [(0, 1)] * 2
+
+
+def test_where_a_store_is(tmp_path: Path) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    file = dist.FileStore(str(tmp_path / "meeting"), 1)
+    assert _place_of(dist.PrefixStore("a", dist.PrefixStore("b", file))) == f"file://{file.path}"
+    assert _place_of(dist.HashStore()).startswith("store of process")
