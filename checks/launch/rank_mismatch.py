@@ -25,9 +25,10 @@ class RankMismatch(Check):
     At each `init_process_group`, before it can block, the process records its arguments, `RANK`,
     `WORLD_SIZE` and `LOCAL_RANK` as the script left them, and the address at which it is to meet
     the others. That is compared with the environment in which the process started, which is what
-    the launcher (torchrun, Slurm, MPI) told it, and with what the others said that meet at the same
-    address. The finding is proven; but worlds of one may be meant, so that they are suspected, and
-    only where all that were seen take optimizer steps on a model in a wrapper such as
+    the launcher (torchrun, Slurm, MPI) told it, or with the number of processes that
+    `torch.multiprocessing.spawn` started together, and with what the others said that meet at the
+    same address. The finding is proven; but worlds of one may be meant, so that they are suspected,
+    and only where all that were seen take optimizer steps on a model in a wrapper such as
     DistributedDataParallel.
 
     ## Why it hurts
@@ -95,14 +96,24 @@ class RankMismatch(Check):
 def _each_alone(found: list[Claim]) -> tuple[str, list[Claim]] | None:
     """Whether every process that was started beside others trains a wrapped model in a world of
     its own, which has nobody to synchronise with."""
-    told = {c.launched for c in found}
-    if len(told) < 2 or any(c.world_size > 1 or c.launched[1] < 2 for c in found):
+    count = len({id(c.process) for c in found})
+    started = _started_together(found)
+    if count < 2 or not started or any(c.world_size > 1 for c in found):
         return None
     if not all(c.ready and c.process.of(Wrapped) and c.process.of(StepDone) for c in found):
         return None
-    size = max(c.launched[1] for c in found)
-    text = f"each of {len(found)} processes trains in a world of 1, but the launcher started {size}"
-    return text, found
+    return f"each of {count} processes trains in a world of 1, but {started}", found
+
+
+def _started_together(found: list[Claim]) -> str:
+    """Who started these processes, and how many of them at once; empty where each is on its own."""
+    told = {c.launched for c in found}
+    if len(told) > 1 and all(size > 1 for _, size in told):
+        return f"the launcher started {max(size for _, size in told)}"
+    spawned = {c.process.started.spawned if c.process.started else 0 for c in found}
+    if len(spawned) == 1 and max(spawned) > 1:
+        return f"`torch.multiprocessing.spawn` started {max(spawned)} together"
+    return ""
 
 
 def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
@@ -173,7 +184,8 @@ def _cause(wrong: list[Claim]) -> str:
         "in the environment, which the script has changed"
     )  # fmt: skip
     if not said:
-        return f"init_process_group was told so {how}, and other processes do not fit to it"
+        others = "do not fit to it" if claim.world_size > 1 else "have groups of their own"
+        return f"init_process_group was told so {how}, and other processes {others}"
     rank, size = claim.launched
     told = f"the launcher had said rank {rank} of {size}"
     local = claim.event.env_local_rank

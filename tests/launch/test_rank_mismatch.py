@@ -121,7 +121,9 @@ def test_a_world_of_ones_own_each() -> None:
     assert not list(RankMismatch().examine(run))
 
 
-def worlds_of_one(*names: str, size: int = 2) -> list[Finding]:
+def worlds_of_one(
+    *names: str, size: int = 2, spawned: int = 0, wraps: bool = True
+) -> list[Finding]:
     """Of two processes that the launcher told who they are by these variables."""
 
     def one(rank: int) -> list[Event]:
@@ -129,7 +131,8 @@ def worlds_of_one(*names: str, size: int = 2) -> list[Finding]:
         entered = init(0, 1, rendezvous=f"store of process {rank}")
         wrapped = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
                           site=1)  # fmt: skip
-        return [started(0, 1, environment=told), entered, ready(1), wrapped, *steps(3)]
+        begun = started(0, 1, environment=told, spawned=spawned)
+        return [begun, entered, ready(1), *([wrapped] if wraps else []), *steps(3)]
 
     run = make_run({0: one(0)}, twins={0: [one(1)]}, world_size=1)
     return list(RankMismatch().examine(run))
@@ -144,6 +147,21 @@ def test_each_trains_in_a_world_of_one(names: tuple[str, str]) -> None:
     assert [row["launcher"] for row in finding.evidence["processes"]] == [
         "rank 0 of 2", "rank 1 of 2",
     ]  # fmt: skip
+
+
+def test_each_that_was_spawned_trains_in_a_world_of_one() -> None:
+    (finding,) = worlds_of_one(spawned=2)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert finding.summary == (
+        "each of 2 processes trains in a world of 1, but `torch.multiprocessing.spawn` started 2 "
+        "together"
+    )
+    assert "groups of their own" in finding.cause and "rank=number" in finding.fix
+
+
+def test_workers_spawned_one_by_one_or_without_a_wrapped_model() -> None:
+    assert not worlds_of_one(spawned=1)
+    assert not worlds_of_one(spawned=2, wraps=False)
 
 
 def test_processes_side_by_side_that_nobody_launched_as_ranks() -> None:
