@@ -25,7 +25,7 @@ from ddpdoctor.events.pack import unpack_ascending
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
-from ._calls import sums_over_all
+from ._calls import only_reports_beyond, sums_over_all
 
 SCATTER = 2654435761
 
@@ -368,7 +368,9 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
     (size,) = replicas
     place = {r.rank.rank: r.seen.sampler_rank for r in readers}
     # Groups that never talk to each other do not share one division of the data.
-    apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended)
+    apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended) or (
+        all(r.trains and only_reports_beyond(r.rank, ranks) for r in readers)
+    )
     limit = len(ranks) if apart else size
     return all(
         any(_divides(g, place, size) for g in (ranks, *_groups_of(reader.rank)) if len(g) <= limit)

@@ -47,8 +47,9 @@ class SamplerRankMismatch(Check):
 
     ## When it stays quiet
     Samplers that divide the data over a sub-group that exists, over the data-parallel ranks of a
-    mesh (ranks of one tensor-parallel group share their part on purpose), or over the ranks in
-    another order; evaluation of everything on every rank with `num_replicas=1`.
+    mesh (ranks of one tensor-parallel group share their part on purpose), over the ranks in
+    another order, or over more ranks than average gradients where more than a few numbers go
+    between these; evaluation of everything on every rank with `num_replicas=1`.
     """
 
     code = "DDP502"

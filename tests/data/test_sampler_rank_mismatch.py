@@ -10,12 +10,15 @@ from readers import SITES, found, loader, prologue, run_of
 from recordings import make_run
 
 from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
     Event,
     ExceptionRaised,
     GroupReady,
     Payload,
     SamplerRefused,
     ShardedOver,
+    Signature,
 )
 from ddpdoctor.findings import Finding, Severity
 
@@ -114,6 +117,38 @@ def test_the_world_instead_of_the_data_parallel_ranks_of_a_mesh() -> None:
     assert "as ranks 0, 1, 2, 3 on all 4 ranks: among ranks 0,2, 0 samples" in finding.summary
     assert "num_replicas=2, the same on ranks 0-1 if these share one model" in finding.cause
     assert "num_replicas=dist.get_world_size(group), rank=dist.get_rank(group)" in finding.fix
+
+
+def towers(numel: int, *, trains: bool = True) -> list[Finding]:
+    """Gradients are averaged over (0, 2) and (1, 3), the data divided over all, and so many numbers
+    are summed over all in every step."""
+    events = {}
+    for r in range(4):
+        calls = [
+            Signature(at=0, id=0, op="all_reduce", numel=numel),
+            Signature(at=0, id=1, op="DDP backward"),
+            CallBlock(at=0, id=0, codes=(0, 0)),
+            CallBlock(at=0, id=1, codes=(1, 0)),
+            CallRun(at=0, group=0, first=0, block=0, repeat=6),
+            CallRun(at=0, group=1, first=0, block=1, repeat=6),
+        ]
+        read = sampled(4, r, trains=trains)
+        events[r] = [*prologue(4, group=(r % 2, r % 2 + 2)), *calls, *read]
+    return found(SamplerRankMismatch(), make_run(events))
+
+
+def test_groups_that_only_tell_each_other_their_losses() -> None:
+    (finding,) = towers(2)
+    assert "among ranks 0,2, 0 samples read by several ranks, 50 by none" in finding.summary
+
+
+def test_groups_that_share_gradients_or_samples_may_share_one_division() -> None:
+    assert not towers(4096)
+    assert not towers(-1)  # objects of any size
+
+
+def test_results_of_an_evaluation_are_added_up_over_all_groups() -> None:
+    assert not towers(2, trains=False)
 
 
 def sharded_over_a_mesh(place: Callable[[int], int], *, sharing: int = 0) -> list[Finding]:
