@@ -35,8 +35,8 @@ class LossScaleMismatch(Check):
 
     ## When it stays quiet
     Mean-reduced losses; sums over anything but samples, such as the losses of several tasks;
-    batches of equal size; gradients that the program rescales itself before the step by what may
-    be the global count: a constant is none where the counts vary.
+    batches of equal size; losses, or gradients before the step, that the program itself multiplies
+    by what may be made of a count: a constant is not where the counts vary.
     """
 
     code = "DDP410"
@@ -57,24 +57,31 @@ class LossScaleMismatch(Check):
                 yield from self._judge(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
-        tables = {n: _sizes(m) for n, m in group.members.items()}
+        tables = {n: _sums(m) for n, m in group.members.items()}
         if not all(tables.values()):
             return
-        moments = sorted({f for table in tables.values() for f in table})
+        forwards = sorted({f for table in tables.values() for f in table})
+        moments = {f: {n: _at(table, f) for n, table in tables.items()} for f in forwards}
+        known: dict[int, dict[int, BatchSeen]] = {
+            f: {n: e for n, e in row.items() if e is not None}
+            for f, row in moments.items()
+            if None not in row.values()
+        }
         unequal = {
             f: sizes
-            for f in moments
-            if len(set((sizes := {n: _at(t, f) for n, t in tables.items()}).values())) > 1
-            and None not in sizes.values()
+            for f, row in known.items()
+            if len(set((sizes := {n: e.size for n, e in row.items()}).values())) > 1
         }
-        if not unequal or _rescaled(group, unequal):
+        if not unequal or _rescaled(group, unequal) or _weighted(known.values()):
             return
-        first, sizes = next(iter(unequal.items()))
+        sizes = next(iter(unequal.values()))
         event = next(e for e in group.any.rank.of(BatchSeen) if e.model == group.any.model)
         spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
+        last = max(0, group.any.last_step)
+        steps, compared = (sorted({min(f, last) for f in some}) for some in (unequal, known))
         yield self.finding(
             ranks=tuple(group.members),
-            steps=Steps.of([min(first, max(0, group.any.last_step))]),
+            steps=Steps(steps[0], steps[-1], len(steps), sum(s >= steps[0] for s in compared)),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="the loss is a sum over the local batch",
@@ -87,16 +94,23 @@ class LossScaleMismatch(Check):
         )
 
 
-def _row(sizes: dict[int, int | None]) -> dict[str, int | None]:
+def _row(sizes: dict[int, int]) -> dict[str, int]:
     return {f"rank {n}": size for n, size in sizes.items()}
 
 
-def _rescaled(group: Replicas, unequal: dict[int, dict[int, int | None]]) -> bool:
+def _rescaled(group: Replicas, unequal: dict[int, dict[int, int]]) -> bool:
     """Whether the program itself may divide the gradients by the count over all ranks."""
     ratios = {e.ratio for m in group.members.values() for e in _edits(m)}
-    counts = {sum(size or 0 for size in sizes.values()) for sizes in unequal.values()}
+    counts = {sum(sizes.values()) for sizes in unequal.values()}
     constant = len(ratios) == 1 and 0 not in ratios
     return bool(ratios) and not (constant and len(counts) > 1)
+
+
+def _weighted(moments: Iterable[dict[int, BatchSeen]]) -> bool:
+    """Whether it may divide the sum by a count, that of all ranks or its own."""
+    counts = {sum(e.size for e in row.values()) for row in moments}
+    weights = {e.weight for row in moments for e in row.values()}
+    return len(weights) > 1 or 0 in weights or (len(counts) == 1 and weights != {1})
 
 
 def _edits(member: Member) -> list[Edited]:
@@ -111,12 +125,12 @@ def _edits(member: Member) -> list[Edited]:
     ]
 
 
-def _sizes(member: Member) -> dict[int, int]:
-    """By forward: the size of the batch from then on, where the loss is a sum."""
+def _sums(member: Member) -> dict[int, BatchSeen]:
+    """By forward: the batch from then on, where the loss is a sum."""
     mine = [e for e in member.rank.of(BatchSeen) if e.model == member.model]
-    return {} if any(e.reduction != "sum" for e in mine) else {e.forward: e.size for e in mine}
+    return {} if any(e.reduction != "sum" for e in mine) else {e.forward: e for e in mine}
 
 
-def _at(table: dict[int, int], forward: int) -> int | None:
+def _at(table: dict[int, BatchSeen], forward: int) -> BatchSeen | None:
     known = [f for f in table if f <= forward]
     return table[max(known)] if known else None

@@ -107,7 +107,8 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     Attributes:
         forward: forwards with gradients of this model before it.
         reduction: `sum`, `mean`, or empty where unknown.
-        weight: what the reduced loss was multiplied by on its way to the backward.
+        weight: what the loss was multiplied by on its way to the backward; 0 where a sum was by
+            numbers that are not known.
     """
 
     model: int

@@ -152,14 +152,15 @@ def _look(
     active: Recorder, backward: Backward, node: Any, pending: list[Model]
 ) -> tuple[str, float, int]:
     """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
-    by since, and the leading size of what was reduced (0 where unknown)."""
+    by (0 where that cannot be told), and the leading size of what was reduced (0 where unknown)."""
     sizes = {_group_size(m): m for m in pending if not _frozen(m)}
     divided: list[tuple[Any, float, Model]] = []
-    undone = False
+    undone = unread = False
     reduction, weight, rows = "", 1.0, 0
     for _ in range(NODES):
         name = node.name()
         divisor = divisor_of(node)
+        unread |= _of_a_device(node)
         weight /= divisor or 1.0
         if (model := _by_the_size(divisor, sizes)) is not None:
             divided.append((node, divisor, model))
@@ -175,7 +176,10 @@ def _look(
         node = ahead[0]
     if divided and not undone:
         _suspect(active, backward, divided, reduction == "mean")
-    return reduction, weight, rows
+    if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
+        weight /= divisor_of(ahead[0]) or 1.0
+        unread |= _of_a_device(ahead[0])
+    return reduction, 0.0 if unread and reduction == "sum" else weight, rows
 
 
 def _frozen(model: Model) -> bool:
@@ -210,19 +214,30 @@ def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
 
 def divisor_of(node: Any) -> float:
     """What a node divides by: a plain number, or 0."""
-    name = node.name()
-    if not name.startswith(("DivBackward", "MulBackward")):
+    other = _number(node)
+    if other is None or not other.is_cpu:
         return 0.0
+    value = float(other)
+    if node.name().startswith("Mul"):
+        value = round(1 / value, 9) if value else 0.0
+    return value
+
+
+def _of_a_device(node: Any) -> bool:
+    """Whether a node multiplies or divides by a number that lies on a device: it is not read."""
+    other = _number(node)
+    return other is not None and not other.is_cpu
+
+
+def _number(node: Any) -> Any:
+    """The one number that a node multiplies or divides by, as a tensor; None where it does not."""
+    if not node.name().startswith(("DivBackward", "MulBackward")):
+        return None
     try:
         other = saved(node, "_saved_other")
     except LookupError:
-        return 0.0
-    if other is None or other.dim() or not other.is_cpu or other.requires_grad:
-        return 0.0
-    value = float(other)
-    if name.startswith("Mul"):
-        value = round(1 / value, 9) if value else 0.0
-    return value
+        return None
+    return None if other is None or other.dim() or other.requires_grad else other
 
 
 def _suspect(

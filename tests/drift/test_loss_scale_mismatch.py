@@ -5,15 +5,17 @@ from unittest import mock
 import pytest
 import torch
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
-from replicas import LINE, run_of
+from replicas import LINE, STEP, run_of
 
-from ddpdoctor.events import BatchSeen, Edited
-from ddpdoctor.findings import Severity
+from ddpdoctor.events import BatchSeen, Edited, StepDone
+from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe.losses import _look, _tell_batch
 
 
-def batch(forward, size, reduction="sum"):
-    return BatchSeen(at=0, model=0, forward=forward, size=size, reduction=reduction, site=LINE)
+def batch(forward, size, reduction="sum", weight=1.0):
+    return BatchSeen(
+        at=0, model=0, forward=forward, size=size, reduction=reduction, weight=weight, site=LINE
+    )
 
 
 def test_a_sum_over_unequal_batches():
@@ -34,6 +36,32 @@ def test_a_mean_over_unequal_batches():
 def test_a_sum_over_equal_batches():
     events = [batch(0, 8), batch(4, 3)]
     assert not list(LossScaleMismatch().examine(run_of(dict.fromkeys(range(2), events))))
+
+
+def test_how_many_steps_are_unequal_of_those_compared():
+    ranks = {n: [batch(0, 8), batch(2, 4 + n), batch(3, 6), batch(5, 9 - n)] for n in range(2)}
+    ranks[0].append(StepDone(at=0, optimizer=0, step=7, site=STEP))
+    (finding,) = LossScaleMismatch().examine(run_of(ranks))
+    assert finding.steps == Steps(first=2, last=5, count=2, compared=3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        (((2 / 17, 2 / 17), (2 / 9, 2 / 9)), 0),  # by the global count
+        (((1 / 8, 1 / 9), (1 / 4, 1 / 5)), 0),  # a mean by hand
+        (((0, 0), (0, 0)), 0),
+        (((1 / 8, 1 / 8), (1 / 8, 1 / 8)), 1),
+        (((1 / 8, 1 / 8),), 0),
+        (((1, 1),), 1),
+    ],
+)
+def test_a_sum_that_the_program_divides_by_what_may_be_a_count(weights, found):
+    sizes = ((8, 9), (4, 5))
+    ranks = {
+        n: [batch(f, sizes[f][n], weight=w[n]) for f, w in enumerate(weights)] for n in range(2)
+    }
+    assert len(list(LossScaleMismatch().examine(run_of(ranks)))) == found
 
 
 def edited(step, ratio, **more):
@@ -78,6 +106,22 @@ def test_how_a_loss_was_reduced_and_weighted(reduction):
     ):
         found = _look(None, None, weighted.grad_fn, [])
         assert found == (reduction, pytest.approx(weight), 16)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (lambda x, n: (x.square() / 24).sum() * 2, 1 / 12),
+        (lambda x, n: x.square().sum() * 2 / n, 0),
+        (lambda x, n: (x.square() * (2 / n)).sum(), 0),
+        (lambda x, n: (x.square() * x.detach()).sum(), 1),
+    ],
+)
+def test_what_a_sum_was_multiplied_by(loss, weight):
+    device = "meta" if not weight else "cpu"  # a number on a device is not read
+    x, n = (torch.ones(shape, device=device) for shape in ((16, 3), ()))
+    found = _look(None, None, loss(x.requires_grad_(), n).grad_fn, [])
+    assert found == ("sum", pytest.approx(weight), 16)
 
 
 def test_a_sum_of_one_number_reduces_nothing():
