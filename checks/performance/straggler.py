@@ -80,7 +80,7 @@ class Straggler(Check):
         for rank in windows[0]:
             first = _since([rank in lag for lag in lags])
             if first is not None:
-                found = _Slow(rank, windows[first:], lags[first:])
+                found = _Slow(rank, windows[first:], lags[first:]).since_its_phase()
                 if not _starved(run.ranks[rank], found):
                     slow[found.segment].append(found)
         for segment, ranks in slow.items():
@@ -160,6 +160,19 @@ class _Slow:
             self.usual(self.rank, i) - statistics.median_low(self.usual(r, i) for r in ranks)
             for i in range(len(_PHASES))
         ]
+
+    def excess_in(self, window: Window, segment: int) -> float:
+        usual = statistics.median_low(e.own_s[segment] for e in window.values())
+        return window[self.rank].own_s[segment] - usual
+
+    def since_its_phase(self) -> _Slow:
+        """Without the first stretches that were slow for another reason, if enough are left."""
+        whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
+        late = (self.excess_in(window, self.segment) >= least for window in self.windows)
+        first = next((n for n, slow in enumerate(late) if slow), 0)
+        if whole <= 0 or len(self.windows) - first < FEWEST:
+            return self
+        return _Slow(self.rank, self.windows[first:], self.lags[first:])
 
     @property
     def segment(self) -> int:

@@ -101,6 +101,20 @@ def test_since_when() -> None:
     assert "since step 48" in finding.cause
 
 
+def test_it_begins_where_that_phase_does() -> None:
+    """The first stretch is slow for another reason."""
+    (finding,) = examine([NONE] * 6, [{"data": 0.05}] + [{"forward": 0.05}] * 5)
+    assert finding.steps is not None and finding.steps.first == 16
+    assert "since step 16" in finding.cause
+    assert finding.evidence["stretches of steps looked at"] == 5
+
+
+def test_a_rank_that_is_slower_as_a_whole_is_so_from_the_start_on() -> None:
+    slower = {"data": 0.02, "forward": 0.02, "backward": 0.03}
+    (finding,) = examine([NONE] * 6, [slower] * 6)
+    assert "from the start on" in finding.cause
+
+
 def test_several_slow_ranks_are_one_finding() -> None:
     (finding,) = examine([NONE] * 6, [NONE] * 6, *[[{"forward": 0.06}] * 6] * 2)
     assert finding.ranks == (2, 3)
