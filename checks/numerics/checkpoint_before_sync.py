@@ -32,7 +32,8 @@ class CheckpointBeforeSync(Check):
     that both ranks are in went up between the write and the read, nothing ordered them, whatever
     the clock says. The finding is proven where the read began before the write was over, or failed
     as on a file that is not there yet or half written, by what `torch.load` raised or what the rank
-    then ended with; else suspected.
+    then ended with; else suspected. Of a file that the program opens itself only that moment is
+    known: neither when the writing was over, nor what the reading raised where that was caught.
 
     ## Why it hurts
     The reader finds no file, half a file, or - worst - the one from the run before, and trains on
@@ -108,13 +109,20 @@ class CheckpointBeforeSync(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "write began": 0.0,
-                "write ended": None if write.cut_off else round(write.ended - write.began, 4),
+                **_end_of(write),
                 "read began": round(read.began - write.began, 4),
-                "the read failed with": failed,
+                **({"the read failed with": failed} if failed else {}),
                 **({"the rank ended with it": True} if failed and _ended_with(read) else {}),
             },
             at=read.began,
         )
+
+
+def _end_of(write: Touch) -> dict[str, float | None]:
+    if write.cut_off:
+        return {"write ended": None}
+    known = bool(write.event.ended)
+    return {"write ended": round(write.ended - write.began, 4)} if known else {}
 
 
 def _failure(write: Touch, read: Touch) -> str:

@@ -48,6 +48,16 @@ def test_the_reader_failed() -> None:
     assert "failed" in finding.summary
 
 
+def test_only_what_is_known_is_evidence() -> None:
+    """Neither when a file that the program opened was closed, nor what its reader made of it."""
+    write = msgspec.structs.replace(wrote(how="open"), ended=0.0)
+    (finding,) = found([write], [msgspec.structs.replace(read(), how="open", ended=0.0)])
+    assert finding.confidence is Confidence.SUSPECTED
+    assert finding.evidence == {"write began": 0.0, "read began": 1.0}
+    (finding,) = found([wrote()], [read()])
+    assert finding.evidence == {"write began": 0.0, "write ended": 0.5, "read began": 1.0}
+
+
 def test_a_barrier_in_between() -> None:
     assert not found([wrote(4), read(5)], [read(5)])
 
