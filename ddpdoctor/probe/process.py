@@ -132,7 +132,7 @@ def _wrap_exits() -> None:
         if _by_starter(sys._getframe().f_back):
             _ending.status = status
             if _ending.how != "exception":  # else it was seen where it came out
-                _note_handled(status, caught=False)
+                _note_handled(status, sys.exc_info()[1], caught=False)
         elif threading.current_thread() is threading.main_thread():  # another ends itself only
             guarded("sys.exit", lambda active: _note_exit(active, status))
         leave(status)
@@ -144,7 +144,7 @@ def _wrap_exits() -> None:
             else:
                 _ending.how, _ending.status = "os._exit", status
                 guarded("os._exit", _note_site)
-                _note_handled(status)
+                _note_handled(status, sys.exc_info()[1])
             _leaving()
         vanish(status)
 
@@ -179,17 +179,24 @@ def _note_child(active: Recorder, caller: FrameType) -> None:
     elif not isinstance(error, SystemExit):
         note_exception(error, trace)
     elif _ending.how != "exception":  # else `torch.multiprocessing.spawn` has caught that
-        _note_status(error.code, raised_at(active, trace, -1))
+        _note_raised(error, raised_at(active, trace, -1))
 
 
 def _note_exit(active: Recorder, status: Any) -> None:
     _note_status(status, active.site())
-    _note_handled(_ending.status)
+    _note_handled(_ending.status, sys.exc_info()[1])
 
 
-def _note_handled(status: Any, *, caught: bool = True) -> None:
+def _note_raised(error: SystemExit, site: int) -> None:
+    """It came out of the program; where `sys.exit` raised it, that has told the rest."""
+    told = (_ending.how, _ending.site) == ("sys.exit", site)
+    _note_status(error.code, site)
+    if not told:
+        _note_handled(_ending.status, error.__context__)
+
+
+def _note_handled(status: Any, handled: BaseException | None, *, caught: bool = True) -> None:
     """Who exits with a bad status in a handler does so because of what it handles."""
-    handled = sys.exc_info()[1]
     if status and handled is not None and not isinstance(handled, SystemExit):
         _ending.caught = None
         note_exception(handled, handled.__traceback__, caught=caught)
@@ -197,9 +204,7 @@ def _note_handled(status: Any, *, caught: bool = True) -> None:
 
 def note_exit(error: SystemExit, trace: TracebackType | None) -> None:
     """The program exits, as a `with` block sees it: with that status, by no fault of its own."""
-    guarded(
-        "sys.exit", lambda active: _note_status(error.code, raised_at(active, trace, _ending.site))
-    )
+    guarded("sys.exit", lambda active: _note_raised(error, raised_at(active, trace, _ending.site)))
 
 
 def _note_status(status: Any, site: int) -> None:

@@ -227,6 +227,25 @@ def test_how_the_function_of_a_process_ends(
         assert found.message in printed
 
 
+@pytest.mark.parametrize("leave", ["raise SystemExit(4)", "import sys; sys.exit(4)"])
+def test_the_function_of_a_process_leaves_because_of_what_it_caught(
+    tmp_path: Path, leave: str
+) -> None:
+    ends = f"try:\n    int('many')\nexcept ValueError:\n    {leave}"
+    rank, _ = child_of(tmp_path, CHILD, "fork", ends)
+    (raised,) = rank.of(ExceptionRaised)
+    assert raised.caught and raised.kind == "ValueError"
+    found = failure(rank)
+    assert found is not None and found.status == 4
+    assert found.location is not None and found.location.line == 2
+
+
+def test_the_function_of_a_process_leaves_well_in_spite_of_what_it_caught(tmp_path: Path) -> None:
+    ends = "try:\n    int('many')\nexcept ValueError:\n    raise SystemExit"
+    rank, _ = child_of(tmp_path, CHILD, "fork", ends)
+    assert not rank.of(ExceptionRaised) and failure(rank) is None
+
+
 SCRIPT = """
 import signal, sys
 from pathlib import Path
