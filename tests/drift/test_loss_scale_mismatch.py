@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
-from replicas import LINE, STEP, run_of
+from recordings import steps
+from replicas import LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited, StepDone
+from ddpdoctor.events import BatchSeen, Edited
 from ddpdoctor.findings import Severity, Steps
 from ddpdoctor.probe.losses import _look, _tell_batch
 
@@ -40,7 +41,7 @@ def test_a_sum_over_equal_batches():
 
 def test_how_many_steps_are_unequal_of_those_compared():
     ranks = {n: [batch(0, 8), batch(2, 4 + n), batch(3, 6), batch(5, 9 - n)] for n in range(2)}
-    ranks[0].append(StepDone(at=0, optimizer=0, step=7, site=STEP))
+    ranks[0] += steps(8)
     (finding,) = LossScaleMismatch().examine(run_of(ranks))
     assert finding.steps == Steps(first=2, last=5, count=2, compared=3)
 
