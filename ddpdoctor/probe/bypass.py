@@ -44,31 +44,37 @@ class Suspect:
         stamps: position to identity of the gradients it left; while they are there, nothing has
             synchronised or cleared them.
         forwards: forwards of the wrapper since the step before.
+        passed: the line of the forward before it, where that was seen, else -1.
     """
 
     backward: int
     site: int
     stamps: dict[int, int]
     forwards: int
+    passed: int = -1
 
 
 class Bypass:
     """What is known of one model.
 
     Attributes:
-        call_site: the line of such a forward: one that was seen, else one that was found in the
-            source of what was running; `armed` times the probe waited to see one.
+        calls: by line of such a backward, that of the forward before it: one that was seen, else
+            one that was found in the source of what was running. `told`: those on record.
+        passed: the line of the first forward that was seen since the last such backward, -1 for
+            none; `armed` times the probe waited to see one.
         by_hand: digests of a few parameters at the last such backward, where no optimizer holds the
             model; `moved` such backwards found that they had changed since the one before.
     """
 
     def __init__(self) -> None:
         self.suspect: Suspect | None = None
-        self.call_site = -1
+        self.calls: dict[int, int] = {}
+        self.passed = -1
         self.looks = 0
         self.armed = 0
         self.count = 0
-        self.told: Bypassed | None = None
+        self.told: set[int] = set()
+        self.on_record: Bypassed | None = None
         self.last: Bypassed | None = None
         self.by_hand: list[int] = []
         self.moved = 0
@@ -107,8 +113,8 @@ def install() -> None:
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if model.number in backward.synced and model in _known:
-            _known[model].suspect = None
-            _known[model].by_hand = []
+            known = _known[model]
+            known.suspect, known.passed, known.by_hand = None, -1, []
 
 
 def _backward_astray(active: Recorder, backward: Backward) -> None:
@@ -118,11 +124,15 @@ def _backward_astray(active: Recorder, backward: Backward) -> None:
         known = _known[model]
         forwards = model.forwards_in_step if model.forward_step == active.step else 0
         again = known.suspect is not None  # no optimizer has applied it since
-        known.suspect = Suspect(backward.number, backward.site, _stamps(model), forwards)
+        known.suspect = Suspect(
+            backward.number, backward.site, _stamps(model), forwards, known.passed
+        )
+        known.passed = -1
         _following.wake()
-        if known.call_site < 0 and known.looks < LOOKS:
+        if backward.site not in known.calls and known.looks < LOOKS:
             known.looks += 1
-            known.call_site = _look(active, model)
+            if (call := _look(active, model)) >= 0:
+                known.calls[backward.site] = call
         if again:
             _follow_by_hand(active, model, known, known.suspect)
 
@@ -136,7 +146,7 @@ def _follow_by_hand(active: Recorder, model: Model, known: Bypass, suspect: Susp
         known.by_hand, known.moved = [], 0
         return
     before, known.by_hand = known.by_hand, digests(ref() for ref in model.sampled)
-    certain = suspect.forwards == 0 or known.call_site >= 0
+    certain = suspect.forwards == 0 or suspect.site in known.calls
     if not before or before == known.by_hand or not certain:
         return
     if schemes.special() or exchanges.values_exchanged(parameters):
@@ -213,7 +223,7 @@ def _judge(active: Recorder, step: Step) -> None:
         assert suspect is not None
         # Two backwards over one forward look the same; a call that was seen, or no forward of the
         # wrapper at all, tells them apart.
-        certain = suspect.forwards == 0 or known.call_site >= 0
+        certain = suspect.forwards == 0 or suspect.site in known.calls
         if not certain or not _still_there(model, suspect):
             continue
         if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
@@ -237,8 +247,14 @@ def _tell(
     active: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
 ) -> None:
     known.count += 1
-    if known.armed < ARMED_AT_MOST:
+    if suspect.passed >= 0:
+        known.calls[suspect.site] = suspect.passed
+        known.armed = ARMED_AT_MOST
+        if _Trap.model is model:
+            _disarm()
+    elif known.armed < ARMED_AT_MOST:
         _arm(active, model, known)
+    call = known.calls.get(suspect.site, -1)
     known.last = Bypassed(
         at=time.monotonic(),
         model=model.number,
@@ -247,18 +263,18 @@ def _tell(
         count=known.count,
         forwards=model.forwards,
         site=suspect.site,
-        call_site=known.call_site,
+        call_site=call,
         discarded=model.wrapper is None or model.wrapper() is None,
     )
-    found = known.told is not None and known.told.call_site != known.call_site
-    if found or known.count & (known.count - 1) == 0:
-        known.told = known.last
+    if call not in known.told or known.count & (known.count - 1) == 0:
+        known.told.add(call)
+        known.on_record = known.last
         active.emit(known.last, vital=True)
 
 
 def _leaving(active: Recorder, _: None) -> None:
     for known in _known.values():
-        if known.last is not None and known.last is not known.told:
+        if known.last is not None and known.last is not known.on_record:
             active.emit(known.last, vital=True)
 
 
@@ -268,7 +284,8 @@ def _step_ends(active: Recorder, step: Step) -> None:
 
 
 def _arm(active: Recorder, model: Model, known: Bypass) -> None:
-    """See the next forward that goes around the wrapper as it happens."""
+    """See the next forwards that go around the wrapper as they happen, up to one whose gradients
+    are applied."""
     import torch
 
     inner = model.inner()
@@ -278,6 +295,7 @@ def _arm(active: Recorder, model: Model, known: Bypass) -> None:
     if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
         return
     known.armed += 1
+    known.passed = -1
     _Trap.modules = weakref.WeakSet(modules)
     _Trap.model, _Trap.until = model, active.step + ARMED_STEPS
     _Trap.handle = torch.nn.modules.module.register_module_forward_pre_hook(_sprung)
@@ -299,11 +317,11 @@ def _sprung(module: Any, args: Any) -> None:
         if not torch.is_grad_enabled() or module not in _Trap.modules or not module.training:
             return
         known = _known.get(model)
+        if known is None or known.passed >= 0:
+            return
         frame = _caller(active, sys._getframe(1))
-        if known is not None and frame is not None:
-            known.call_site = active.sites.number(frame.f_code, frame.f_lineno)
-            known.armed = ARMED_AT_MOST
-        _disarm()
+        if frame is not None:
+            known.passed = active.sites.number(frame.f_code, frame.f_lineno)
     except Exception as error:
         if (active := recorder()) is not None:
             active.trouble("bypass.trap", error, LOST)

@@ -141,3 +141,29 @@ def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
     for _ in range(5):
         bypass._follow_by_hand(None, model, known, suspect)
     assert told == [(UNHELD, 3)]
+
+
+def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(monkeypatch):
+    for name, value in (
+        ("_look", -1),
+        ("_still_there", True),
+        ("_meant_to_synchronise", True),
+        ("_follow_by_hand", None),
+        ("_arm", None),
+    ):
+        monkeypatch.setattr(bypass, name, lambda *args, value=value: value)
+    monkeypatch.setattr(bypass.exchanges, "gradients_exchanged", lambda parameters: False)
+    monkeypatch.setattr(bypass, "_known", {})
+    parameter, active = Mock(), Mock(step=1)
+    model = Mock(parameters=[lambda: parameter], expected=[], forwards=0, forward_step=1)
+    model.forwards_in_step = 1  # a call has to be known
+    known = bypass._known[model] = bypass.Bypass()
+    for passed, line in ((67, 68), (49, 56)):
+        known.passed = passed
+        backward = Mock(number=line, site=line, unannounced=[(model, False)])
+        bypass._backward_astray(active, backward)
+    known.calls[56] = 50  # as the source seemed to say
+    optimizer = Mock(param_groups=[{"params": [parameter]}])
+    bypass._judge(active, Mock(optimizer=lambda: optimizer, number=3))
+    (event,) = (call.args[0] for call in active.emit.call_args_list)
+    assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
