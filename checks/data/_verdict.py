@@ -23,6 +23,9 @@ PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedR
 MOVING = "read by several ranks, by epoch"
 """Name of the evidence that the ranks do not take their shares of one order."""
 
+AGAIN = "workers deliver them again"
+"""Name of the evidence whether the workers of one rank do not divide a stream either."""
+
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
 
@@ -323,7 +326,7 @@ def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
     evidence: dict[str, object] = {
         "samples compared": best[1],
         "delivered by several ranks": best[0],
-        "workers deliver them again": any(_shares(r) for r in readers) or _all_share(readers),
+        AGAIN: any(_shares(r) for r in readers) or _all_share(readers),
         "batches": {r.rank.rank: r.epochs[number].batches for r in readers},
         **({FROM_EPOCH: number} if number else {}),
     }

@@ -11,7 +11,7 @@ from ddpdoctor.run import Rank, Run
 
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
-from ._verdict import FROM_EPOCH, MOVING, Fault, faults, of_check
+from ._verdict import AGAIN, FROM_EPOCH, MOVING, Fault, faults, of_check
 from ._words import dataset, figures, related, since, some, use, whom
 
 
@@ -104,7 +104,7 @@ class DataOverlap(Check):
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             f"{since(reader, number)}" + (f" ({fault.doubt})" if fault.doubt else ""),
             cause=_cause(reader.seen, workers, fault.evidence.get(MOVING)),
-            fix=_fix(reader.seen, workers=workers, moving=MOVING in fault.evidence),
+            fix=_fix(fault),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
             at=reader.rank.wall(audit.at if audit else reader.epochs[number].began.at),
         )
@@ -193,8 +193,10 @@ def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:
     return f"{what} {seen.dataset}: no sampler can divide an iterable one"
 
 
-def _fix(seen: LoaderSeen, *, workers: bool, moving: bool) -> str:
-    if moving:
+def _fix(fault: Fault) -> str:
+    seen = fault.readers[0].seen
+    workers = fault.evidence.get("between") == "workers"
+    if MOVING in fault.evidence:
         return (
             "shuffle alike on all ranks, by `seed + epoch` without the rank, and let each rank "
             "take its own share of that order"
@@ -202,13 +204,21 @@ def _fix(seen: LoaderSeen, *, workers: bool, moving: bool) -> str:
     if not seen.iterable:
         return "let each rank take its own share of one order: `indices[rank::world_size]`"
     offered = "split_by_worker" if workers else "split_by_node"
-    return (
-        f"split it by the means of the library that it is from (`{offered}`), if it is from one; "
-        f"else in `{seen.dataset}.__iter__`: `info = get_worker_info()`, "
-        "`n, i = (info.num_workers, info.id) if info else (1, 0)`, "
+    own = (
+        "`info = get_worker_info()`, `n, i = (info.num_workers, info.id) if info else (1, 0)`, "
         + (
             "`islice(samples, i, None, n)`"
             if workers
             else "`islice(samples, rank * n + i, None, world_size * n)`"
         )
+    )
+    if not workers and all(r.seen.workers > 1 for r in fault.readers) and not fault.evidence[AGAIN]:
+        own = (
+            "if its workers divide it already, let the rank take part in that: `rank * "
+            "info.num_workers + info.id` of `world_size * info.num_workers` in place of `info.id` "
+            f"of `info.num_workers`; if not, {own}"
+        )
+    return (
+        f"split it by the means of the library that it is from (`{offered}`), if it is from one; "
+        f"else in `{seen.dataset}.__iter__`: {own}"
     )

@@ -98,6 +98,15 @@ def _plain(fault: Fault) -> bool:
     return fault.readers[0].seen.sampler in ("SequentialSampler", "RandomSampler")
 
 
+def _draws_shares(fault: Fault) -> bool:
+    """Whether it draws at random no more on each rank than that rank's share of the data set."""
+    audit = fault.audit
+    assert audit is not None
+    drawn = all(e.seen.replacement for e in audit.epochs.values())
+    most = max(e.samples for e in audit.epochs.values())
+    return drawn and audit.complete and (most - 1) * len(audit.epochs) < audit.length
+
+
 def _what(fault: Fault, audit: Audit) -> str:
     if not audit.never if audit.complete else _plain(fault):
         return "the whole data set"
@@ -115,6 +124,12 @@ def _fix(fault: Fault) -> str:
         )
     if not _plain(fault):
         sampler = fault.readers[0].seen.sampler
+        if _draws_shares(fault):
+            return (
+                f"keep {sampler} and the number that it draws, which is a rank's share already, "
+                "and let each rank draw other samples: "
+                "`generator=torch.Generator().manual_seed(seed + rank)`"
+            )
         return (
             f"keep {sampler} and its choice, drawn from the same seed on every rank, and give each "
             "rank its own part of it: `return iter(indices[rank::world_size])` at the end of "

@@ -108,6 +108,16 @@ def test_workers_of_one_rank() -> None:
     assert "workers" in finding.summary
     (finding,) = examine(stream(twice, workers=2), stream(twice, workers=2))
     assert finding.evidence["workers deliver them again"] is True
+    assert "in place of `info.id`" not in finding.fix
+
+
+def test_a_division_among_workers_is_extended_by_the_rank() -> None:
+    """A second division on top of it would leave samples unread."""
+    (finding,) = examine(stream(COUNTING, workers=2), stream(COUNTING, workers=2))
+    assert finding.evidence["workers deliver them again"] is False
+    assert "`rank * info.num_workers + info.id` of" in finding.fix
+    (finding,) = examine(stream(COUNTING, workers=1), stream(COUNTING, workers=1))
+    assert "in place of `info.id`" not in finding.fix
 
 
 def test_workers_that_split() -> None:

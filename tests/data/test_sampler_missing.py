@@ -170,6 +170,21 @@ def test_drawn_with_replacement_from_other_streams() -> None:
     assert finding.severity is Severity.ERROR
 
 
+@pytest.mark.parametrize(("count", "replacement", "again"), [
+    (50, True, False),
+    (100, True, True),
+    (50, False, True),  # a part of the data set that was chosen for training, say
+])  # fmt: skip
+def test_a_draw_of_a_rank_s_share_is_not_divided_once_more(
+    count: int, replacement: bool, again: bool
+) -> None:
+    drawn = {"sampler": "WeightedRandomSampler", "replacement": replacement}
+    ranks = [loader(0, [EVERYTHING[:count]], content=1, **drawn) for _ in range(2)]
+    (finding,) = examine(*ranks)
+    assert ("rank::world_size" in finding.fix) is again
+    assert ("manual_seed(seed + rank)" in finding.fix) is not again
+
+
 def test_ranks_of_a_tensor_parallel_group_read_the_same_on_purpose() -> None:
     # ranks 0 and 1 share a model in two parts; 0 and 2, 1 and 3 average gradients
     shares = {0: EVERYTHING[::2], 1: EVERYTHING[::2], 2: EVERYTHING[1::2], 3: EVERYTHING[1::2]}
