@@ -48,8 +48,20 @@ def end_of(
         for ended in node.of(ProcessEnded):
             pid = rank.started.pid if rank.started else ended.pid
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
+                if _left_before(rank, ended, node):
+                    ended = msgspec.structs.replace(ended, by_launcher=False)
                 return _as_spawn_saw(ended, node), node.latest(Stopped)
     return None, None
+
+
+def _left_before(rank: Rank, ended: ProcessEnded, node: Facts) -> bool:
+    """Whether it left by itself, with the status that it ended with, before the first process was
+    gone whose end makes a launcher end the others."""
+    leaving = rank.latest(RankExiting)
+    if leaving is None or not leaving.status or leaving.status != ended.status:
+        return False
+    own = (e for e in node.of(ProcessEnded) if e.attempt == ended.attempt and not e.by_launcher)
+    return leaving.at < min((e.at for e in own if e.status or e.signal), default=-math.inf)
 
 
 def _as_spawn_saw(ended: ProcessEnded, node: Facts) -> ProcessEnded:

@@ -11,6 +11,7 @@ from ddpdoctor.events import (
     GroupDestroyed,
     InitEntered,
     ProcessEnded,
+    RankExiting,
     SpawnFailed,
     StepDone,
 )
@@ -266,17 +267,22 @@ def _words(failure: Failure) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", failure.message)  # addresses differ anyway
 
 
-def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> list[int]:
-    """The others, where a rank failed before there was a group and its launcher ended them while
-    they were still on their way to where it waits for all."""
+def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int], str]:
+    """The others, where a rank failed before there was a group, or after it had destroyed its own,
+    and its launcher ended them while they were still on their way; and to where they were."""
     rest = [r for r in run.ranks.values() if r.rank not in ranks]
     early = not any(r.of(InitEntered) or r.steps for r in (first.rank, *rest))
-    if early and all(r.ended is not None and r.ended.by_launcher for r in rest):
-        return [r.rank for r in rest]
-    return []
+    over = (e.at for e in first.rank.of(GroupDestroyed) if not e.name)
+    late = any(first.rank.wall(at) <= first.at for at in over)
+    ended = all(r.ended and r.ended.by_launcher and not r.of(RankExiting) for r in rest)
+    if not ended or not (early or late):
+        return [], ""
+    return [r.rank for r in rest], "to init_process_group" if early else "there"
 
 
-def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind: list[int]) -> str:
+def _cause(
+    first: Failure, ranks: tuple[int, ...], others: list[Failure], behind: tuple[list[int], str]
+) -> str:
     meant = translate(first.message)
     told = f"the text means: {meant}" if meant else ""
     if first.kind_raised == "KeyboardInterrupt":
@@ -287,14 +293,15 @@ def _cause(first: Failure, ranks: tuple[int, ...], others: list[Failure], behind
         late = ranks_text([f.rank.rank for f in others])
         follow = f"it failed first; what {late} reported came after it"
         told = f"{told}; {follow}" if told else follow
-    if not told and behind:
+    if not told and behind[0]:
         return (
-            f"an error in the program itself; {ranks_text(behind)} had not come to "
-            "init_process_group when the launcher ended it, and may fail here as well"
+            f"an error in the program itself; {ranks_text(behind[0])} had not come {behind[1]} "
+            "when the launcher ended it, and may fail here as well"
         )
     if not told and len(ranks) > 1:
         where = " at the same line" if first.location else ""
-        return f"every one of these ranks fails{where}: not a fault of one rank"
+        does = "fails" if first.exception else "leaves like this"
+        return f"every one of these ranks {does}{where}: not a fault of one rank"
     return told or "an error in the program itself; no other rank failed before"
 
 
@@ -310,7 +317,7 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> st
     if len(ranks) == run.world_size:
         same = ": it is the same on every rank, and one process alone should show it as well"
         return read + (same if len(ranks) > 1 else "")
-    if _behind(run, first, ranks):
+    if _behind(run, first, ranks)[0]:
         return f"{read}: one process alone may show it as well"
     named = ranks_text(ranks)
     if first.worker.startswith("DataLoader"):

@@ -317,6 +317,41 @@ def test_the_others_had_not_come_as_far(further: bool) -> None:
     assert ("what differs on rank 0" in finding.fix) is further
 
 
+def leaves(rank: int, at: float, ended: float, by_launcher: bool) -> tuple[list[Event], Event]:
+    """A rank that leaves with status 2 after its work, and its end."""
+    before: list[Event] = [
+        site(1, "train.py", 79, "sys.exit(2)"),
+        *steps(3),
+        GroupDestroyed(at=START + 4),
+        RankExiting(at=START + at, how="sys.exit", status=2, site=1),
+    ]
+    end = ProcessEnded(at=START + ended, rank=rank, pid=PID + rank, status=2, wall=WALL + ended,
+                       by_launcher=by_launcher)  # fmt: skip
+    return before, end
+
+
+@pytest.mark.parametrize(("at", "ranks"), [(5.1, (0, 1)), (8.1, (1,))])
+def test_all_leave_alike_and_one_is_gone_first(at: float, ranks: tuple[int, ...]) -> None:
+    """Who leaves once the first is gone may do so because the launcher told it to end."""
+    last, end = leaves(0, at, 9, by_launcher=True)
+    early, gone = leaves(1, 5, 8, by_launcher=False)
+    (finding,) = found(make_run({0: last, 1: early}, ended=None, nodes={0: [gone, end]}))
+    assert finding.ranks == ranks
+    assert ("leaves like this at the same line" in finding.cause) is (len(ranks) > 1)
+    assert ("what differs" in finding.fix) is (len(ranks) == 1)
+
+
+def test_the_others_are_ended_before_they_come_to_where_the_first_left() -> None:
+    early, gone = leaves(1, 5, 8, by_launcher=False)
+    cleaned = ProcessEnded(at=START + 9, rank=0, pid=PID, signal=15, by_launcher=True,
+                           wall=WALL + 9)  # fmt: skip
+    run = make_run({0: steps(3), 1: early}, ended=None, nodes={0: [gone, cleaned]})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert "rank 0 had not come there when the launcher ended it" in finding.cause
+    assert "what differs" not in finding.fix
+
+
 @pytest.mark.parametrize(
     ("spawned", "environment", "named"),
     [(0, {"TORCHELASTIC_RUN_ID": "x"}, True), (2, {"TORCHELASTIC_RUN_ID": "x"}, False),
