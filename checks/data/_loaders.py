@@ -166,11 +166,16 @@ class Loader:
         return any(r.trains for r in self.readers.values())
 
     @property
+    def evaluates(self) -> bool:
+        """Whether a model was seen to be given batches of it without training on them."""
+        epochs = [e for r in self.readers.values() for e in r.epochs]
+        return not self.trains and any(e.ended and e.ended.evaluated for e in epochs)
+
+    @property
     def used(self) -> bool:
         """Whether it got far enough to tell training from evaluation."""
         epochs = [e for r in self.readers.values() for e in r.epochs]
-        evaluated = any(e.ended is not None and e.ended.evaluated for e in epochs)
-        return self.trains or evaluated or any(e.exhausted or e.batches > 1 for e in epochs)
+        return self.trains or self.evaluates or any(e.exhausted or e.batches > 1 for e in epochs)
 
     @property
     def label(self) -> str:

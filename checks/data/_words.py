@@ -30,7 +30,7 @@ def some(values: Iterable[object], limit: int = 6) -> str:
 
 
 def use(loader: Loader) -> str:
-    return "training" if loader.trains else "evaluation"
+    return "training" if loader.trains else "evaluation" if loader.evaluates else "plain reading"
 
 
 def since(reader: Reader, number: int = 0) -> str:

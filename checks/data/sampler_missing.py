@@ -41,7 +41,8 @@ class SamplerMissing(Check):
     different samples, or each rank takes its own rows of every batch for a wrapped model; samples
     are drawn with replacement from different random streams; ranks that average no gradients with
     each other, or that share their inputs in a tensor-parallel group. Ranks that all evaluate the
-    whole validation set, and toy data that is all alike, are notes.
+    whole validation set, or read all the data without a model, and toy data that is all alike, are
+    notes.
     """
 
     code = "DDP501"
@@ -120,7 +121,8 @@ def _fix(fault: Fault) -> str:
     if not fault.loader.trains:
         return (
             "the result is right and the time is spent on every rank; to share the work: "
-            "`sampler=DistributedSampler(dataset, shuffle=False)`, and sum the results over ranks"
+            "`sampler=range(rank, len(dataset), world_size)`, which reads each sample once, and "
+            "sum totals and counts over the ranks after the loop"
         )
     if not _plain(fault):
         sampler = fault.readers[0].seen.sampler

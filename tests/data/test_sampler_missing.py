@@ -146,12 +146,18 @@ def test_shares_that_do_not_overlap() -> None:
     )
 
 
-def test_evaluation_of_everything_on_every_rank_is_a_note() -> None:
-    (finding,) = examine(
-        loader(0, [EVERYTHING], content=1, trains=False),
-        loader(0, [EVERYTHING], content=1, trains=False),
-    )
+@pytest.mark.parametrize(
+    ("evaluated", "words"), [(25, "epoch of evaluation"), (0, "epoch of plain reading")]
+)
+def test_everything_read_on_every_rank_without_training_is_a_note(
+    evaluated: int, words: str
+) -> None:
+    ends = {"evaluated": evaluated}
+    ranks = [loader(0, [EVERYTHING], content=1, trains=False, ends=ends) for _ in range(2)]
+    (finding,) = examine(*ranks)
     assert finding.severity is Severity.NOTE
+    assert words in finding.summary
+    assert "range(rank, len(dataset), world_size)" in finding.fix  # a padded share is no exact one
 
 
 def test_evaluation_on_one_rank() -> None:
