@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from .conditions import never_runs
 from .frames import variables
 from .sources import function_of
 
@@ -87,7 +88,8 @@ def setting_in_frames(
     """The statement, in the frames that are running or in what they call, that sets a parameter's
     or a module's attribute to a value (`p.requires_grad = True`, `p.requires_grad_()`), or to
     anything; the last one before the line that is executing, else the last at all. Where a helper
-    sets it to what it is given, the line that gives it.
+    sets it to what it is given, the line that gives it. None where only one of several branches can
+    have done it.
 
     Args:
         after: a line of the function in which it was not set before that.
@@ -96,11 +98,17 @@ def setting_in_frames(
     def wanted(node: ast.AST, scope: Scope) -> bool:
         return _sets(node, scope, name, value)
 
-    settings = _settings_in_frames(frame, is_user, wanted, value)
-    for found in settings:
-        if after is None or found.code is not after.code or found.line > after.line:
-            return found
-    return None
+    settings = [
+        found
+        for found in _settings_in_frames(frame, is_user, wanted, value)
+        if after is None or found.code is not after.code or found.line > after.line
+    ]
+    found = next(iter(settings), None)
+    node = function_of(found.code) if found is not None else None
+    if found is None or node is None:
+        return found
+    others = (other.line for other in settings if other.code is found.code)
+    return None if any(_other_arm(node, line, found.line) for line in others) else found
 
 
 def item_set_in_frames(
@@ -141,10 +149,11 @@ def _settings(
         return
     lines = [n.lineno for n in ast.walk(node) if wanted(n, scope)]  # type: ignore[attr-defined]
     for found in sorted(lines, key=lambda n: (n <= line, n), reverse=True):
-        yield Found(code, found)
+        if not never_runs(code, found, scope.get):
+            yield Found(code, found)
     for call in list(_calls(node))[:CALLS] if depth > 0 else ():
         inner = _into(call, scope, is_user)
-        if inner is not None:
+        if inner is not None and not never_runs(code, call.lineno, scope.get):
             function, bound = inner
             within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
             for setting in _settings(*within):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ddpdoctor.probe import changes
+from ddpdoctor.probe.conditions import never_runs
 from ddpdoctor.probe.models import Model
 from ddpdoctor.probe.resolving import Found, setting_in_frames
 
@@ -101,3 +103,68 @@ def test_the_line_that_sets_the_parameters_after_the_wrap(flag: bool, line: int)
     found, first = _program(flag)
     assert found is not None
     assert found.line == first + line
+
+
+HOW = "late"
+
+
+def _in_branches(model: nn.Module, *, known: bool) -> int | None:
+    """Where it is thawed, as far as that can be told: lines after that of this function."""
+    code = _in_branches.__code__
+    if HOW == "early":
+        _set(model, True)
+    elif HOW == "late" and known:
+        _set(model, True)
+    else:
+        _set(model, True)
+    ours = (code, _set.__code__)
+    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
+    return found.line - code.co_firstlineno if found else None
+
+
+def _in_known_branches(model: nn.Module) -> int | None:
+    code = _in_known_branches.__code__
+    if HOW == "early":
+        _set(model, True)
+    elif HOW == "late":
+        _set(model, True)
+    ours = (code, _set.__code__)
+    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
+    return found.line - code.co_firstlineno if found else None
+
+
+def test_of_lines_in_several_branches_only_one_that_ran() -> None:
+    assert _in_known_branches(nn.Linear(2, 2)) == 5
+    assert _in_branches(nn.Linear(2, 2), known=True) is None
+
+
+@pytest.mark.parametrize(
+    ("test", "never"),
+    [
+        ("HOW == 'late'", {8}),
+        ("HOW in ('early', 'soon')", {6}),
+        ("not (HOW != 'late')", {8}),
+        ("args.how == 'late'", {8}),
+        ("args.stage == 1", set()),  # it is given another value later
+        ("done", set()),
+        ("HOW == other", set()),
+        ("phase == 1", set()),  # in a loop
+    ],
+)
+def test_conditions_that_cannot_have_changed(test: str, never: set[int], tmp_path: Any) -> None:
+    program = f"""HOW, done = "late", False
+for phase in (1, 2): pass
+def run(args, other):
+    global done
+    if {test}:
+        first()
+
+    else: second()
+    args.stage = done = 2
+"""
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    names: dict[str, Any] = {"args": argparse.Namespace(how="late", stage=2), "other": "late"}
+    exec(compile(program, str(file), "exec"), names)
+    code = names["run"].__code__
+    assert {n for n in (6, 8) if never_runs(code, n, names.get)} == never
