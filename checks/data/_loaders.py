@@ -135,6 +135,13 @@ class Reader:
     def read(self) -> bool:
         return any(e.batches for e in self.epochs)
 
+    @property
+    def before_models(self) -> bool:
+        """Whether it was over before there was a model, as far as it is known."""
+        known = [e.at for e in (*self.rank.of(Wrapped), *self.rank.of(OptimizerSeen))]
+        ended = self.epochs[-1].ended
+        return ended is not None and ended.grad_enabled and ended.at < min(known, default=0.0)
+
     def epoch(self, number: int) -> Epoch | None:
         return self.epochs[number] if number < len(self.epochs) else None
 
@@ -166,16 +173,11 @@ class Loader:
         return any(r.trains for r in self.readers.values())
 
     @property
-    def evaluates(self) -> bool:
-        """Whether a model was seen to be given batches of it without training on them."""
-        epochs = [e for r in self.readers.values() for e in r.epochs]
-        return not self.trains and any(e.ended and e.ended.evaluated for e in epochs)
-
-    @property
     def used(self) -> bool:
         """Whether it got far enough to tell training from evaluation."""
         epochs = [e for r in self.readers.values() for e in r.epochs]
-        return self.trains or self.evaluates or any(e.exhausted or e.batches > 1 for e in epochs)
+        evaluated = any(e.ended is not None and e.ended.evaluated for e in epochs)
+        return self.trains or evaluated or any(e.exhausted or e.batches > 1 for e in epochs)
 
     @property
     def label(self) -> str:

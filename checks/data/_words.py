@@ -30,7 +30,10 @@ def some(values: Iterable[object], limit: int = 6) -> str:
 
 
 def use(loader: Loader) -> str:
-    return "training" if loader.trains else "evaluation" if loader.evaluates else "plain reading"
+    if loader.trains:
+        return "training"
+    early = all(reader.before_models for reader in loader.readers.values())
+    return "plain reading" if early else "evaluation"
 
 
 def since(reader: Reader, number: int = 0) -> str:

@@ -147,13 +147,22 @@ def test_shares_that_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "words"), [(25, "epoch of evaluation"), (0, "epoch of plain reading")]
+    ("over", "grad_enabled", "words"),
+    [
+        (2000.0, True, "epoch of evaluation"),
+        (1.0, False, "epoch of evaluation"),
+        (1.0, True, "epoch of plain reading"),
+    ],
 )
 def test_everything_read_on_every_rank_without_training_is_a_note(
-    evaluated: int, words: str
+    over: float, grad_enabled: bool, words: str
 ) -> None:
-    ends = {"evaluated": evaluated}
-    ranks = [loader(0, [EVERYTHING], content=1, trains=False, ends=ends) for _ in range(2)]
+    """Moments for a normalisation, say, are read before there is a model."""
+    ends = {"grad_enabled": grad_enabled}
+    ranks = []
+    for _ in range(2):
+        *events, ended = loader(0, [EVERYTHING], content=1, trains=False, ends=ends)
+        ranks.append([*events, msgspec.structs.replace(ended, at=over)])
     (finding,) = examine(*ranks)
     assert finding.severity is Severity.NOTE
     assert words in finding.summary
