@@ -28,7 +28,8 @@ class RendezvousStall(Check):
     made once a rank has waited in there for the stall time (`--hang-after`; by default 30 s before
     training begins), or has raised a timeout or a lost connection; the stacks of the ranks that are
     missing, taken at that moment, say where they are. It is proven where `world_size` is larger
-    than the number of processes that `ddpdoctor run` launched, else suspected.
+    than the number of processes that `ddpdoctor run` launched, else suspected. Of a program that
+    starts its ranks itself only those are known that came to `init_process_group`.
 
     ## Why it hurts
     `init_process_group` waits for everybody, half an hour by default (ten minutes with NCCL), and
@@ -139,8 +140,8 @@ class RendezvousStall(Check):
         first = waiting[0]
         entered = first.latest(InitEntered)
         here = first.location(entered.site) if entered else None
-        launched = max(len(run.ranks), run.info.world_size)
-        too_many = [r for r in absent if r >= launched]
+        launched, seen = _launched(run, waiting), len(run.ranks)
+        too_many = [r for r in absent if launched is not None and r >= launched]
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
         came = fold_ranks(r.rank for r in waiting)
@@ -148,12 +149,15 @@ class RendezvousStall(Check):
             "came": came,
             "absent": fold_ranks(absent),
             "world_size_expected": world,
-            "processes_launched": launched,
+            **({"processes_seen": seen} if launched is None else {"processes_launched": launched}),
             "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
         }
         wrong_size = bool(too_many) and not late
+        unseen = launched is None and not late
         # Who launches ranks himself may be about to launch the others.
         all_there = run.info.launcher == "run"
+        exist = f"only {launched} exist{'' if all_there else ' so far'}" if wrong_size else ""
+        exist = f"only {seen} were seen" if unseen else exist
         return self.finding(
             ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
             confidence=Confidence.PROVEN if wrong_size and all_there else Confidence.SUSPECTED,
@@ -161,21 +165,38 @@ class RendezvousStall(Check):
             location=here if wrong_size else where or here,
             label="waits for ranks that do not exist"
             if wrong_size
+            else "waits for ranks that were not seen"
+            if unseen
             else "not in init_process_group",
             related=(Related(f"{_wait(waiting)} here", here),) if here and where else (),
-            summary=_summary(_wait(waiting), absent, world, launched, wrong_size, all_there)
+            summary=_summary(_wait(waiting), absent, world, exist)
             + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
             cause=f"world_size is {world}, but {launched} processes were launched"
             if wrong_size
+            else f"world_size is {world}, and {seen} processes were seen: no more were "
+            "started, or the others never came to init_process_group"
+            if unseen
             else "a process group forms only when every rank has called init_process_group",
             fix="leave `rank=` and `world_size=` out: torchrun sets them in the environment"
             if wrong_size
+            else "let `world_size` be the number of processes that are started; where it is, see "
+            "what the others do before init_process_group"
+            if unseen
             else "see what the line does on the ranks that are missing; do slow work once, before "
             "the launch, or after init_process_group with a longer `timeout=`",
             fix_kind=FixKind.CHECK,
             evidence=evidence,
             at=first.wall(entered.at) if entered else run.started,
         )
+
+
+def _launched(run: Run, waiting: list[Rank]) -> int | None:
+    """How many processes there are, as who launched them said; None where a program that starts
+    them itself says no more than what its ranks wait for."""
+    told = any("WORLD_SIZE" in r.started.environment for r in waiting if r.started)
+    if run.info.launcher != "run" and not told and run.info.world_size > len(run.ranks):
+        return None
+    return max(len(run.ranks), run.info.world_size)
 
 
 def _waits(rank: Rank) -> bool:
@@ -239,12 +260,9 @@ def _wait(ranks: list[Rank]) -> str:
     return f"ranks {folded} wait" if len(ranks) > 1 else f"rank {folded} waits"
 
 
-def _summary(
-    came: str, absent: list[int], world: int, launched: int, wrong_size: bool, all_there: bool
-) -> str:
-    if wrong_size:
-        so_far = "" if all_there else " so far"
-        return f"{came} in init_process_group for {world} ranks, but only {launched} exist{so_far}"
+def _summary(came: str, absent: list[int], world: int, exist: str) -> str:
+    if exist:
+        return f"{came} in init_process_group for {world} ranks, but {exist}"
     return (
         f"rank{'s' if len(absent) > 1 else ''} {fold_ranks(absent)} "
         f"{'do' if len(absent) > 1 else 'does'} not reach init_process_group, where {came}"

@@ -71,6 +71,22 @@ def test_more_ranks_are_waited_for_than_there_are(launcher: str) -> None:
     assert finding.summary.endswith("so far") is not proven
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_program_that_starts_its_ranks_itself(told: bool) -> None:
+    """Whether there is another one that is late nobody knows; a launcher says so."""
+    environment = {"WORLD_SIZE": "3"} if told else {}
+    ranks = {r: [started(r, 3, environment=environment), *entered(r, 3)] for r in range(2)}
+    run = make_run(ranks, nodes={0: seen()[1:]}, ended={0: -15, 1: -15}, stopped="interrupt",
+                   world_size=3, launcher="exec")  # fmt: skip
+    (finding,) = found(run)
+    assert finding.confidence is Confidence.SUSPECTED
+    assert finding.evidence.get("processes_launched") == (3 if told else None)
+    assert finding.evidence.get("processes_seen") == (None if told else 2)
+    assert ("rank 2 does not reach" in finding.summary) is told
+    assert ("for 3 ranks, but only 2 were seen" in finding.summary) is not told
+    assert ("let `world_size` be the number" in finding.fix) is not told
+
+
 def test_the_group_formed() -> None:
     ready = GroupReady(
         at=START + 3, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=1
