@@ -108,34 +108,31 @@ def test_the_line_that_sets_the_parameters_after_the_wrap(flag: bool, line: int)
 HOW = "late"
 
 
-def _in_branches(model: nn.Module, *, known: bool) -> int | None:
+def _in_branches(model: nn.Sequential) -> int | None:
     """Where it is thawed, as far as that can be told: lines after that of this function."""
     code = _in_branches.__code__
     if HOW == "early":
         _set(model, True)
-    elif HOW == "late" and known:
+    elif HOW == "late":
+        _set(model[0], True)
+    ours = (code, _set.__code__)
+    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
+    return found.line - code.co_firstlineno if found else None
+
+
+def _in_unknown_branches(model: nn.Sequential) -> Found | None:
+    if model.training:
         _set(model, True)
     else:
-        _set(model, True)
-    ours = (code, _set.__code__)
-    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
-    return found.line - code.co_firstlineno if found else None
-
-
-def _in_known_branches(model: nn.Module) -> int | None:
-    code = _in_known_branches.__code__
-    if HOW == "early":
-        _set(model, True)
-    elif HOW == "late":
-        _set(model, True)
-    ours = (code, _set.__code__)
-    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
-    return found.line - code.co_firstlineno if found else None
+        _set(model[0], True)
+    ours = (_in_unknown_branches.__code__, _set.__code__)
+    return setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", True)
 
 
 def test_of_lines_in_several_branches_only_one_that_ran() -> None:
-    assert _in_known_branches(nn.Linear(2, 2)) == 5
-    assert _in_branches(nn.Linear(2, 2), known=True) is None
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert _in_branches(model) == 6
+    assert _in_unknown_branches(model) is None
 
 
 @pytest.mark.parametrize(
