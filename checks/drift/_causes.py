@@ -175,6 +175,9 @@ def _grows(sizes: list[float]) -> str:
     return "shrinks" if sizes[-1] < sizes[0] / 1.5 else "no"
 
 
+ROUNDING = " by rounding-size amounts"
+
+
 def largest(group: Replicas, found: Divergence) -> str:
     """` by 3 % of their norm`, where that was measured."""
     sizes = distances(group, found)
@@ -182,7 +185,7 @@ def largest(group: Replicas, found: Divergence) -> str:
         return ""
     percent = 100 * max(sizes.values())
     if percent <= 1e-4:
-        return " by rounding-size amounts"
+        return ROUNDING
     told = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
     return f" by {told} % of their norm"
 

@@ -10,7 +10,7 @@ from ddpdoctor.events import Clipped, Edited
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from ._causes import Cause
+from ._causes import ROUNDING, Cause, largest
 from ._parting import parted
 from ._replicas import Divergence, Member, Replicas, by_step
 
@@ -61,6 +61,11 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     fix = "do it on every rank with the same numbers, or not at all"
     if kind == "parameters" and _goes_on(member, kind, event.step):
         moment = f"in every step from step {event.step} on"
+        if largest(group, found) == ROUNDING:
+            fix += (
+                "; put back what is changed for a moment only from a copy of it "
+                "(`p.copy_(kept)`): to subtract what was added leaves rounding errors"
+            )
     elif before == "the wrap":
         fix = "do it before `DistributedDataParallel(...)`, which copies rank 0's parameters"
     return Cause(
@@ -93,7 +98,8 @@ _MOMENT = {
 
 def _goes_on(member: Member, kind: str, step: int) -> bool:
     """Whether it is edited before every step after this one, too."""
-    later = {e.step: e.changed for e in edits_of(member, kind) if e.step > step}
+    steps = range(step + 1, member.last_step + 1)
+    later = {e.step: e.changed for e in edits_of(member, kind) if e.step in steps}
     return bool(later) and all(later.values())
 
 
