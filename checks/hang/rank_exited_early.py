@@ -38,6 +38,11 @@ EXIT = (
     "share the decision to leave with `all_reduce`, and leave the loop on all ranks in the same "
     "round; let a signal handler do no more than set a flag"
 )
+CALLED = (
+    "share the decision to leave with `all_reduce`, and call `{}` on all ranks in the same round; "
+    "where it comes after the loop, let all ranks do the same number of steps "
+    "(`DistributedSampler`, `drop_last=True`)"
+)
 
 
 class RankExitedEarly(Check):
@@ -159,10 +164,19 @@ def _leaving(left: list[Stand]) -> tuple[str, str]:
     if all(raised_exit(s.rank) for s in left):
         ended = f"ended by {EXIT_RAISED},"
         return ("leaves", f"was {ended}") if len(left) == 1 else ("leave", f"were {ended}")
+    calls = {_exit_called(s.rank) for s in left}
+    if len(calls) == 1 and (call := min(calls)):
+        return "leaves" if len(left) == 1 else "leave", f"left by `{call}` with status 0,"
     if all(s.rank.of(RankExiting) or s.rank.exit_code == 0 for s in left):
         return "leaves" if len(left) == 1 else "leave", "ended with status 0"
     did = "destroyed its process group" if len(left) == 1 else "destroyed their process groups"
     return did, did
+
+
+def _exit_called(rank: Rank) -> str:
+    """What the program called to leave, where that is known; empty where it came to its end."""
+    leaving = rank.latest(RankExiting)
+    return leaving.how if leaving and leaving.site >= 0 and leaving.how != "return" else ""
 
 
 def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
@@ -192,6 +206,8 @@ def _fix(only: Only | None, loop: Left | None, left: Rank, leaves: str, waiting:
         return loop.fix
     if raised_exit(left):
         return EXIT
+    if call := _exit_called(left):
+        return CALLED.format(call)
     if waiting.call is not None and waiting.call.index < 0:
         return (
             "let every receive have its send on the other rank, and every send its receive; let "

@@ -194,3 +194,12 @@ def test_nothing_caught_the_exit_that_a_signal_handler_raised(tmp_path: Path, ho
     assert ("`except Exception:` (train.py:11) caught it" in finding.cause) is not raised
     assert ("`SystemExit`, which a signal handler may have raised" in finding.cause) is raised
     assert ("no more than set a flag" in finding.fix) is raised
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "return"])
+def test_what_the_program_called_to_leave_is_named(tmp_path: Path, how: str) -> None:
+    leaver: list[object] = [RankExiting(at=START + 5.5, how=how, status=0, site=900)]
+    (finding,) = found(left(tmp_path, leaver=leaver))
+    called = how == "sys.exit"
+    assert ("left by `sys.exit` with status 0, without that call" in finding.cause) is called
+    assert ("call `sys.exit` on all ranks in the same round" in finding.fix) is called
