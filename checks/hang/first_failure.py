@@ -238,7 +238,8 @@ def _step(first: Failure) -> int | None:
     rank, spans = first.rank, dict[int, tuple[float, float]]()
     for e in rank.of(StepDone):
         spans[e.optimizer] = spans.get(e.optimizer, (e.at, e.at))[0], e.at
-    step = first.exception.step if first.exception else rank.steps
+    # With an exception the steps of all optimizers together are recorded.
+    step = first.exception.step if first.exception and len(spans) < 2 else rank.steps
     if step < 0 or not rank.steps:
         return None
     begins, stops = zip(*spans.values(), strict=True) if spans else ((0.0,), (0.0,))

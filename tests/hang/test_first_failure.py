@@ -171,6 +171,13 @@ def test_the_step_stands_apart_from_the_message_and_only_where_there_is_one() ->
         assert finding.steps is None
 
 
+def test_the_step_of_two_optimizers_is_not_their_sum() -> None:
+    both = [e for n in range(8) for o in range(2) for e in steps(1, first=n, optimizer=o)]
+    error = ExceptionRaised(at=START + 9, kind="KeyError", message="'torus'", step=16)
+    (finding,) = found(make_run({0: [], 1: [*both, error]}, ended={0: 0, 1: 1}))
+    assert finding.summary.startswith("at step 8, rank 1 raised")
+
+
 def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     (finding,) = found(make_run({0: over, 1: over}, ended={1: -6}))
