@@ -7,6 +7,7 @@ be blamed on the rank that made it, and on the line.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
+from .resolving import state_edit_in_frames
 from .taken import Taken, ratio, rewritten
 from .touched import Touched
 from .tracing import Tracer
@@ -38,6 +40,9 @@ TOLD_AT_MOST = 300
 TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits; after that
 only where the next edit is due, if they come as regularly as the last two."""
+
+SEARCHES = 3
+"""Through the running functions' source for what edits an optimizer's state, per model."""
 
 NOTHING: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
 """Told of what was not edited."""
@@ -59,6 +64,7 @@ class Followed:
         self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
+        self.searched = 0
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
         self.changed_at: dict[str, int] = {}
@@ -246,6 +252,8 @@ def _step_begins(active: Recorder, step: Step) -> None:
         tell_parameters(active, step.number, holding)
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
             after = _state(step, holding, before.positions)
+            if after.numbers != before.numbers:
+                _find_state_edit(active, followed, step)
             _tell(active, step.number, holding, "state", before, after)
         taken = followed.gradients
         followed.gradients = None
@@ -291,6 +299,19 @@ def _state(step: Step, holding: Holding, positions: list[int]) -> Taken:
     optimizer = step.optimizer()
     taken.numbers = [_standing(optimizer, p) for p in holding.parameters(positions)]
     return taken
+
+
+def _find_state_edit(active: Recorder, followed: Followed, step: Step) -> None:
+    """It may happen once only: the source of what is running is asked for its line."""
+    optimizer = step.optimizer()
+    if optimizer is None or ("state", True) in followed.sites or followed.searched == SEARCHES:
+        return
+    followed.searched += 1
+    found = state_edit_in_frames(
+        sys._getframe(1), lambda code: active.sites.kind(code) == "user", optimizer
+    )
+    if found is not None:
+        followed.sites["state", True] = (active.sites.number(found.code, found.line),)
 
 
 def _standing(optimizer: Any, parameter: Any) -> int:

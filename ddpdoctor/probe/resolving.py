@@ -18,6 +18,7 @@ from .sources import function_of
 
 FRAMES = 12
 DEPTH = 3
+CHANGERS = ("clear", "pop", "popitem", "update", "setdefault")
 CALLS = 400
 """Calls looked at in one function."""
 
@@ -117,6 +118,33 @@ def item_set_in_frames(
     """The same for an item (`group["lr"] = rate`, `group["lr"] *= 0.5`)."""
     settings = _settings_in_frames(frame, is_user, lambda node, scope: _sets_item(node, key))
     return next(settings, None)
+
+
+def state_edit_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], optimizer: Any
+) -> Found | None:
+    """The statement that changes an optimizer's state (`optimizer.state.clear()`,
+    `optimizer.state[p]["step"] = 0`), where there is only one."""
+
+    def wanted(node: ast.AST, scope: Scope) -> bool:
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            return any(_is_state(t, scope, optimizer) for t in node.targets)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changes = node.func.attr in CHANGERS or node.func.attr.endswith("_")
+            return changes and _is_state(node.func.value, scope, optimizer)
+        return False
+
+    found = set(_settings_in_frames(frame, is_user, wanted))
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_state(node: ast.AST, scope: Scope, optimizer: Any) -> bool:
+    """Whether it is the state of the optimizer, or something in it."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute) and node.attr == "state":
+            return _resolve(node.value, scope) is optimizer
+        node = node.value
+    return False
 
 
 def _settings_in_frames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ddpdoctor.probe import edits
+from ddpdoctor.probe.resolving import state_edit_in_frames
 from ddpdoctor.probe.tracing import Tracer
 
 
@@ -206,3 +208,26 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
     edits._step_begins(active, step)
     return told
+
+
+def _cleared(optimizer: Any, other: Any) -> int | None:
+    code = _cleared.__code__
+    found = state_edit_in_frames(sys._getframe(), lambda c: c is code, optimizer)
+    other.state.clear()
+    optimizer.state.clear()
+    return found.line - code.co_firstlineno if found else None
+
+
+def _edited_twice(optimizer: Any) -> Any:
+    optimizer.state[0]["momentum_buffer"].zero_()
+    del optimizer.state[0]["momentum_buffer"]
+    code = _edited_twice.__code__
+    return state_edit_in_frames(sys._getframe(), lambda c: c is code, optimizer)
+
+
+def test_the_one_line_that_edits_the_state() -> None:
+    optimizer, other = (
+        SimpleNamespace(state={0: {"momentum_buffer": torch.ones(1)}}) for _ in range(2)
+    )
+    assert _edited_twice(optimizer) is None
+    assert _cleared(optimizer, other) == 4
