@@ -1,7 +1,7 @@
 """One rank is set up with another NCCL and OpenMP configuration than the others.
 
 run: --nproc-per-node 2
-finds: DDP103 warning at `dist.init_process_group("gloo")`
+finds: DDP103 warning at `os.environ["NCCL_ALGO"] = "Tree"`
 """
 
 import os
