@@ -9,6 +9,7 @@ from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Se
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._failures import (
+    CLEAN_UP_S,
     Failure,
     at_teardown,
     crash_line,
@@ -43,6 +44,8 @@ TOLD = (
     "it wrote down its stacks, as it does at SIGTERM, and ended before those that lost it: told to "
     "end from outside (a scheduler, a time limit, `kill`)"
 )
+TIME_OVER = 124
+"""The status of `timeout`, where the time of the command is over that it started."""
 
 
 class RankDied(Check):
@@ -57,7 +60,9 @@ class RankDied(Check):
     down the stack of a crash in native code. The monitor samples memory once a second, and reads
     the kernel's own counter of kills for lack of memory, where that is readable, to confirm one.
     The finding is proven where the signal is known; suspected where nobody saw it, or where
-    `torch.multiprocessing.spawn` may have sent it because a process failed that is no rank.
+    `torch.multiprocessing.spawn` may have sent it because a process failed that is no rank. Where
+    the command of the run ends with the status of `timeout`, all ranks that were left are told
+    together.
 
     ## Why it hurts
     The process leaves no traceback. The other ranks fail with connection errors that look like the
@@ -69,7 +74,8 @@ class RankDied(Check):
 
     ## When it stays quiet
     The launcher's own clean-up kill of the other ranks, also where what failed was no rank and is
-    known; a run that somebody stopped; an abort at teardown after all work was done.
+    known; a run that somebody stopped, or `timeout` once it stood still; an abort at teardown after
+    all work was done.
     """
 
     code = "DDP605"
@@ -80,6 +86,10 @@ class RankDied(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         if spawn_failed(run):
             return  # told by first-failure
+        if over := _time_over(run):
+            if run.stall is None:  # else what it stood at took the time
+                yield self._tell_time_over(over)
+            return
         if silent := vanished(run):
             yield self._tell(run, silent)
             return
@@ -134,6 +144,45 @@ class RankDied(Check):
             evidence={**({"signal": name} if name else {}), **memory, **victims(rest)},
             at=first.at,
         )
+
+    def _tell_time_over(self, told: list[Failure]) -> Finding:
+        rank = told[0].rank
+        where = whereabouts(rank)
+        ranks = sorted(f.rank.rank for f in told)
+        return self.finding(
+            ranks=tuple(ranks),
+            steps=Steps.of([rank.steps]) if rank.steps else None,
+            subjects=("SIGTERM",),
+            location=where,
+            label=f"{ranks_text([rank.rank])} was last seen here",
+            summary=f"{ranks_text(ranks)} {'were' if len(ranks) > 1 else 'was'} told to end"
+            + (f" at step {rank.steps}" if rank.steps else "")
+            + ": the time of their command was over",
+            cause=f"the command ended with status {TIME_OVER}, as `timeout` does when it has told "
+            "one to end: no rank is at fault",
+            fix="give the command more time, or train for fewer steps; a checkpoint now and then "
+            "keeps what was done",
+            fix_kind=FixKind.CHECK,
+            evidence={"status": TIME_OVER},
+            at=told[0].at,
+        )
+
+
+def _time_over(run: Run) -> list[Failure]:
+    """All ranks that were still there when `timeout` told their command to end, which then told
+    them: nobody saw of each how it ended."""
+    found = failures(run)
+    killed = [r for r in run.ranks.values() if r.state in ("killed", "hung") and r.ended]
+    if run.info.exit_code != TIME_OVER or not killed:
+        return []
+    if any(f.kind in ("exception", "exit") for f in found):
+        return []
+    if any(r.signal not in ("SIGTERM", None) for r in killed):
+        return []
+    told = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
+    told += [f for f in found if f.kind == "lost"]
+    ends = [f.at for f in told]
+    return told if max(ends) - min(ends) < CLEAN_UP_S else []
 
 
 def _spawned_unseen(run: Run, died: list[Failure]) -> str:

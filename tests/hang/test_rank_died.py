@@ -20,6 +20,7 @@ from ddpdoctor.events import (
     RankExiting,
     RankSample,
     SpawnEnded,
+    StallSeen,
 )
 from ddpdoctor.findings import Confidence, Finding
 from ddpdoctor.launch.ending import outcome
@@ -268,3 +269,34 @@ def test_told_to_end_after_another_had_failed(tmp_path: Path, ended: float, told
     ends = [end(0, START + ended, status=1), end(1, START + 6.5, signal=15)]
     run = run_of(tmp_path, tapes(), nodes={0: ends}, more={0: [peer]})
     assert [f.subjects for f in found(run)] == [("SIGTERM",)] * told
+
+
+@pytest.mark.parametrize(
+    ("status", "first", "later", "over"),
+    [(124, 15, 0, True), (1, 15, 0, False), (124, 9, 0, False), (124, 15, 60, False)],
+)
+def test_the_time_of_the_command_is_over(
+    tmp_path: Path, status: int, first: int, later: float, over: bool
+) -> None:
+    """Who was told to end with the others need not be seen to end by a signal."""
+    nodes = {0: [end(0, START + 6, signal=first), end(1, START + 6 + later)]}
+    run = run_of(tmp_path, tapes(), nodes=nodes, ended=None, exit_code=status)
+    (finding,) = found(run)
+    assert finding.ranks == ((0, 1) if over else (0,))
+    assert ("time of their command was over" in finding.summary) is over
+    assert ("no rank is at fault" in finding.cause) is over
+
+
+def test_a_rank_that_had_failed_when_the_time_was_over(tmp_path: Path) -> None:
+    nodes = {0: [end(0, START + 6, status=1), end(1, START + 9, signal=15)]}
+    own = ExceptionRaised(at=START + 5.5, kind="ValueError", message="boom")
+    run = run_of(tmp_path, tapes(), more={0: [own]}, nodes=nodes, ended=None, exit_code=124)
+    assert found(run) == []
+
+
+def test_it_stood_still_when_the_time_was_over(tmp_path: Path) -> None:
+    stood_still = StallSeen(at=START + 40, since=START + 5, hang_after=30)
+    nodes = {0: [stood_still, *(end(r, START + 60, signal=15) for r in (0, 1))]}
+    for status in (124, 1):
+        run = run_of(tmp_path / str(status), tapes(), nodes=nodes, ended=None, exit_code=status)
+        assert len(found(run)) == (status != 124)
