@@ -334,7 +334,7 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
         "evidence": {
             "last_equal_at_step": begin,
             "first_different_at_step": end,
-            "steps_without_the_exchange": [
+            "steps_without_the_exchange_between_these": [
                 {"rank": n, "steps": count} for n, count in found.missing.items() if count
             ],
             "gradients": found.gradients,

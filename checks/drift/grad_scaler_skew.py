@@ -219,15 +219,20 @@ def _scale(events: list[ScalerStep], call: int) -> float | None:
 
 
 def _differing(group: Replicas, events: dict[int, list[ScalerStep]], since: ScalerStep) -> Steps:
-    """The steps from this one on until the scales agree again, or to the last that all took."""
-    later = sorted({(e.call, e.step) for mine in events.values() for e in mine})
-    last = min(m.last_step for m in group.members.values())
-    for call, step in later:
-        if call > since.call and len({_scale(mine, call) for mine in events.values()}) == 1:
-            last = step - 1
-            break
-    last = max(last, since.step)
-    return Steps(since.step, last, last - since.step + 1)
+    """The steps from this one on at which the scales are not alike, up to the last that all took:
+    one that grows sooner may be alike for a while in between."""
+    later = {e.call: e.step for mine in events.values() for e in mine if e.call >= since.call}
+    end = max(min(m.last_step for m in group.members.values()), since.step) + 1
+    begins = sorted(later.items())
+    ends = [min(step, end) for _, step in begins[1:]] + [end]
+    apart = [
+        (step, until)
+        for (call, step), until in zip(begins, ends, strict=True)
+        if step < until and len({_scale(mine, call) for mine in events.values()}) > 1
+    ]
+    if not apart:
+        return Steps(since.step, since.step, 1)
+    return Steps(apart[0][0], apart[-1][1] - 1, sum(until - step for step, until in apart))
 
 
 def _all_came(group: Replicas, events: dict[int, list[ScalerStep]], call: int) -> bool:

@@ -159,6 +159,11 @@ def test_the_steps_are_those_at_which_the_scales_differ():
     run = run_of({0: shared, 1: [scale(0, 8.0), scale(3, 4.0)]}, count=9)
     (finding,) = GradScalerSkew().examine(run)
     assert finding.steps == Steps(3, 8, 6)
+    sooner = [scale(0, 8.0), scale(3, 16.0), scale(5, 32.0), scale(8, 64.0)]
+    (finding,) = GradScalerSkew().examine(
+        run_of({0: [scale(0, 8.0), scale(4, 16.0), scale(7, 32.0)], 1: sooner}, count=10)
+    )
+    assert finding.steps == Steps(3, 9, 5), "alike at 4 and 7"
     drift = msgspec.structs.replace(finding, check="gradient-drift", steps=Steps(3, 8, 6))
     assert GradScalerSkew().explains(finding, drift), "what is unscaled differently differs"
 

@@ -62,7 +62,7 @@ def test_a_step_whose_gradients_were_not_exchanged():
     assert found.severity.value == "error"
     assert (found.steps.first, found.location.line, found.ranks) == (6, 9, (0, 1))
     assert "no rank hands all gradients of step 5" in found.cause
-    assert found.evidence["steps_without_the_exchange"] == [
+    assert found.evidence["steps_without_the_exchange_between_these"] == [
         {"rank": 0, "steps": 1}, {"rank": 1, "steps": 1},
     ]  # fmt: skip
 
