@@ -97,6 +97,7 @@ class ModelMismatch(Check):
             odd = here
         what = _difference(_at(here.parameters, first), _at(there.parameters, first))
         kind = here.origin.kind or "the model"
+        origin = "wrapped here" if isinstance(odd.origin, Wrapped) else "made here"
         return self.finding(
             ranks=tuple(h.rank.rank for h in (others if clear else held)),
             subjects=tuple(
@@ -104,11 +105,11 @@ class ModelMismatch(Check):
             ),
             location=_made_at(odd, first),
             label=f"differs: {what}",
-            related=models.related(odd.rank, (("wrapped here", odd.origin.site),)),
+            related=models.related(odd.rank, ((origin, odd.origin.site),)),
             summary=f"{kind} is not the same model on all ranks: parameter {first} is "
             f"{_told(_at(here.parameters, first))} on rank {here.rank.rank} and "
             f"{_told(_at(there.parameters, first))} on rank {there.rank.rank}",
-            cause=_cause(here.parameters, there.parameters),
+            cause=_cause(here, there),
             fix="build the model from the same arguments, in the same order, on every rank: "
             "`for name in sorted(names)`, not `for name in set(names)`",
             fix_kind=FixKind.CHECK,
@@ -194,12 +195,18 @@ def _shape(parameter: Tensor) -> str:
     return "x".join(map(str, parameter.shape)) or "scalar"
 
 
-def _cause(here: Sequence[Tensor], there: Sequence[Tensor]) -> str:
-    if {p.name for p in here} == {p.name for p in there}:
-        if [p.name for p in here] != [p.name for p in there]:
+def _cause(here: Held, there: Held) -> str:
+    names, others = ([p.name for p in held.parameters] for held in (here, there))
+    if set(names) == set(others):
+        if names != others:
             return (
                 "the same layers were registered in another order (from a set, a directory "
-                "listing, a hash): DDP broadcasts and reduces by position, so it mixes them"
+                "listing, a hash): "
+            ) + (
+                "DDP broadcasts and reduces by position, so it mixes them"
+                if isinstance(here.origin, Wrapped)
+                else "collectives are matched by the order of their calls, so that gradients "
+                "reduced in the order of the parameters are mixed"
             )
         return "the layers have the same names but not the same shapes, dtypes or flags"
     return "the ranks built the model from different arguments or by different branches"
