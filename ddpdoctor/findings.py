@@ -92,8 +92,12 @@ class Steps(msgspec.Struct, frozen=True):
     compared: int | None = None
 
     @classmethod
-    def of(cls, steps: Iterable[int]) -> Steps | None:
+    def of(cls, steps: Iterable[int], taken: int = 0) -> Steps | None:
+        """From counts of steps. `taken`: all of a rank that ended well; what came after the last
+        of them came after its steps each time."""
         known = sorted({s for s in steps if s >= 0})
+        if known and known[-1] == taken > 0:
+            known = sorted({max(0, s - 1) for s in known})
         return cls(known[0], known[-1], len(known)) if known else None
 
 

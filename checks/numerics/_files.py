@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ddpdoctor.events import FileLocked, FileRead, FileWritten, Unwrapped, Wrapped
-from ddpdoctor.findings import Location, Related
+from ddpdoctor.findings import Location, Related, Steps
 from ddpdoctor.run import Rank, Run
 
 _DEFAULT = ".default"
@@ -44,6 +44,12 @@ class Touch:
     def ended(self) -> float:
         """When it was over; for a plain `open` only its begin is known."""
         return math.inf if self.cut_off else self.rank.wall(self.event.ended or self.event.at)
+
+
+def steps_of(touches: Iterable[Touch]) -> Steps | None:
+    every = list(touches)
+    taken = {t.rank.steps for t in every if t.rank.state == "finished"}
+    return Steps.of((t.event.step for t in every), taken=max(taken, default=0))
 
 
 def key(rank: Rank, event: FileWritten | FileRead | FileLocked) -> tuple[str, str]:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, called, key, locked, ordered, writes
+from ._files import Touch, called, key, locked, ordered, steps_of, writes
 
 _ABSENT = "FileNotFoundError"
 _TORN = re.compile(
@@ -90,7 +90,7 @@ class CheckpointBeforeSync(Check):
         who = f"ranks {fold_ranks(ranks)} read" if len(ranks) > 1 else f"rank {ranks[0]} reads"
         return self.finding(
             ranks=tuple(ranks),
-            steps=Steps.of(r.event.step for _, r in pairs),
+            steps=steps_of(r for _, r in pairs),
             subjects=tuple(dict.fromkeys(shorten(r.event.path, r.rank.cwd) for _, r in pairs)),
             location=read.location,
             confidence=Confidence.PROVEN if failed or overlap else Confidence.SUSPECTED,

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import combinations
 
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, called, hold_parts, key, locked, ordered, writes
+from ._files import Touch, called, hold_parts, key, locked, ordered, steps_of, writes
 
 ELSEWHERE_AT_MOST = 8
 
@@ -93,7 +93,7 @@ class CheckpointRace(Check):
         return self.finding(
             severity=Severity.WARNING if logs else Severity.ERROR,
             ranks=tuple(ranks),
-            steps=Steps.of(t.event.step for touches in files for t in touches),
+            steps=steps_of(t for touches in files for t in touches),
             subjects=tuple(paths),
             location=first.location,
             label=f"runs on ranks {fold_ranks(ranks)}",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSync
-from recordings import CWD, make_run, site
+from recordings import CWD, make_run, site, steps
 
 from ddpdoctor.events import Event, ExceptionRaised, FileLocked, FileRead, FileWritten, Frame
 from ddpdoctor.findings import Confidence, Finding
@@ -41,6 +41,15 @@ def test_the_reader_was_lucky() -> None:
     assert finding.ranks == (1,)
     assert finding.location is not None and finding.location.line == 33
     assert finding.related[0].location.line == 30
+
+
+def test_steps_are_those_that_it_came_after() -> None:
+    """Written and read after every step of three; counts of steps are on record."""
+    files = [[wrote()], [read()]]
+    (finding,) = found(*([*steps(3), *events] for events in files))
+    assert finding.steps is not None and (finding.steps.first, finding.steps.last) == (2, 2)
+    (finding,) = found(*([*steps(9), *events] for events in files))
+    assert finding.steps is not None and finding.steps.last == 3, "and others followed"
 
 
 def test_the_reader_failed() -> None:
