@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from .sources import quoted
+
 _PREFIXES = (
     "CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_",
     "RANK", "ROLE_", "SLURM_", "OMPI_", "PMI_", "TORCH", "TP_SOCKET", "WORLD_SIZE", "GROUP_",
@@ -56,7 +58,7 @@ def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
         for number, line in enumerate(linecache.getlines(file), 1):
             for match in _SETS.finditer(line) if "environ" in line or "putenv" in line else ():
                 name = match[1] or match[2]
-                if name.startswith(_PREFIXES):
+                if name.startswith(_PREFIXES) and not quoted(file, number):
                     found.setdefault(name, (file, number))
     return found
 

@@ -8,11 +8,12 @@ somebody begins to write it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 
+from .conditions import never_runs
 from .frames import variables
-from .sources import called_name, function_of
+from .sources import Function, called_name, function_of
 
 _ASKS = frozenset(
     ("exists", "isfile", "is_file", "isdir", "is_dir", "access", "stat", "getmtime", "getsize",
@@ -30,20 +31,35 @@ def polled_before(frame: FrameType) -> bool:
         return False
     asked: set[str] = set()
     read: set[str] = set()
-    for node in ast.walk(tree):
+    for node in _within(tree):
         line, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) or 0
         if isinstance(node, ast.Call) and line <= frame.f_lineno <= end:
             read |= _given(node)
-        elif end < frame.f_lineno and isinstance(node, (ast.For, ast.While)):
-            asked |= _asked(node)
-        elif end < frame.f_lineno and isinstance(node, ast.Call):
-            code = waiting.get(called_name(node))
-            body = function_of(code) if code is not None else None
-            if body is not None and any(
-                _asked(n) for n in ast.walk(body) if isinstance(n, (ast.For, ast.While))
-            ):
-                asked |= _given(node)
+        elif (
+            end < frame.f_lineno
+            and (given := _waited_for(node, waiting))
+            and not never_runs(frame.f_code, line, frame.f_globals.get)
+        ):
+            asked |= given
     return bool(asked - read)
+
+
+def _within(node: ast.AST) -> Iterator[ast.AST]:
+    """What it consists of, without the functions that it only defines."""
+    for part in ast.iter_child_nodes(node):
+        if not isinstance(part, Function):
+            yield part
+            yield from _within(part)
+
+
+def _waited_for(node: ast.AST, waiting: Mapping[str, CodeType]) -> set[str]:
+    """What a loop asks for, or what a function with such a loop is given."""
+    if isinstance(node, (ast.For, ast.While)):
+        return _asked(node)
+    code = waiting.get(called_name(node)) if isinstance(node, ast.Call) else None
+    body = function_of(code) if code is not None else None
+    loops = (n for n in ast.walk(body) if isinstance(n, (ast.For, ast.While))) if body else ()
+    return _given(node) if isinstance(node, ast.Call) and any(map(_asked, loops)) else set()
 
 
 def _callable(frame: FrameType) -> Iterator[tuple[str, CodeType]]:

@@ -73,6 +73,19 @@ def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | No
     return None
 
 
+def quoted(file: str, line: int) -> bool:
+    """Whether a line is a comment, or of a text that stands by itself, as docstrings do."""
+    if linecache.getline(file, line).lstrip().startswith("#"):
+        return True
+    tree = tree_of(file)
+    return any(
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and node.lineno <= line <= (node.end_lineno or 0)
+        for node in (ast.walk(tree) if tree is not None else ())
+    )
+
+
 def only_opens(code: CodeType, line: int) -> bool:
     """Whether a statement opens a file and closes it again, with nothing done in between."""
     if not linecache.getline(code.co_filename, line).lstrip().startswith(("with ", "open(")):

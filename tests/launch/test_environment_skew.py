@@ -86,6 +86,9 @@ def test_what_the_program_sets_too_late(name: str, threads: int, told: bool) -> 
 
 def test_lines_that_set_variables(tmp_path: Path) -> None:
     text = """
+'''Shows what
+os.environ["NCCL_ALGO"] = "Tree" does.'''
+# os.environ["NCCL_ALGO"] = "Tree"
 import os
 if os.environ["NCCL_ALGO"] == "Tree": os.environ.get("NCCL_PROTO", "LL")
 os.environ.setdefault('NCCL_PROTO', "LL"); os.environ["EDITOR"] = "vi"
@@ -94,7 +97,7 @@ os.environ["NCCL_ALGO"] = "Tree"
 """
     (file := tmp_path / "train.py").write_text(text)
     found = lines_that_set([str(file)])
-    assert found == {"NCCL_PROTO": (str(file), 4), "NCCL_ALGO": (str(file), 5)}
+    assert found == {"NCCL_PROTO": (str(file), 7), "NCCL_ALGO": (str(file), 8)}
 
 
 def test_library_versions() -> None:

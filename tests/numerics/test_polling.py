@@ -64,6 +64,23 @@ def looks_once(path: Path, marker: Path) -> bool:
     return load(path)
 
 
+HOW = "at once"
+
+
+def waits_in_another_case(path: Path, marker: Path) -> bool:
+    if HOW == "patiently":
+        await_marker(marker)
+    return load(path)
+
+
+def only_a_function_of_its_own_waits(path: Path, marker: Path) -> bool:
+    def later() -> None:
+        while not marker.exists():
+            time.sleep(0)
+
+    return load(path) or not callable(later)
+
+
 def waits_afterwards(path: Path, marker: Path) -> bool:
     found = load(path)
     await_marker(marker)
@@ -79,6 +96,8 @@ def waits_afterwards(path: Path, marker: Path) -> bool:
         (the_file_itself, False),
         (the_file_itself_by_a_helper, False),
         (looks_once, False),
+        (waits_in_another_case, False),
+        (only_a_function_of_its_own_waits, False),
         (waits_afterwards, False),
     ],
 )
