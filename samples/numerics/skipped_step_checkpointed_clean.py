@@ -42,7 +42,8 @@ def main() -> None:
         if step not in (3, 7):
             optimizer.step()
     batches = sum(int(b) for name, b in model.named_buffers() if name.endswith("tracked"))
-    print(f"rank {dist.get_rank()}: BatchNorm saw {batches} batches")
+    if dist.get_rank() == 0:
+        print(f"BatchNorm saw {batches} batches")
     dist.destroy_process_group()
 
 
