@@ -212,8 +212,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
     if recorded:
         _tell_began(active, iterator, loader, reading, site)
-    if count < WATCHED and loader.num_workers:
-        reading.notes = workers.share(loader.num_workers)
+    reading.notes = workers.share(loader.num_workers if count < WATCHED else 0)
 
 
 def _dropped(identifier: int, _: object) -> None:

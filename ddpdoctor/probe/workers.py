@@ -63,9 +63,10 @@ def install() -> None:
     replace(_DatasetKind, "create_fetcher", staticmethod(passed_over(create_fetcher, original)))
 
 
-def share(workers: int) -> Notes:
-    """For the workers that are forked next."""
-    _workers.notes = Notes(workers)
+def share(workers: int) -> Notes | None:
+    """For the workers that are forked next; without any, or for those of an iterator that is not
+    watched (0), nothing: they must not write over what others noted."""
+    _workers.notes = Notes(workers) if workers else None
     return _workers.notes
 
 

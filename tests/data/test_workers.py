@@ -34,6 +34,7 @@ def noted(load: object, init: object, *, seed: int, length: int = 12) -> tuple[W
         generator=torch.Generator().manual_seed(seed), multiprocessing_context="fork",
     )  # fmt: skip
     notes = workers.share(2)
+    assert notes is not None
     assert sorted(i for batch in loader for i in batch.tolist()) == list(range(length))
     return notes.read()
 
@@ -90,8 +91,18 @@ def test_a_stream_is_shuffled_as_it_begins(throughout: bool) -> None:
                 yield number + (int(random.random()) if throughout else 0)
 
     notes = workers.share(2)
+    assert notes is not None
     loader = torch.utils.data.DataLoader(
         Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork"
     )
     assert sum(len(batch) for batch in loader) == 24
     assert all(w.drawn == (("random",) if throughout else ()) for w in notes.read())
+
+
+def test_workers_that_are_not_watched_leave_the_notes_of_others() -> None:
+    notes = workers.share(2)
+    assert notes is not None
+    workers.share(0)
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
+    assert len(list(loader)) == 8
+    assert notes.read() == ()
