@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
-from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import PID, WALL, make_run, site, started, steps
 from tapes import START
 from torch._utils import ExceptionWrapper
@@ -22,15 +21,11 @@ from ddpdoctor.events import (
     ProcessStarted,
     RankExiting,
     Relayed,
-    SpawnFailed,
-    StackFrame,
 )
 from ddpdoctor.findings import Finding, Severity
-from ddpdoctor.probe import spawned
 from ddpdoctor.probe.relayed import relayed
 from ddpdoctor.probe.sites import Sites
-from ddpdoctor.run import Run, load
-from ddpdoctor.runfolder import EventWriter, RunFolder
+from ddpdoctor.run import Run
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"
 LINE = "raise ValueError('boom')"
@@ -409,64 +404,3 @@ def test_a_rank_without_a_record_that_was_not_first() -> None:
     assert own.ranks == (0,)
     (lost,) = found(without_a_record(0, 5.5, raised(5, "RuntimeError", CLOSED)))
     assert lost.evidence["consequence"] is True
-
-
-def beside_ranks(at: float = 4.0, count: int = 3, message: str = "no socket", **end: object) -> Run:
-    """Process 2 of a spawn raises; ranks 0 and 1 then end."""
-    frame = StackFrame(file="/home/user/project/train.py", line=6, function="work", text="raise")
-    told = SpawnFailed(
-        at=0, wall=WALL + at, index=2, count=count, pid=7, kind="RuntimeError", message=message,
-        frames=(frame,),
-    )  # fmt: skip
-    ends = [
-        ProcessEnded(at=START + 5, rank=r, pid=PID + r, wall=0, **{"signal": 15, **end})  # type: ignore[arg-type]
-        for r in (0, 1)
-    ]
-    ranks = {r: [started(r, 2, spawned=3)] for r in (0, 1)}
-    return make_run(ranks, nodes={0: [told, *ends]}, ended=None)
-
-
-@pytest.mark.parametrize("end", [{}, {"signal": None}])
-def test_a_spawned_process_that_is_no_rank(end: dict[str, object]) -> None:
-    run = beside_ranks(**end)
-    (finding,) = found(run)
-    assert finding.ranks == ()
-    assert "process 2 of the 3" in finding.summary and "no socket" in finding.summary
-    assert finding.location is not None and finding.location.line == 6
-    assert finding.evidence["consequences"][0]["ranks"] == "0-1"  # type: ignore[index,call-overload]
-    assert list(RankDied().examine(run)) == []
-
-
-@pytest.mark.parametrize("kwargs", [
-    pytest.param({"at": 6.0}, id="after they ended"),
-    pytest.param({"at": -90.0}, id="long before"),
-    pytest.param({"count": 5}, id="spawned by another call"),
-    pytest.param({"message": CLOSED}, id="it lost another one"),
-    pytest.param({"signal": 9}, id="killed"),
-])  # fmt: skip
-def test_spawned_processes_that_are_not_why_ranks_end(kwargs: dict[str, object]) -> None:
-    run = beside_ranks(**kwargs)  # type: ignore[arg-type]
-    assert found(run) == []
-    assert [f.code for f in RankDied().examine(run)] == ["DDP605"]
-
-
-@pytest.mark.parametrize(("owner", "told"), [(None, 1), ("1", 0)])
-def test_what_a_spawned_process_raises_that_is_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str | None, told: int
-) -> None:
-    monkeypatch.setenv("DDPDOCTOR_DIR", str(tmp_path))
-    if owner:
-        monkeypatch.setenv("DDPDOCTOR_OWNER", owner)
-    monkeypatch.setattr(spawned, "recorder", lambda: None)
-    node = EventWriter(tmp_path / "node-0.jsonl")
-
-    def fails(index: int) -> None:
-        raise ValueError("boom")
-
-    with pytest.raises(ValueError, match="boom"):
-        spawned._Noted(fails)(2)
-    node.close()
-    (facts,) = load([RunFolder(tmp_path)]).nodes.values()
-    events = facts.of(SpawnFailed)
-    assert [(e.index, e.kind, e.message) for e in events] == [(2, "ValueError", "boom")] * told
-    assert all(e.frames[-1].function == "fails" for e in events)
