@@ -36,7 +36,8 @@ class StepDone(Event, frozen=True, tag="step"):
     Attributes:
         optimizer: which one; step: zero-based, per optimizer.
         count: steps that this record stands for, `step` being the last of them (after the first
-            128, those of a tenth of a second are joined); seconds and backwards are sums over them.
+            128, those of a quarter of a second are joined); seconds and backwards are sums over
+            them.
         data_s, forward_s, backward_s, optimizer_s: time spent in each phase since the
             previous step of any optimizer; the rest of `wall_s` was spent elsewhere.
         backwards: outermost backward calls since the previous step of this optimizer.

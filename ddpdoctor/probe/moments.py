@@ -25,7 +25,7 @@ M = TypeVar("M")
 Callback = Callable[[Recorder, M], None]
 
 PULSES_FIRST = 16
-PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 64, 0.64
+PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 32, 0.64
 """Seconds between pulses after the first ones; twice as many after so many pulses."""
 
 

@@ -20,7 +20,7 @@ PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
 
 STEPS_IN_FULL = 2000
-JOINED_S, JOINED_LATER_S = 0.1, 1.0
+JOINED_S, JOINED_LATER_S = 0.25, 1.0
 """After the first steps of an optimizer those within so many seconds are told in one record, and
 after `STEPS_IN_FULL` within a second. The ring has the number of the last one in any case."""
 
