@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ddpdoctor.events import CallBlock, CallRun, GroupReady, Signature
+from collections import Counter
+from dataclasses import dataclass
+
+from ddpdoctor.events import CallBlock, CallRun, CallSite, GroupReady, ObjectsGathered, Signature
 from ddpdoctor.run import Rank
 
 GATHERS = frozenset({"all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
@@ -12,16 +15,55 @@ HANDS_OUT = frozenset({"broadcast", "scatter", "broadcast_object_list", "scatter
                        "recv", "irecv"})  # fmt: skip
 
 MEETS = frozenset({"barrier", "monitored_barrier", "new_group"})
+UNKNOWN = 1 << 40
+"""Entries of an object that could not be counted."""
+
 FEW = 8
 """Numbers in one call that report on the training, and are no samples, activations or gradients."""
 
 
-def gathers_results(rank: Rank, step: int) -> bool:
-    """Whether more than single numbers are gathered when `step` optimizer steps were taken."""
-    return any(
-        (step - run.step) % max(1, run.every) == 0 and 0 <= step - run.step < run.repeat * span
-        for run, span in _runs(rank, GATHERS, several=True)
-    )
+@dataclass(frozen=True)
+class Gathered:
+    """What a rank handed over to be gathered while so many optimizer steps were taken.
+
+    Attributes:
+        numbers: at most, or numbers and letters where objects are gathered.
+        site: the line of the largest part.
+    """
+
+    numbers: int
+    site: int
+
+
+def gathered(rank: Rank, step: int) -> Gathered | None:
+    """What the rank gathered after `step` optimizer steps; None for nothing."""
+    sizes = {s.id: s.numel for s in rank.of(Signature) if s.op in GATHERS}
+    if not sizes:
+        return None
+    objects = {e.call_site: e.entries for e in rank.of(ObjectsGathered)}
+    blocks = {
+        b.id: b.codes for b in rank.of(CallBlock) if not sizes.keys().isdisjoint(b.codes[::2])
+    }
+    found: Counter[int] = Counter()
+    for run in rank.of(CallRun):
+        codes = blocks.get(run.block, ())
+        for signature, place in zip(codes[::2], codes[1::2], strict=True):
+            if signature in sizes and (times := _times(run, step)):
+                size = sizes[signature]
+                found[place] += times * (objects.get(place, UNKNOWN) if size < 0 else size)
+    if not found:
+        return None
+    most = max(found, key=lambda place: found[place])
+    lines = {s.id: s.line for s in rank.of(CallSite)}
+    return Gathered(found.total(), lines.get(most, -1))
+
+
+def _times(run: CallRun, step: int) -> int:
+    """How often the block came after `step` optimizer steps."""
+    if run.every == 0:
+        return run.repeat if step == run.step else 0
+    apart, between = divmod(step - run.step, run.every)
+    return int(between == 0 and 0 <= apart < run.repeat)
 
 
 def sums_over_all(rank: Rank) -> bool:
@@ -42,12 +84,6 @@ def only_reports_beyond(rank: Rank, ranks: frozenset[int]) -> bool:
 def handed_out(rank: Rank) -> int:
     """How often tensors or objects were received from another rank."""
     return sum(run.repeat * count for run, count in _counted(rank, HANDS_OUT))
-
-
-def _runs(rank: Rank, ops: frozenset[str], *, several: bool) -> list[tuple[CallRun, int]]:
-    wanted = {s.id for s in rank.of(Signature) if s.op in ops and (not several or s.numel != 1)}
-    blocks = {b.id for b in rank.of(CallBlock) if wanted & set(b.codes[::2])}
-    return [(r, max(1, r.every)) for r in rank.of(CallRun) if r.block in blocks]
 
 
 def _counted(

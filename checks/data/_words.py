@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import LoaderSeen
-from ddpdoctor.findings import Evidence, Related
+from ddpdoctor.findings import Evidence, Location, Related
 from ddpdoctor.run import Run, ranks_text
 
 from ._audit import Audit
@@ -73,8 +73,10 @@ def spelled(indices: Iterable[int]) -> str:
     return " ".join(map(str, indices))
 
 
-def related(reader: Reader, *, sampler: bool = True) -> tuple[Related, ...]:
-    places = [("iterated here", reader.loop_at)]
+def related(
+    reader: Reader, *, sampler: bool = True, gathered: Location | None = None
+) -> tuple[Related, ...]:
+    places = [("iterated here", reader.loop_at), ("gathered here", gathered)]
     if sampler and reader.seen.sampler_site >= 0:
         places.insert(0, ("sampler made here", reader.sampler_at))
     return tuple(Related(label, spot) for label, spot in places if spot is not None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Run, ranks_text
 
 from ._audit import Audit, audits
-from ._calls import gathers_results
+from ._calls import gathered
 from ._loaders import Loader, Reader
 from ._verdict import faults
 from ._words import dataset, figures, no_loader, related, some
@@ -26,8 +26,9 @@ class SamplerPaddingDuplicates(Check):
     When the loader is first iterated, each rank records the length of the data set and the
     `total_size` of the sampler; then the indices that are delivered (all of them up to 262,144 per
     line that makes the loader, then one in 2, in 4 and so on). Those that come more than once in an
-    epoch that all ranks read to its end are told. The finding is proven; suspected where recorded
-    calls show that more than single numbers are gathered from the ranks after the loop.
+    epoch that all ranks read to its end are told. The finding is proven; suspected where at least
+    as many numbers as a rank read samples are gathered during or after the loop, by the sizes of
+    the tensors and objects.
 
     ## Why it hurts
     In evaluation the metric depends on the number of ranks: the samples that are read twice count
@@ -42,8 +43,8 @@ class SamplerPaddingDuplicates(Check):
     ## When it stays quiet
     The data divides evenly, or `drop_last=True`. What a sampler of one's own repeats in training,
     or within one rank, is its choice; in evaluation the samples that several ranks read are told.
-    It is a note in training, and where results are gathered from the ranks after the loop, since
-    the surplus may be dropped there.
+    It is a note in training, and where a result of each sample may be gathered from the ranks,
+    since the surplus may be dropped there; gathered sums and counts are as far off as reduced ones.
     """
 
     code = "DDP504"
@@ -74,7 +75,7 @@ class SamplerPaddingDuplicates(Check):
         audit, reader, repeated = counted[0], readers[0], again[counted[0].number]
         padded = reader.seen.total_size - reader.seen.length
         surplus = len(repeated) * audit.sampled if own else padded
-        gathered = any(gathers_results(r.rank, e.began.step) for r in readers for e in r.epochs)
+        gathered, spot = (False, None) if loader.trains else _gathering(readers)
         note = loader.trains or gathered
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
@@ -88,7 +89,7 @@ class SamplerPaddingDuplicates(Check):
             label="gives some samples to several ranks"
             if own
             else f"pads {reader.seen.length} samples to {reader.seen.total_size}",
-            related=related(reader, sampler=False),
+            related=related(reader, sampler=False, gathered=spot),
             summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read "
             f"{'by several ranks' if own else 'twice'} in an epoch of "
             f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
@@ -130,12 +131,36 @@ def _bound(audit: Audit) -> float:
     return sum(max(0.0, n / total - even) for n in audit.total.values())
 
 
+def _gathering(readers: list[Reader]) -> tuple[bool, Location | None]:
+    """Whether enough was gathered during or after a loop to hold something of each sample, and
+    where: sums cannot be rid of the surplus any more."""
+    for reader in readers:
+        for epoch in reader.epochs:
+            found = gathered(reader.rank, epoch.began.step)
+            if found is not None and found.numbers >= epoch.samples:
+                return True, reader.rank.location(found.site)
+    return False, None
+
+
 def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
     if loader.trains:
         return "nothing, or `drop_last=True` on the sampler: in training a few repeats do no harm"
-    once = "count each sample once" if own else f"keep the first {reader.seen.length}"
-    done = "nothing where what is gathered is trimmed already; otherwise " if gathered else ""
+    length = reader.seen.length
+    if gathered:
+        once = (
+            "is kept by the sample's index"
+            if own
+            else (
+                f"is put in the order of the data set (the first of each rank, then the second of "
+                f"each) and cut to {length}"
+            )
+        )
+        return (
+            f"nothing where what is gathered {once} before it is averaged; where it is not, do "
+            "that, or read each sample once with `sampler=range(rank, len(dataset), world_size)`"
+        )
+    once = "count each sample once" if own else f"keep the first {length}"
     return (
-        f"{done}gather the predictions and {once}, or read each sample once "
+        f"gather the predictions and {once}, or read each sample once "
         "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop"
     )

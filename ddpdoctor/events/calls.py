@@ -118,6 +118,18 @@ class CallSite(Event, frozen=True, tag="call-site"):
         return self.places[0].site if self.places else self.started
 
 
+class ObjectsGathered(Event, frozen=True, tag="objects-gathered"):
+    """Objects were gathered at a call site, larger ones than any there before.
+
+    Attributes:
+        call_site: the `CallSite`.
+        entries: numbers and letters that they hold, at most, all parts together.
+    """
+
+    call_site: int
+    entries: int
+
+
 class CallBlock(Event, frozen=True, tag="call-block"):
     """A sequence of calls in one group, for `CallRun` to refer to.
 

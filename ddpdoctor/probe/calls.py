@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ..ring import Phase, State
-from . import groups, moments, process, waits
+from . import gathered, groups, moments, process, waits
 from .frames import passed_over, unframe
 from .looks import Look
 from .models import Model
@@ -31,6 +31,7 @@ class Kind:
     Attributes:
         op: its name in records; tensor, root: names of parameters, empty where there is none.
         sized: ranks must pass the same number of elements.
+        gathered: name of the parameter that is an object to gather.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Kind:
     root: str = ""
     sized: bool = True
     p2p: bool = False
+    gathered: str = ""
 
 
 BATCH = "batch_isend_irecv"
@@ -61,8 +63,8 @@ KINDS = {
     "all_to_all_single": Kind("all_to_all_single", "output", sized=False),
     "barrier": Kind("barrier"),
     "monitored_barrier": Kind("monitored_barrier"),
-    "all_gather_object": Kind("all_gather_object"),
-    "gather_object": Kind("gather_object", root="dst"),
+    "all_gather_object": Kind("all_gather_object", gathered="obj"),
+    "gather_object": Kind("gather_object", root="dst", gathered="obj"),
     "broadcast_object_list": Kind("broadcast_object_list", root="src"),
     "scatter_object_list": Kind("scatter_object_list", root="src"),
     "send": Kind("send", "tensor", root="dst", p2p=True),
@@ -93,6 +95,7 @@ def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _Open.buffers = False
+    gathered.install()
     for name, kind in KINDS.items():
         original = getattr(c10d, name, None)
         if original is None:
@@ -164,6 +167,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
 
     group_at, tensor_at, op_at = place("group"), place(kind.tensor), place("op")
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
+    object_at = place(kind.gathered)
 
     def read(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         given = len(args)
@@ -194,6 +198,8 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         if number < 0 or written is None or not groups.exist():
             return None  # not a member, or no group at all: torch says so itself
         site = written.here()
+        if kind.gathered:
+            gathered.note(active, site, args[object_at] if object_at < given else kwargs["obj"])
         if messages:
             return written.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:

@@ -8,7 +8,15 @@ import pytest
 from ddpdoctor.checks.data.sampler_padding_duplicates import SamplerPaddingDuplicates
 from readers import found, loader, run_of
 
-from ddpdoctor.events import CallBlock, CallRun, Event, Signature
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    CallSite,
+    Event,
+    ObjectsGathered,
+    Place,
+    Signature,
+)
 from ddpdoctor.events.pack import pack_ascending
 from ddpdoctor.findings import Finding, Severity
 
@@ -114,16 +122,39 @@ def test_what_a_sampler_of_ones_own_gives_to_several_ranks() -> None:
     assert "pad" not in f"{finding.cause} {finding.fix} {finding.label}"
 
 
-def test_results_that_are_gathered_may_be_trimmed() -> None:
-    gathers = [
-        Signature(at=0, id=0, op="all_gather", numel=11),
-        CallBlock(at=0, id=0, codes=(0, 0)),
+def gathering(*more: Event, op: str = "all_gather", numel: int = -1, calls: int = 1) -> Finding:
+    """An evaluation of 21 samples, 11 on each rank, and what is gathered after it."""
+    events = [
+        Signature(at=0, id=0, op=op, numel=numel),
+        CallSite(at=0, id=5, places=(Place(site=4),)),
+        CallBlock(at=0, id=0, codes=(0, 5) * calls),
         CallRun(at=0, group=0, first=0, block=0, step=0),
+        *more,
     ]
-    ranks = [[*part(21, 2, r), *gathers] for r in range(2)]
+    ranks = [[*part(21, 2, r), *events] for r in range(2)]
     (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
+    return finding
+
+
+def test_results_that_are_gathered_may_be_trimmed() -> None:
+    finding = gathering(numel=11)
     assert finding.severity is Severity.NOTE
-    assert finding.fix.startswith("nothing where what is gathered is trimmed already")
+    assert finding.fix.startswith("nothing where what is gathered is put in the order of the data")
+    assert "cut to 21" in finding.fix
+    assert "gathered here" in [r.label for r in finding.related]
+    assert gathering(numel=4, calls=3).severity is Severity.NOTE, "batch by batch"
+
+
+def test_sums_that_are_gathered_cannot_be_trimmed() -> None:
+    assert gathering(numel=2).severity is Severity.WARNING
+    assert gathering(numel=1, calls=6).severity is Severity.WARNING, "one of each batch"
+
+
+def test_objects_that_are_gathered_tell_how_much_they_hold() -> None:
+    few, many = (ObjectsGathered(at=0, call_site=5, entries=n) for n in (3, 15))
+    assert gathering(few, op="all_gather_object").severity is Severity.WARNING
+    assert gathering(few, many, op="gather_object").severity is Severity.NOTE
+    assert gathering(op="all_gather_object").severity is Severity.NOTE, "not known"
 
 
 def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:
