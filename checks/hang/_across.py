@@ -10,8 +10,7 @@ from ddpdoctor.events import Enclosing, Place
 from ddpdoctor.findings import Location, Related
 from ddpdoctor.run import ranks_do
 
-from ._branches import arms, branch, head_of, leading, parts, unbranched
-from ._mismatch import avoided
+from ._branches import arms, avoided, branch, head_of, leading, parts, unbranched
 from ._rounds import LeftOut, left_out
 from ._scene import Scene, Stand
 from ._waiting import victims

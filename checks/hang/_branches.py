@@ -10,7 +10,7 @@ from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place, Wrapped
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
-from ._log import Made
+from ._log import Made, lines
 
 ON_RANK = re.compile(
     r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
@@ -164,6 +164,32 @@ def opener(head: Enclosing) -> str:
 
 def within(made: Made, head: Enclosing) -> bool:
     return any(head in place.inside for place in (made.site.places if made.site else ()))
+
+
+def avoided(call: Made, made: Made) -> bool:
+    """Whether a rank is past the branch around a call, without that call."""
+    _, head = branch(call) or (None, None)
+    if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
+        return False
+    # The outermost: a generator expression under the branch is a function of its own.
+    inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
+    return _passed(made, call, inside[-1])
+
+
+def _passed(made: Made, call: Made, inside: Place) -> bool:
+    """Whether a rank is further down in a function, without a call that another makes there."""
+    spot = call.rank.location(inside.site)
+    if spot is None or made.step != call.step:
+        return False
+    if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
+        return False
+    places = made.site.places if made.site else ()
+    here = (made.rank.location(p.site) for p in places)
+    return any(
+        at is not None and (at.file, at.function) == (spot.file, spot.function)
+        and at.line > spot.line
+        for at in here
+    )  # fmt: skip
 
 
 def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:

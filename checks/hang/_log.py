@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from ddpdoctor.events import (
     CallBlock,
@@ -73,6 +73,14 @@ class Made:
     def caller(self) -> Location | None:
         """The line that called the helper it is made in; None where it is in none."""
         return self.location_at(self.helpers) if self.helpers else None
+
+    @property
+    def handed(self) -> int:
+        """How many callers up the line stands that made what is passed: those beneath hand it
+        on."""
+        places = self.site.places if self.site else ()
+        lines = takewhile(lambda place: place.hands_on, places)
+        return min(sum(1 for _ in lines), max(len(places) - 1, 0))
 
     def location_at(self, depth: int) -> Location | None:
         """The line `depth` callers up."""
@@ -306,18 +314,20 @@ def _spot(location: Location) -> Spot:
 
 def _helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -> int:
     """How many of the innermost lines are in helpers: outside of loops there, and led to from
-    several lines, or from a function in another file."""
-    places = site.places if site else ()
-    for depth, (place, outer) in enumerate(pairwise(places)):
+    several lines, or from a function in another file; also by way of lines that hand on what they
+    were given."""
+    helpers = 0
+    for depth, (place, outer) in enumerate(pairwise(site.places if site else ()), 1):
         here, caller = rank.location(place.site), rank.location(outer.site)
         if here is None or caller is None:
-            return depth
+            break
         several = len(callers.get(_spot(here), ())) > 1
         elsewhere = caller.file != here.file and caller.function != "<module>"
         loops = any(around.text.startswith(("for ", "while ")) for around in place.inside)
-        if loops or not (several or elsewhere):
-            return depth
-    return max(len(places) - 1, 0)
+        if loops or not (several or elsewhere or place.hands_on):
+            break
+        helpers = depth
+    return helpers
 
 
 def first_difference(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from ddpdoctor.events import CALLERS, CallSite, Enclosing, Place
+from ddpdoctor.events import CALLERS, Enclosing, Place
 from ddpdoctor.findings import Location, Steps
 
-from ._branches import arms, branch, called_apart, condition, is_inside, same_lines, within
-from ._log import Book, GroupKey, Log, Made, lines
+from ._branches import arms, avoided, branch, called_apart, condition, is_inside, same_lines, within
+from ._log import Book, GroupKey, Log, Made
 from ._usual import HISTORY, left_out
 
 WINDOW = 64
@@ -75,8 +75,21 @@ class Parting:
     @property
     def location(self) -> Location | None:
         """The line to point at: of a helper that all ranks share, or that other ranks are not in,
-        the line that called it."""
-        return self.place.location_at(self.depth or called_apart(self.place, self.made.values()))
+        the line that called it; of one that hands on the arguments in which they differ, the line
+        that made these."""
+        depth = self.depth or called_apart(self.place, self.made.values())
+        return self.place.location_at(depth or self.handed)
+
+    @property
+    def handed(self) -> int:
+        """How far up the stack of callers that line is, where all ranks are on the same ones."""
+        one = self.same_call and len({made.text for made in self.made.values()}) == 1
+        return self.place.handed if one else 0
+
+    @property
+    def same_call(self) -> bool:
+        """Whether it is the same call with other arguments."""
+        return "op" not in self.differs and not self.shifted and not self.elsewhere
 
 
 def _knows_all_of(made: Made, file: str, function: str) -> bool:
@@ -405,32 +418,6 @@ def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
     return spot is not None and all(
         is_inside(made.rank, made.site, spot.file, statement.line) for made in parting.made.values()
     )
-
-
-def avoided(call: Made, made: Made) -> bool:
-    """Whether a rank is past the branch around a call, without that call."""
-    _, head = branch(call) or (None, None)
-    if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
-        return False
-    # The outermost: a generator expression under the branch is a function of its own.
-    inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
-    return _passed(made, call, inside[-1])
-
-
-def _passed(made: Made, call: Made, inside: Place) -> bool:
-    """Whether a rank is further down in a function, without a call that another makes there."""
-    spot = call.rank.location(inside.site)
-    if spot is None or made.step != call.step:
-        return False
-    if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
-        return False
-    places = made.site.places if made.site else ()
-    here = (made.rank.location(p.site) for p in places)
-    return any(
-        at is not None and (at.file, at.function) == (spot.file, spot.function)
-        and at.line > spot.line
-        for at in here
-    )  # fmt: skip
 
 
 def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:

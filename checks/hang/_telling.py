@@ -87,7 +87,8 @@ def related(parting: Parting, place: Made, location: Location | None) -> tuple[R
     by_all = len({made.caller for _, made in sides}) == 1
     for side, made in sides:
         who, op = ranks_text(side), made.signature.op
-        spots = [(f"{who} here", made.location_at(parting.depth))]
+        here = f"calls {op} with it" if parting.handed else f"{who} here"
+        spots = [(here, made.location_at(parting.depth))]
         if not parting.depth:
             spots.append(("called from here" if by_all else f"calls {op} for {who}", made.caller))
         for label, where in spots:

@@ -68,7 +68,7 @@ class CollectiveMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        parted = (p for p in partings(run) if p.key.name != "new_group" and _other_call(p))
+        parted = (p for p in partings(run) if p.key.name != "new_group" and not p.same_call)
         for told in each_once(_judged(parting) for parting in parted):
             yield self._tell(run, told)
         now = scene(run)
@@ -124,11 +124,6 @@ def _even(parting: Parting) -> Parting:
     if left is None or left.blames or told or 2 * len(left.ranks) != len(parting.made):
         return parting
     return replace(parting, odd=tuple(sorted(parting.made)))
-
-
-def _other_call(parting: Parting) -> bool:
-    """Whether it is another call, not the same one with other arguments."""
-    return "op" in parting.differs or parting.shifted or parting.elsewhere
 
 
 def _concerns(mine: Finding, other: Finding) -> bool:

@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
 
 from ._buffers import Apart, apart
-from ._mismatch import Parting, describe_sides
+from ._mismatch import describe_sides
 from ._partings import partings
 from ._scene import Scene, Stand, scene
 from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related
@@ -45,7 +45,9 @@ class CollectiveShapeMismatch(Check):
     Every rank writes down the arguments of each collective before it makes it; they are compared
     number by number, as for `collective-mismatch`. Communication hooks are recorded as they are
     registered; the shapes of the buffers that DDP is to broadcast at the first 16 forwards, at
-    powers of two and at every 64th, where they have changed. The finding is proven.
+    powers of two and at every 64th, where they have changed. Where the call is in a function that
+    only hands on what it was given, the line shown is that of the caller that made it. The finding
+    is proven.
 
     ## Why it hurts
     On gloo a different dtype or reduce operation ends with wrong numbers and no error; a different
@@ -71,7 +73,7 @@ class CollectiveShapeMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         parted = partings(run)
-        for told in each_once(p for p in parted if p.key.name != "new_group" and _same_call(p)):
+        for told in each_once(p for p in parted if p.key.name != "new_group" and p.same_call):
             yield self._tell(run, told)
         if not parted and (hooked := _hooked_apart(run)):
             yield self._tell_hooks(scene(run), *hooked)
@@ -165,11 +167,6 @@ class CollectiveShapeMismatch(Check):
             },
             at=now.at,
         )
-
-
-def _same_call(parting: Parting) -> bool:
-    """Whether it is the same call with other arguments."""
-    return "op" not in parting.differs and not parting.shifted and not parting.elsewhere
 
 
 def _hooked_apart(run: Run) -> tuple[Stand, dict[int, CommHook | None]] | None:

@@ -81,10 +81,15 @@ class Enclosing(Part, frozen=True):
 
 
 class Place(Part, frozen=True):
-    """A line of the user's: the statements around it in its function, innermost first."""
+    """A line of the user's: the statements around it in its function, innermost first.
+
+    Attributes:
+        hands_on: what the line passes is made of the arguments of its function alone.
+    """
 
     site: int
     inside: tuple[Enclosing, ...] = ()
+    hands_on: bool = False
 
 
 CALLERS = 4

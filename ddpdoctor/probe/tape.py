@@ -14,6 +14,7 @@ from typing import Any
 from ..events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
 from ..ring import RingWriter, State
 from . import answers, threads
+from .handed import hands_on
 from .recorder import Recorder
 from .sites import USER
 from .statements import enclosing
@@ -270,19 +271,22 @@ class Tape:
             if self.active.sites.kind(outer.f_code) is USER:
                 frames.append(outer)
             outer = outer.f_back
-        lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
-        return self._number(tuple(lines)), [f.f_code for f in frames]
-
-    def _number(self, lines: tuple[tuple[str, int, str], ...]) -> int:
+        lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         number = self._sites.get(lines)
-        return self._tell_site(lines) if number is None else number
+        if number is None:
+            number = self._called(lines, self._places(frames))
+        return number, [f.f_code for f in frames]
 
-    def _tell_site(self, lines: tuple[tuple[str, int, str], ...]) -> int:
-        places = []
-        for file, line, function in lines:
-            site = self.active.sites.place(file, line, function)
-            places.append(Place(site=site, inside=enclosing(file, line)))
-        return self._called(lines, tuple(places))
+    def _places(self, frames: list[FrameType]) -> tuple[Place, ...]:
+        places, called = [], None
+        handed = True
+        for frame in frames:
+            code, line = frame.f_code, frame.f_lineno
+            site = self.active.sites.place(code.co_filename, line, code.co_name)
+            handed = handed and hands_on(code, line, called)
+            places.append(Place(site, enclosing(code.co_filename, line), handed))
+            called = code
+        return tuple(places)
 
     def _called(self, key: Key, places: tuple[Place, ...], started: int = -1) -> int:
         number = self._sites[key] = len(self._sites)

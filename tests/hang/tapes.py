@@ -44,7 +44,7 @@ class Tape:
         self.progress_at: float | None = None
         self._next: dict[int, int] = {}
         self._signatures: dict[object, int] = {}
-        self._sites: dict[tuple[int, str, int], int] = {}
+        self._sites: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._clock = START + 1
 
     def call(
@@ -63,12 +63,14 @@ class Tape:
         thread: str = "",
         started: bool = False,
         shadows: bool = False,
-        caller: int = -1,
+        caller: int | Sequence[int] = (),
+        hands_on: int = 0,
         **arguments: object,
     ) -> Tape:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
         `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
-        backend's makes it. With a `caller` it is made in a function that this line calls."""
+        backend's makes it. With a `caller` it is made in a function that this line calls (the
+        nearest first); the innermost `hands_on` lines hand on what they were given."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
@@ -81,7 +83,8 @@ class Tape:
             self.events.append(
                 Signature(at=self._clock, id=self._signatures[key], op=op, **fields)  # type: ignore[arg-type]
             )
-        place = (line, text, caller)
+        callers = (caller,) if isinstance(caller, int) else tuple(caller)
+        place = (line, text, callers)
         if line < 0:
             self._sites[place] = -1
         if place not in self._sites:
@@ -94,10 +97,10 @@ class Tape:
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
                 CallSite(at=self._clock, id=number, thread=thread, shadows=shadows,
                          started=100 + number if started else -1,
-                         places=() if started else (Place(site=100 + number, inside=around),)),
+                         places=() if started else (Place(100 + number, around, hands_on > 0),)),
             ]  # fmt: skip
-            if caller >= 0:
-                self._called_by(caller)
+            for depth, caller in enumerate(callers, 1):
+                self._called_by(caller, hands_on > depth)
         index = -1
         if peer < 0 and op != "batch_isend_irecv":
             index = self._next.get(group, 0)
@@ -111,13 +114,13 @@ class Tape:
         self._clock = began + max(lasts, 0.01) + 0.01
         return self
 
-    def _called_by(self, line: int) -> None:
+    def _called_by(self, line: int, hands_on: bool) -> None:
         last = self.events.pop()
         assert isinstance(last, CallSite)
         self.events += [
             Site(at=self._clock, id=1000 + line, file=f"{CWD}/train.py", line=line,
                  function="fit", text="call()"),
-            msgspec.structs.replace(last, places=(*last.places, Place(site=1000 + line))),
+            msgspec.structs.replace(last, places=(*last.places, Place(1000 + line, (), hands_on))),
         ]  # fmt: skip
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> Tape:

@@ -54,6 +54,30 @@ def test_all_are_in_one_helper(tmp_path: Path) -> None:
     assert [(r.label, r.location.line) for r in finding.related] == [("called from here", 68)]
 
 
+@pytest.mark.parametrize(("deep", "line"), [(0, 14), (1, 48), (2, 68), (3, 68)])
+def test_a_helper_that_hands_on_what_differs(tmp_path: Path, deep: int, line: int) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.call(line=14, caller=(48, 68), hands_on=deep, numel=1 + rank, state=State.BEGUN)
+    (finding,) = CollectiveShapeMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == line
+    lines = [(r.label, r.location.line) for r in finding.related]
+    assert lines == ([("calls all_reduce with it", 14)] if deep else [])
+
+
+def test_a_helper_by_way_of_one_that_hands_on(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 57).call(line=14, caller=(48, 68), hands_on=2)
+    made[0].call(line=14, caller=(48, 58), hands_on=2, state=State.BEGUN)
+    made[1].call("DDP backward", 57, state=State.BEGUN)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == 58
+    assert "all_reduce (train.py:14, called from :58)" in finding.summary
+
+
 def test_a_stall_names_the_caller(tmp_path: Path) -> None:
     made = tapes()
     for tape in made.values():

@@ -195,10 +195,30 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tap
     assert (sites, called.places, called.thread) == ([called.id] * 2, (), "saver_0")
 
 
+def test_lines_that_hand_on_what_they_were_given(made: tape.Tape) -> None:
+    def all_reduce(*given: object) -> int:
+        return made.here()
+
+    all_reduce.__code__ = all_reduce.__code__.replace(
+        co_filename="<torch>"
+    )  # no line of the user's
+
+    def reduced(value: object) -> int:
+        return all_reduce(value)
+
+    def logged(name: str, value: object) -> int:
+        return reduced(value)
+
+    logged("loss", 1.0)
+    (called,) = [e for e in events(made) if isinstance(e, CallSite)]
+    assert [place.hands_on for place in called.places] == [True, True, False]
+
+
 def test_the_parts_of_a_record_keep_their_places() -> None:
     """They are written without names: one that goes makes older records unreadable."""
     inside = '[146,"for x in y:",[[1,"if x:",2,3]],true,0,[]]'
     event = decode(f'{{"event":"call-site","id":0,"at":1.5,"places":[[3,[{inside}]]]}}'.encode())
     assert isinstance(event, CallSite)
+    assert not event.places[0].hands_on
     (around,) = event.places[0].inside
     assert (around.line, around.broken, around.opener, around.exits) == (146, True, 0, ())

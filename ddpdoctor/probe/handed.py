@@ -1,0 +1,122 @@
+"""Whether a function hands on what it was given: then its caller says what that is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sys
+import textwrap
+from types import CodeType
+
+LINES_LIMIT = 100
+"""A helper is no longer than that."""
+_CHOICES = (ast.IfExp, ast.BoolOp, ast.Compare)
+_APART = ("group", "async_op")
+"""Arguments that say nothing of what is sent."""
+
+
+def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
+    """Whether what a call on that line passes is made of the arguments of the function that it is
+    in, and of nothing else that may differ between ranks.
+
+    Args:
+        called: the function of the user's that is called there; None where it is one of torch's.
+    """
+    node = _definition(code, line) if _arguments(code) else None
+    call = _call(node, line, called) if node is not None else None
+    if node is None or call is None:
+        return False
+    values = _Values(node, line, code)
+    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _APART)]
+    varying = [p for p in passed if not _is_constant(p)]
+    return bool(varying) and all(values.given(p) for p in varying)
+
+
+def _arguments(code: CodeType) -> set[str]:
+    """Their names; without the object of a method: what that holds was not given in this call."""
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return {*code.co_varnames[:count]} - {"self", "cls"}
+
+
+def _definition(code: CodeType, line: int) -> ast.FunctionDef | None:
+    """The function, from its own lines alone: the rest of the file is not parsed."""
+    lines, first = linecache.getlines(code.co_filename), code.co_firstlineno
+    if not first <= line <= min(len(lines), first + LINES_LIMIT):
+        return None
+    depth, last = _indent(lines[first - 1]), line
+    while last < len(lines) and (not lines[last].strip() or _indent(lines[last]) > depth):
+        last += 1
+    try:
+        (node,) = ast.parse(textwrap.dedent("".join(lines[first - 1 : last]))).body
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+        return None
+    return ast.increment_lineno(node, first - 1)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _call(node: ast.AST, line: int, called: CodeType | None) -> ast.Call | None:
+    """The call on that line that is meant, or the only one."""
+    torchs = vars(sys.modules["torch.distributed"])
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    calls = [n for n in calls if n.lineno <= line <= (n.end_lineno or 0)]
+    for call in calls:
+        name = _name(call.func)
+        if name in torchs if called is None else name == called.co_name:
+            return call
+    return calls[0] if len(calls) == 1 else None
+
+
+def _is_constant(node: ast.expr) -> bool:
+    """`1.0`, `SUM`, `dist.ReduceOp.SUM`."""
+    return isinstance(node, ast.Constant) or _name(node).isupper()
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+class _Values:
+    """What the variables of a function are made of, up to a line."""
+
+    def __init__(self, node: ast.FunctionDef, line: int, code: CodeType) -> None:
+        self._arguments = _arguments(code)
+        self._variables = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+        self._assigned: dict[str, list[ast.expr | None]] = {}
+        self._asked: set[str] = set()
+        values: dict[ast.expr, ast.expr] = {}
+        for n in ast.walk(node):
+            if isinstance(n, ast.Assign):
+                values |= dict.fromkeys(n.targets, n.value)
+            elif isinstance(n, ast.AnnAssign) and n.value is not None:
+                values[n.target] = n.value
+            elif isinstance(n, ast.AugAssign):  # which leaves it what it is
+                values[n.target] = n.target
+        for n in ast.walk(node):
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.lineno <= line:
+                self._assigned.setdefault(n.id, []).append(values.get(n))
+
+    def given(self, value: ast.expr | None) -> bool:
+        """Whether it is made of arguments. Once it is not of one value, ask for no other."""
+        if value is None:  # of a loop, or unpacked
+            return False
+        parts = list(ast.walk(value))
+        names = {n.id for n in parts if isinstance(n, ast.Name)}
+        own = names & (self._variables | self._assigned.keys())
+        chosen = any(isinstance(n, _CHOICES) for n in parts)
+        if not own or chosen or any("rank" in _name(n) for n in parts[1:]):
+            return False
+        new, self._asked = own - self._asked, self._asked | own
+        return all(map(self._is_given, new))
+
+    def _is_given(self, name: str) -> bool:
+        assigned = self._assigned.get(name)
+        return name in self._arguments if assigned is None else all(map(self.given, assigned))
