@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
 
-from ddpdoctor.events import OptimizerSeen, Ownership
+from ddpdoctor.events import OptimizerSeen, Ownership, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
 
@@ -14,6 +15,10 @@ from . import _models as models
 
 MOST = 0.5
 """Where more than this share is left out, the rest may be meant to stay as it is."""
+
+LITTLE = 0.1
+"""Where the optimizer holds no more than this share of a model's numbers, what it holds may be
+adapters or a prompt."""
 
 
 class OptimizerParameterMismatch(Check):
@@ -44,9 +49,10 @@ class OptimizerParameterMismatch(Check):
 
     ## When it stays quiet
     Frozen parameters; several optimizers that together hold all, be it on several ranks;
-    parameters that are updated by hand; an optimizer or group that is added later. Where most of a
-    model is left out, not all of it (only a head is trained), it is a note, unless what the
-    optimizer holds is mostly frozen.
+    parameters that are updated by hand; an optimizer or group that is added later. It is a note
+    where most of a model is left out and the rest looks chosen: it is what is nearest to the loss
+    (only a head is trained), or no more than a tenth of the model (adapters, a prompt). That does
+    not count where a parameter group is empty, or what the optimizer holds is mostly frozen.
     """
 
     code = "DDP307"
@@ -71,15 +77,14 @@ class OptimizerParameterMismatch(Check):
         wrapped = models.wrap_of(rank, model)
         kind = title_of(rank, wrapped) if wrapped else event.module
         wrap_site = wrapped.site if wrapped else -1
-        few = len(event.missing) <= MOST * event.trained
-        whole = wrapped is not None and len(event.missing) == event.trained
+        chosen = _chosen(wrapped, event)
         old = _before_they_were_made(event)
         earlier = _earlier(rank, event)
         begin = event.since if earlier else 0
         last = max(models.steps_of(r, model) for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
-            severity=Severity.ERROR if event.stale or few or whole or old else Severity.NOTE,
+            severity=Severity.ERROR if event.stale or old or not chosen else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
@@ -104,6 +109,7 @@ class OptimizerParameterMismatch(Check):
                 "held by the optimizer": event.held,
                 "of these not trained": len(event.stale),
                 "of these frozen": event.frozen,
+                "empty groups": event.empty,
                 "their shapes": list(event.stale[:8]),
             },
             at=rank.wall(event.at),
@@ -139,6 +145,17 @@ def _earlier(rank: Rank, event: Ownership) -> bool:
 def _before_they_were_made(event: Ownership) -> bool:
     """Whether it holds hardly anything but what was frozen since, as where adapters came later."""
     return 2 * event.frozen > event.held
+
+
+def _chosen(wrapped: Wrapped | None, event: Ownership) -> bool:
+    """Whether what the optimizer holds may be all that the program means to train."""
+    if event.empty or not MOST * event.trained < len(event.missing) < event.trained:
+        return False
+    missing = set(event.missing)
+    listed = wrapped.parameters if wrapped else ()
+    sizes = {p.name: math.prod(p.shape) for p in listed if p.trainable and not p.ignored}
+    rest = sum(size for name, size in sizes.items() if name not in missing)
+    return event.outer or rest <= LITTLE * sum(sizes.values())
 
 
 def _label(event: Ownership) -> str:
@@ -178,5 +195,10 @@ def _cause(event: Ownership, kind: str, earlier: bool) -> str:
         return (
             f"{event.kind} holds {event.frozen} parameters that are frozen, and not those that are "
             "trained in their place: it was built before these were made, or these frozen"
+        )
+    if event.empty:
+        return (
+            f"{event.empty} of the parameter groups of {event.kind} {_are(event.empty)} empty: "
+            f"nothing in {kind} is what the group was to pick, such as by its name"
         )
     return f"the parameter groups of {event.kind} do not cover {kind}"

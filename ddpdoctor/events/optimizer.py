@@ -72,6 +72,9 @@ class Ownership(Event, frozen=True, tag="ownership"):
             module any more, or all of another one; or of all that it holds, where they got some
             and are of no module any more.
         since: steps of the optimizer before the model's first backward, -1 where unknown.
+        outer: whether all trained parameters that an optimizer holds are nearer to the loss than
+            those that are missing, as where only a head is trained.
+        empty: parameter groups of the optimizer that hold nothing.
     """
 
     model: int
@@ -86,6 +89,8 @@ class Ownership(Event, frozen=True, tag="ownership"):
     made: int = -1
     since: int = -1
     frozen: int = 0
+    outer: bool = False
+    empty: int = 0
 
     def describe(self) -> str:
         if not self.missing and not self.stale:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from ..events import Ownership
@@ -15,7 +15,7 @@ from .models import Model
 from .modules import birth_site, in_some_module, living, parameter_site
 from .moments import Backward, Step
 from .recorder import Recorder
-from .torch_private import fully_sharded, fully_shards
+from .torch_private import fully_sharded, fully_shards, ready_indices
 
 LOST = "optimizers that hold the wrong parameters"
 
@@ -38,7 +38,7 @@ class Watch:
         self.since = -1
         self.missing: dict[str, tuple[int, int]] = {}
         self.first: dict[str, tuple[int, int]] = {}
-        self.told: tuple[object, ...] = ((), 0)
+        self.told: tuple[object, ...] = ((), 0, False)
 
     @property
     def new(self) -> bool:
@@ -145,10 +145,11 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
         # Whose gradients these are is not known: the optimizer has to hold what is of no module.
         stale = [p for p in stale if not in_some_module(p)] if unchanged else []
         unchanged = unchanged if stale else []
-    told = (tuple(unchanged), len(stale))
+    outer = bool(unchanged) and _outer(watch.number, trained, set(unchanged))
+    told = (tuple(unchanged), len(stale), outer)
     if told != watch.told:
         watch.told = told
-        _tell(active, watch, inner, unchanged, len(trained), holder, stale)
+        _tell(active, watch, inner, unchanged, len(trained), holder, stale, outer)
 
 
 def _trained(inner: Any) -> dict[str, Any]:
@@ -195,6 +196,24 @@ def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
     return [p for p in fresh if not in_some_module(p)]
 
 
+def _outer(number: int, trained: Iterable[str], missing: Container[str]) -> bool:
+    """Whether what is missing is all farther from the loss than the rest: its gradients come last.
+    Where DDP has no order on record yet, it is what stands first in the model."""
+    order = _arrival(number) or list(trained)[::-1]
+    lost = [name in missing for name in order]
+    return lost == sorted(lost) and not all(lost)
+
+
+def _arrival(number: int) -> list[str]:
+    """The parameters of a wrapped model, in the order in which their gradients arrived."""
+    for model in models.live():
+        if model.number == number:
+            positions = ready_indices(model.ddp()) or []
+            known = [model.expected[i] for i in positions if i < len(model.expected)]
+            return [model.names[position] for position in known]
+    return []
+
+
 def _tell(
     active: Recorder,
     watch: Watch,
@@ -203,6 +222,7 @@ def _tell(
     trained: int,
     optimizer: Any,
     stale: list[Any],
+    outer: bool,
 ) -> None:
     owners = dict(inner.named_modules())
     site = -1
@@ -227,6 +247,8 @@ def _tell(
             site=optimizers.made_at(optimizer),
             made=site,
             since=watch.since,
+            outer=outer,
+            empty=sum(not group["params"] for group in optimizer.param_groups),
         ),
         vital=True,
     )

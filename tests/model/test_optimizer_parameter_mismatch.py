@@ -9,11 +9,11 @@ from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParamet
 from recordings import make_run, site, steps
 from wraps import LAYERS, codes, rank, wrap
 
-from ddpdoctor.events import OptimizerSeen, Ownership, Replica
+from ddpdoctor.events import OptimizerSeen, Ownership, Replica, Tensor
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity, Steps
-from ddpdoctor.probe import optimizers, ownership
+from ddpdoctor.probe import models, optimizers, ownership
 from ddpdoctor.probe.models import Model
 
 CHECK = OptimizerParameterMismatch()
@@ -52,9 +52,53 @@ def test_an_optimizer_from_before_the_model_was_sharded():
     assert "before `fully_shard`" in found.cause and found.fix.endswith("after `fully_shard`")
 
 
-def test_only_a_head_is_trained():
-    missing = ["body.weight", "body.bias", "head.weight", "head.bias"]
-    assert codes(both(owned(missing)), CHECK) == ["DDP307 note"]
+MOST = ["body.weight", "body.bias", "head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize(
+    "more, found",
+    [
+        ({"outer": True}, "DDP307 note"),
+        ({"outer": True, "empty": 1}, "DDP307 error"),
+        ({}, "DDP307 error"),
+    ],
+)
+def test_most_is_left_out_and_the_rest_is_nearest_to_the_loss(more, found):
+    assert codes(both(owned(MOST, **more)), CHECK) == [found]
+
+
+def test_most_is_left_out_and_the_rest_is_a_small_part_of_the_model():
+    sizes = [("prompt", 8), ("body.weight", 64), ("body.bias", 8)]
+    listed = tuple(Tensor(name=n, shape=(s,), dtype="float32", trainable=True) for n, s in sizes)
+    event = owned(["body.weight", "body.bias"], trained=3)
+    run = make_run({r: rank(event, *steps(4), wrapped=wrap(listed=listed)) for r in (0, 1)})
+    assert codes(run, CHECK) == ["DDP307 note"]
+
+
+def test_a_parameter_group_that_is_empty():
+    (found,) = CHECK.examine(both(owned(MOST, outer=True, empty=1)))
+    assert found.cause.startswith("1 of the parameter groups of Adam is empty: nothing in Net")
+
+
+@pytest.mark.parametrize(
+    "arrived, missing, outer",
+    [
+        ("dcba", "ab", True),  # the head alone is held
+        ("dcba", "cd", False),  # what comes before it
+        ("dcba", "ac", False),
+        ("abcd", "cd", True),  # the head was made first
+        ("dcba", "abcd", False),
+        ("", "ab", True),
+        ("", "cd", False),
+    ],
+)
+def test_what_is_missing_is_farther_from_the_loss(monkeypatch, arrived, missing, outer):
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
+    model.names = list("abcd")
+    monkeypatch.setattr(models, "live", lambda: [model])
+    monkeypatch.setattr(ownership, "ready_indices", lambda _: ["abcd".index(n) for n in arrived])
+    assert ownership._outer(0, "abcd", set(missing)) is outer
 
 
 def test_adapters_that_were_put_in_after_the_optimizer_was_built():
