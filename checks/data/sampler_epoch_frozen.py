@@ -14,6 +14,9 @@ from ._words import dataset, no_loader, related, spelled, whom
 FEWEST = 4
 """Samples in an epoch whose order can hardly repeat by chance."""
 
+FEWEST_BATCHES = 2
+"""Batches in an epoch up to which a sampler of one's own may mean to repeat them."""
+
 
 class SamplerEpochFrozen(Check):
     """`set_epoch` is not called: every epoch has the same order
@@ -22,7 +25,7 @@ class SamplerEpochFrozen(Check):
     A distributed sampler that is to shuffle, hands out the very same order in one epoch after
     another, and began each of them with the same epoch number, also where one iterator of the
     loader goes on over all epochs and only the sampler begins anew. So for samplers of one's own
-    that offer `set_epoch` and whose code goes by `epoch`.
+    whose code goes by what `set_epoch` stores, or seeds its generator by an `epoch`.
 
     ## How it knows
     As an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
@@ -41,7 +44,7 @@ class SamplerEpochFrozen(Check):
     ## When it stays quiet
     `shuffle=False`; a single epoch; evaluation; orders that differ although the number does not
     (samplers that keep count themselves); samplers of one's own whose order does not depend on the
-    epoch; a training that begins anew with a new model.
+    epoch, or of one or two batches; a training that begins anew with a new model.
     """
 
     code = "DDP503"
@@ -68,13 +71,12 @@ class SamplerEpochFrozen(Check):
         told = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
         what = "had the same order" if always else "had the order of the one before"
         called = max(e.began.epochs_set for e in reader.epochs)
+        name = reader.seen.epoch_name or "epoch"
         why = "`set_epoch` is never called on the sampler"
         if not reader.seen.shuffle:  # calls are only seen on torch's own
             number = reader.epochs[0].began.sampler_epoch
-            why = (
-                f"{reader.seen.sampler} goes by its `epoch`, which stays {number}: `set_epoch` is "
-            )
-            why += "not called"
+            why = f"{reader.seen.sampler} goes by its `{name}`, which stays {number}: "
+            why += "`set_epoch` is not called" if reader.seen.sets_epoch else "nothing sets it"
         elif called:
             why = f"`set_epoch` was called {called} times, but {repeats} of the epochs had the "
             why += "number of the one before"
@@ -88,8 +90,8 @@ class SamplerEpochFrozen(Check):
             related=related(reader, sampler=False),
             summary=f"{told} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
             cause=f"{why}, so it shuffles alike every time",
-            fix="`sampler.set_epoch(epoch)` at the top of every epoch, before the loader is "
-            "iterated",
+            fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
+            "at the top of every epoch, before the loader is iterated",
             fix_kind=FixKind.SAFE,
             evidence={
                 "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],
@@ -114,8 +116,8 @@ def _repeats(reader: Reader) -> int:
     left = [e for e in trained if not e.exhausted]
     repeats = sum(_same(a, b) for a, b in itertools.pairwise(whole))
     again = sum(_same(a, b) for a, b in itertools.pairwise(left))
-    if own and not any(e.batches > 1 for e in trained):
-        return 0  # one batch again and again, to see whether a model can learn it
+    if own and not any(e.batches > FEWEST_BATCHES for e in trained):
+        return 0  # the same again and again, to see whether a model can learn it
     # A single batch taken twice may be a look at its shape.
     return (
         repeats + _again(reader) + (again if again > 1 or any(e.batches > 1 for e in left) else 0)

@@ -54,11 +54,12 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         batches: `len(loader)`, -1 where unknown.
         sampler_length: `len(sampler)`, -1 where unknown.
         own_order: the sampler's class chooses the indices by code of its own, not by torch's.
-        by_epoch: it offers `set_epoch`, and that code reads `epoch`.
+        by_epoch: that code goes by an epoch that it is told.
         replacement: the sampler may draw a sample again.
         payloads: what the data set indexes, as far as that could be told.
         layers: the data set, and beneath it those that it is a `Subset` of.
         batch_sampler: class name of what makes up the batches, where that is not torch's own.
+        epoch_name: the attribute of such an epoch; sets_epoch: it offers `set_epoch`.
     """
 
     loader: int
@@ -88,6 +89,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     replacement: bool = False
     layers: tuple[Layer, ...] = ()
     batch_sampler: str = ""
+    epoch_name: str = ""
+    sets_epoch: bool = True
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"
@@ -117,7 +120,7 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
 
     Attributes:
         batches: `len(loader)` at that moment, -1 where unknown.
-        sampler_epoch, seed: of the innermost sampler at that moment.
+        sampler_epoch, seed: of the innermost sampler at that moment; see `LoaderSeen.epoch_name`.
         epochs_set: how often `set_epoch` was called on it until then.
         joined: inside `torch.distributed.algorithms.Join`.
         random: digests of the states of torch's, numpy's and Python's random numbers, 0 where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import time
 from types import CodeType
@@ -9,6 +10,8 @@ from typing import Any
 
 from ..events import LoaderSeen, SamplerRefused
 from . import identity
+
+_SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
 
 
 def loader_seen(
@@ -24,6 +27,7 @@ def loader_seen(
     """What to record of a loader; `closely`: with what its data set is made of."""
     iterable = loader._dataset_kind == 1
     shuffle = getattr(sampler, "shuffle", None)
+    epoch_name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
     return LoaderSeen(
         at=time.monotonic(),
         loader=number,
@@ -46,13 +50,15 @@ def loader_seen(
         total_size=integer_of(sampler, "total_size"),
         sampler_length=-1 if iterable else length(sampler),
         own_order=not _in_torchs_order(sampler),
-        by_epoch=not _in_torchs_order(sampler) and _by_epoch(type(sampler)),
+        by_epoch=bool(epoch_name),
         replacement=getattr(sampler, "replacement", False) is True,
         sampler_site=sampler_site,
         made=made[1],
         payloads=identity.payloads(loader.dataset) if closely else (),
         layers=identity.layers(loader.dataset) if closely else (),
         batch_sampler=_own_batches(loader),
+        epoch_name=epoch_name,
+        sets_epoch=_sets_epoch(type(sampler)),
     )
 
 
@@ -82,24 +88,56 @@ def _in_torchs_order(sampler: Any) -> bool:
     return str(getattr(chooses, "__module__", "")).startswith("torch.utils.data")
 
 
-def _by_epoch(kind: type) -> bool:
-    """Whether `set_epoch` is offered, and what `__iter__` runs of the class reads `epoch`."""
-    if not callable(inspect.getattr_static(kind, "set_epoch", None)):
-        return False
-    named, found = ["__iter__"], set()
+def epoch_of(sampler: Any) -> int | None:
+    """The number that its order goes by, as far as it has one."""
+    name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
+    return integer(getattr(sampler, name or "epoch", None))
+
+
+def _epoch_name(sampler: Any) -> str:
+    """What a class of the user's calls the epoch that it orders by: what `set_epoch` stores, and
+    `__iter__` and what that calls read. Without `set_epoch` it is `epoch`, where they draw random
+    numbers by it. Empty where there is no such thing."""
+    kind = type(sampler)
+    read = _names(kind, "__iter__")
+    if not _sets_epoch(kind):
+        drawn = "epoch" in read and not read.isdisjoint(_SEEDS)
+        return "epoch" if drawn and integer(getattr(sampler, "epoch", None)) is not None else ""
+    if "epoch" in read:
+        return "epoch"
+    # It may store where to begin, too: of that nobody needs to be told.
+    stored = {i.argval for code in _setters(kind) for i in dis.get_instructions(code)
+              if i.opname == "STORE_ATTR" and "epoch" in i.argval}  # fmt: skip
+    found = (n for n in sorted(stored & read) if integer(getattr(sampler, n, None)) is not None)
+    return next(found, "")
+
+
+def _sets_epoch(kind: type) -> bool:
+    return callable(inspect.getattr_static(kind, "set_epoch", None))
+
+
+def _setters(kind: type) -> list[CodeType]:
+    """The code of `set_epoch`, that of its bases too."""
+    found = (getattr(vars(c).get("set_epoch"), "__code__", None) for c in kind.__mro__)
+    return [code for code in found if isinstance(code, CodeType)]
+
+
+def _names(kind: type, method: str) -> set[str]:
+    """All that a method names, and what it calls of the class."""
+    named, found = [method], set()
     while named:
         name = named.pop()
         if name in found:
             continue
         found.add(name)
-        method = inspect.getattr_static(kind, name, None)
-        method = getattr(method, "fget", None) or getattr(method, "__func__", method)
-        codes = [getattr(method, "__code__", None)]
+        value = inspect.getattr_static(kind, name, None)
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        codes = [getattr(value, "__code__", None)]
         while codes:
             if isinstance(code := codes.pop(), CodeType):
                 named += code.co_names
                 codes += code.co_consts
-    return "epoch" in found
+    return found
 
 
 def innermost(loader: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from ddpdoctor.events import LoaderSeen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.probe import identity
-from ddpdoctor.probe.samplers import innermost, loader_seen
+from ddpdoctor.probe.samplers import epoch_of, innermost, loader_seen
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -104,7 +104,51 @@ class ByEpoch(Repeating):
         return [i for i in range(3) if i != self.epoch]
 
 
-@pytest.mark.parametrize(("kind", "by_epoch"), [(Quiet, False), (Fixed, False), (ByEpoch, True)])
-def test_an_order_that_goes_by_the_epoch(kind: type, by_epoch: bool) -> None:
+class Renamed(Quiet):
+    """Keeps the epoch under another name, beside where it goes on."""
+
+    _epoch = start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self.start = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self._epoch, 1][self.start :])
+
+
+class Resumed(Renamed):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 1][self.start :])
+
+
+class Seeded(data.Sampler):  # type: ignore[misc,name-defined]
+    """Is told the epoch by its attribute."""
+
+    epoch = 0
+
+    def __init__(self, dataset: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(9, generator=generator).tolist())
+
+
+class Counted(Seeded):
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Quiet, ""), (Fixed, ""), (ByEpoch, "epoch"), (Renamed, "_epoch"), (Resumed, ""),
+     (Seeded, "epoch"), (Counted, "")],
+)  # fmt: skip
+def test_an_order_that_goes_by_the_epoch(kind: type, name: str) -> None:
     photos = data.TensorDataset(torch.arange(9))
-    assert seen(data.DataLoader(photos, sampler=kind(photos))).by_epoch is by_epoch
+    sampler = kind(photos)
+    found = seen(data.DataLoader(photos, sampler=sampler))
+    assert (found.epoch_name, found.by_epoch) == (name, bool(name))
+    if name:
+        setattr(sampler, name, 7)
+        assert epoch_of(sampler) == 7

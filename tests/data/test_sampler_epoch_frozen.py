@@ -32,12 +32,24 @@ def test_the_same_order_every_epoch() -> None:
 
 def test_a_sampler_of_ones_own() -> None:
     own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets"}
+    own |= {"batch_size": 2}
     (finding,) = examine(epochs(FIRST, FIRST, FIRST, by_epoch=True, **own))
     assert finding.cause.startswith("Buckets goes by its `epoch`, which stays 0")
     assert not examine(epochs(FIRST, FIRST, FIRST, **own)), "its order is meant to be fixed"
     assert not examine(epochs(FIRST, FIRST, by_epoch=True, **own | {"shuffle": False}))
     assert not examine(epochs(FIRST, OTHER, numbers=[0, 1], by_epoch=True, **own))
-    assert not examine(epochs(*[FIRST[:4]] * 3, by_epoch=True, **own)), "one batch, to overfit"
+    assert not examine(epochs(*[FIRST[:4]] * 3, by_epoch=True, **own)), "two batches, to overfit"
+
+
+def test_a_sampler_of_ones_own_that_is_told_by_an_attribute() -> None:
+    own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets",
+                              "by_epoch": True, "batch_size": 2}  # fmt: skip
+    (finding,) = examine(epochs(FIRST, FIRST, epoch_name="epoch", sets_epoch=False, **own))
+    assert finding.cause.startswith("Buckets goes by its `epoch`, which stays 0: nothing sets it")
+    assert finding.fix.startswith("`sampler.epoch = epoch`")
+    (finding,) = examine(epochs(FIRST, FIRST, epoch_name="_epoch", **own))
+    assert "its `_epoch`, which stays 0: `set_epoch` is not called" in finding.cause
+    assert finding.fix.startswith("`sampler.set_epoch(epoch)`")
 
 
 def test_stages_of_two_epochs_each() -> None:
