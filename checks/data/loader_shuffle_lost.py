@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
+from ._content import by_index, compare
 from ._loaders import Loader, Reader, in_order, loaders
 from ._words import dataset, no_loader, related, spelled
 
@@ -19,23 +20,27 @@ class LoaderShuffleLost(Check):
 
     ## What it finds
     A distributed sampler with `shuffle=False` in a loop that trains: the indices came in ascending
-    order in every epoch.
+    order in every epoch. So where `random_split` or a `Subset` has mixed the data before, once and
+    for all: every epoch has that order.
 
     ## How it knows
     When the loader is first iterated, each rank records the `shuffle` of its sampler; of every
     epoch whether the indices delivered ever fell, and the first 16. On all ranks and in all epochs
-    that train these must never fall, or at least the first 16 rise, over 16 samples or more. The
-    finding is proven.
+    that train these must never fall, or at least the first 16 rise, over 16 samples or more. Of
+    data that was mixed before, two epochs must hold the same samples at the same indices, by
+    digests of some. The finding is proven.
 
     ## Why it hurts
-    Batches hold neighbours (often of one class) and are the same in every epoch. It mostly happens
-    when `shuffle=True` of the loader is dropped to make room for the sampler.
+    Batches hold neighbours (often of one class) and are the same in every epoch; of data that was
+    mixed before, only the latter. It mostly happens when `shuffle=True` of the loader is dropped to
+    make room for the sampler.
 
     ## How to fix it
     Leave `shuffle=False` out of the sampler, and call `sampler.set_epoch(epoch)` every epoch.
 
     ## When it stays quiet
-    Evaluation; data that a split has put in random order before; a handful of samples.
+    Evaluation; a single epoch over data that a split has put in random order before, or several
+    that each mix it anew; a handful of samples.
     """
 
     code = "DDP509"
@@ -53,16 +58,18 @@ class LoaderShuffleLost(Check):
                 yield self._tell(loader, readers)
 
     def _tell(self, loader: Loader, readers: list[Reader]) -> Finding:
-        reader = readers[0]
+        reader, mixed = readers[0], _mixed(readers[0])
+        order = "the same order" if mixed else "ascending order"
         return self.finding(
             ranks=tuple(r.rank.rank for r in readers),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="shuffle=False",
             related=related(reader, sampler=False),
-            summary=f"training reads {dataset(reader)} in ascending order in each of "
+            summary=f"training reads {dataset(reader)} in {order} in each of "
             f"{len(reader.epochs)} epochs",
-            cause=f"{reader.seen.sampler} was made with shuffle=False",
+            cause=f"{reader.seen.sampler} was made with shuffle=False"
+            + (", and the data was mixed only once, as it was split" if mixed else ""),
             fix="`DistributedSampler(dataset)` shuffles by default; call "
             "`sampler.set_epoch(epoch)` at the top of every epoch",
             fix_kind=FixKind.CHECK,
@@ -80,11 +87,20 @@ class LoaderShuffleLost(Check):
 def _in_order(reader: Reader) -> bool:
     seen = reader.seen
     ended = [e.ended for e in reader.epochs if e.ended is not None and e.ended.backwards]
-    mixed = any(p.kind == "indices" and not p.ascending for p in seen.payloads)
     return (
         seen.distributed
         and seen.shuffle is False
-        and not mixed
         and bool(ended)
         and all(in_order(e) and e.samples >= FEWEST for e in ended)
+        and (not _mixed(reader) or (len(ended) > 1 and _again(reader)))
     )
+
+
+def _mixed(reader: Reader) -> bool:
+    """Whether a split has put the data in another order before."""
+    return any(p.kind == "indices" and not p.ascending for p in reader.seen.payloads)
+
+
+def _again(reader: Reader) -> bool:
+    """Whether the second epoch held the same samples at the same indices."""
+    return compare(by_index(reader, 0), by_index(reader, 1)) == "same"

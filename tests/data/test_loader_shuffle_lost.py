@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdoctor.checks.data.loader_shuffle_lost import LoaderShuffleLost
-from readers import found, loader, run_of
+from readers import fingerprints, found, loader, run_of
 
 from ddpdoctor.events import Payload
 from ddpdoctor.findings import Finding, Severity
@@ -28,9 +28,30 @@ def test_evaluation() -> None:
     assert not examine(trains=False)
 
 
-def test_a_split_mixed_the_data_before() -> None:
+def split(epochs: int, *contents: int) -> list[Finding]:
+    """Data that `random_split` has mixed; `contents`: of each epoch."""
     mixed = Payload(name="indices", kind="indices", length=100, order=1, ascending=False)
-    assert not examine(payloads=(mixed,))
+    ranks = []
+    for r in range(2):
+        indices = list(range(r, 100, 2))
+        events = loader(
+            0, [indices] * epochs, distributed=True, replicas=2, sampler_rank=r, shuffle=False,
+            total_size=100, sampler_site=1, payloads=(mixed,),
+        )  # fmt: skip
+        ranks.append(events + [fingerprints(0, n, indices, c) for n, c in enumerate(contents)])
+    return found(LoaderShuffleLost(), run_of(*ranks))
+
+
+def test_a_split_mixed_the_data_before_once() -> None:
+    assert not split(1, 1)
+    (finding,) = split(3, 1, 1)
+    assert finding.summary == "training reads Photos (100) in the same order in each of 3 epochs"
+    assert "mixed only once" in finding.cause
+
+
+def test_a_split_that_is_mixed_anew_for_every_epoch() -> None:
+    assert not split(3, 1, 2)
+    assert not split(3), "not known"
 
 
 def test_a_handful_of_samples() -> None:
