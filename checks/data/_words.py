@@ -74,9 +74,13 @@ def spelled(indices: Iterable[int]) -> str:
 
 
 def related(
-    reader: Reader, *, sampler: bool = True, gathered: Location | None = None
+    reader: Reader,
+    *,
+    sampler: bool = True,
+    loop: bool = True,
+    gathered: Location | None = None,
 ) -> tuple[Related, ...]:
-    places = [("iterated here", reader.loop_at), ("gathered here", gathered)]
+    places = [("iterated here", reader.loop_at if loop else None), ("gathered here", gathered)]
     if sampler and reader.seen.sampler_site >= 0:
         places.insert(0, ("sampler made here", reader.sampler_at))
     return tuple(Related(label, spot) for label, spot in places if spot is not None)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.events import EpochEnded, ForwardInput, StepDone
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
@@ -17,6 +20,8 @@ FEWEST = 4
 FEWEST_BATCHES = 2
 """Batches in an epoch up to which a sampler of one's own may mean to repeat them."""
 
+CYCLE = re.compile(r"\bcycle\(")
+
 
 class SamplerEpochFrozen(Check):
     """`set_epoch` is not called: every epoch has the same order
@@ -25,7 +30,8 @@ class SamplerEpochFrozen(Check):
     A distributed sampler that is to shuffle, hands out the very same order in one epoch after
     another, and began each of them with the same epoch number, also where one iterator of the
     loader goes on over all epochs and only the sampler begins anew. So for samplers of one's own
-    whose code goes by what `set_epoch` stores, or seeds its generator by an `epoch`.
+    whose code goes by what `set_epoch` stores, or seeds its generator by an `epoch`. And batches of
+    a first epoch that `itertools.cycle(loader)` keeps and hands out for ever.
 
     ## How it knows
     As an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
@@ -39,7 +45,8 @@ class SamplerEpochFrozen(Check):
     are the same in every epoch, and so is each rank's share of the data.
 
     ## How to fix it
-    `sampler.set_epoch(epoch)` at the top of every epoch, before the loader is iterated.
+    `sampler.set_epoch(epoch)` at the top of every epoch, before the loader is iterated. Instead of
+    `cycle(loader)`, a loop that iterates the loader anew.
 
     ## When it stays quiet
     `shuffle=False`; a single epoch; evaluation; orders that differ although the number does not
@@ -61,6 +68,10 @@ class SamplerEpochFrozen(Check):
                 yield from self._judge(run, loader)
 
     def _judge(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        kept = {r: n for r, reader in loader.readers.items() if (n := _cycled(reader))}
+        if kept:
+            yield self._tell_cycle(run, loader, kept)
+            return
         frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
         if not frozen:
             return
@@ -104,6 +115,56 @@ class SamplerEpochFrozen(Check):
             },
             at=reader.rank.wall(reader.epochs[-1 if _again(reader) else 1].began.at),
         )
+
+    def _tell_cycle(self, run: Run, loader: Loader, kept: dict[int, int]) -> Finding:
+        reader = loader.readers[min(kept)]
+        first, later = reader.epochs[0], kept[min(kept)]
+        return self.finding(
+            ranks=tuple(kept),
+            subjects=(reader.seen.dataset,),
+            location=reader.loop_at,
+            label="keeps the batches of the first epoch, and repeats these",
+            related=related(reader, loop=False),
+            summary=f"the {first.batches} batches of the first epoch over {dataset(reader)} are "
+            f"trained on again and again on {whom(run, kept)}, in the same order, for {later} "
+            f"step{'s' * (later > 1)} more",
+            cause="`itertools.cycle` keeps all that it was handed: the loader is read once only, "
+            "so nothing is shuffled or augmented again, and every batch stays in memory",
+            fix="iterate the loader itself in every epoch: `while True:` around "
+            "`sampler.set_epoch(epoch)` and `for batch in loader:`, in a generator where `next` is "
+            "called on it",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "iterations over the loader": len(reader.epochs),
+                "batches that it delivered": first.batches,
+                "steps since": later,
+            },
+            at=reader.rank.wall(_end(first)),
+        )
+
+
+def _cycled(reader: Reader) -> int:
+    """Steps since a loader, which `itertools.cycle` iterates, ran dry for the first and last time;
+    0 where these need not be on the batches of before."""
+    first, spot, rank = reader.epochs[0], reader.loop_at, reader.rank
+    named = spot is not None and CYCLE.search(spot.source)
+    if not named or not reader.seen.shuffle or len(reader.epochs) > 1 or not first.exhausted:
+        return 0
+    end, steps = _end(first), Counter[int]()
+    for step in rank.of(StepDone):
+        steps[step.optimizer] += step.count if step.at > end else 0
+    others = (
+        e.batches for e in rank.of(EpochEnded) if e.at > end and e.loader != first.seen.loader
+    )
+    inputs = [e for e in rank.of(ForwardInput) if e.digest and e.rows]
+    before = {e.digest for e in inputs if e.at <= end}
+    again = any(e.digest in before for e in inputs if e.at > end)
+    count = max(steps.values(), default=0)
+    return count if first.batches > 1 and (again or count > sum(others)) else 0
+
+
+def _end(epoch: Epoch) -> float:
+    return epoch.ended.at if epoch.ended is not None else epoch.began.at
 
 
 def _repeats(reader: Reader) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
 from readers import found, loader, prologue, run_of
-from recordings import make_run
+from recordings import make_run, site
 
-from ddpdoctor.events import Event, Wrapped
+from ddpdoctor.events import EpochEnded, Event, ForwardInput, StepDone, Wrapped
 from ddpdoctor.findings import Finding
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
@@ -129,3 +131,47 @@ def test_one_iterator_for_all_epochs_whose_sampler_begins_anew() -> None:
     assert not examine(epochs(FIRST * 3, ends=on))
     assert not examine(epochs(FIRST * 3, ends={**on, "again": 2}, own_order=True))
     assert not examine(epochs(FIRST * 3, ends={**on, "again": 2, "backwards": 0}))
+
+
+def cycled(
+    *,
+    line: str = "for batch in itertools.cycle(loader):",
+    fields: dict[str, object] | None = None,
+    more: Sequence[Event] = (),
+    epochs: int = 1,
+    exhausted: bool = True,
+) -> list[Finding]:
+    """A loader that is read once, and `more` after that."""
+    given: dict[str, object] = {"shuffle": True, "distributed": True, "loop_site": 9}
+    events = [
+        site(9, "train.py", 30, line),
+        ForwardInput(at=-1, model=0, forward=0, site=4, digest=7, numbers=20, rows=4, fed=True),
+        *loader(0, [FIRST] * epochs, began={"sampler_epoch": [*range(epochs)]},
+                exhausted=exhausted, **given | (fields or {})),  # type: ignore[arg-type]
+        *more,
+    ]  # fmt: skip
+    return examine(events)
+
+
+def step(at: float, count: int = 1) -> Event:
+    return StepDone(at=at, optimizer=0, step=9, site=4, wall_s=0.1, count=count)
+
+
+def test_batches_that_cycle_keeps() -> None:
+    (finding,) = cycled(more=[step(1, 6)])
+    assert finding.summary.startswith("the 2 batches of the first epoch over Photos (100) are")
+    assert "for 6 steps more" in finding.summary
+    assert "`itertools.cycle` keeps" in finding.cause
+    assert finding.location is not None and finding.location.line == 30
+
+
+def test_steps_after_a_cycle_on_other_data() -> None:
+    assert not cycled(), "no steps since"
+    assert not cycled(more=[step(1, 6)], line="for batch in loader:")
+    assert not cycled(more=[step(1, 6)], epochs=2), "a `cycle` of one's own, that reads it anew"
+    assert not cycled(more=[step(1, 6)], exhausted=False)
+    assert not cycled(more=[step(1, 6)], fields={"shuffle": False})
+    other = EpochEnded(at=2, loader=1, epoch=0, batches=6, samples=24, backwards=6, exhausted=True)
+    assert not cycled(more=[step(1, 6), other])
+    seen = ForwardInput(at=2, model=0, forward=5, site=4, digest=7, numbers=20, rows=4, fed=True)
+    assert cycled(more=[step(1, 6), other, seen]), "beside another loader, on inputs of before"
