@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.pace import PHASES
@@ -19,7 +19,10 @@ SHARE = 0.2
 """Of a step that is lost to the slow rank, before it is told."""
 STEADY = 0.8
 LASTING = 3
-"""It must be the same rank for at least the last third of the run."""
+"""It must be the same rank for at least a third of the run; for less it is a note."""
+PASSING, PASSING_LEAST = 8, 6
+"""Of a rank that was slow for a while only: without a break for an eighth of the run, at least, and
+for so many stretches."""
 AGREED = 0.5
 """Of its lag, the least that the others must be seen to wait."""
 SHOWN_S = 0.001
@@ -42,7 +45,9 @@ class Straggler(Check):
     collectives and in DDP's waiting for others. A rank is slow in a stretch where its own time,
     less that for which it had no core, exceeds the median rank's by 10 ms and a fifth of a step,
     while the others wait at least half of that longer than it does. It must be so from one stretch
-    on to the end, in four of five, over four at least and a third of all. The finding is proven.
+    on to the end, in four of five, over four at least and a third of all. A rank that was slow for
+    a while only is told where that is an eighth of the run, six stretches at least, without a
+    break: a note, or a warning from a third on. The finding is proven.
 
     ## Why it hurts
     Every step lasts as long as the slowest rank's. The others' steps look equally long, with a long
@@ -55,9 +60,10 @@ class Straggler(Check):
 
     ## When it stays quiet
     Warm-up; a rank that is late now and then (evaluation, checkpoints, garbage collection); slow
-    steps on a different rank each time; less than a fifth of a step, or 10 ms; time for which a
-    rank had no core because of other programs (of a loader's workers that time is not known: no
-    loading is judged then); ranks that do not wait for each other; short runs.
+    steps on a different rank each time, or for a while on one and then on another; less than a
+    fifth of a step, or 10 ms; time for which a rank had no core because of other programs (of a
+    loader's workers that time is not known: no loading is judged then); ranks that do not wait for
+    each other; short runs.
     Waiting on the GPU (NCCL) or inside of re-entrant checkpointing is not seen, and not judged.
     """
 
@@ -77,12 +83,10 @@ class Straggler(Check):
         windows = _windows(run)
         lags = [_lags(window) for window in windows]
         slow: dict[int, list[_Slow]] = defaultdict(list)
-        for rank in windows[0]:
-            first = _since([rank in lag for lag in lags])
-            if first is not None:
-                found = _Slow(rank, windows[first:], lags[first:]).since_its_phase()
-                if not _starved(run.ranks[rank], found):
-                    slow[found.segment].append(found)
+        for rank, (first, end) in _spans(windows, lags).items():
+            found = _Slow(rank, windows, lags, first, end).since_its_phase()
+            if not _starved(run.ranks[rank], found):
+                slow[found.segment].append(found)
         for segment, ranks in slow.items():
             yield self._tell(run, segment, ranks)
 
@@ -96,7 +100,9 @@ class Straggler(Check):
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
         waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
+        span = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
         return self.finding(
+            severity=Severity.NOTE if all(s.passing for s in slow) else Severity.WARNING,
             ranks=ranks,
             steps=Steps(begun, pace.step, pace.step + 1 - begun),
             subjects=(phase,),
@@ -106,7 +112,7 @@ class Straggler(Check):
             + f" than on {_ranks(others)}",
             related=_related(rank, pace, segment),
             summary=f"{_ranks(others)} {'waits' if len(others) == 1 else 'wait'} "
-            f"{waits_s * 1e3:.0f} of {worst.whole(worst.rank) * 1e3:.0f} ms in each step for "
+            f"{waits_s * 1e3:.0f} of {worst.whole(worst.rank) * 1e3:.0f} ms in {span} for "
             f"{_ranks(ranks)}, which {'needs' if len(ranks) == 1 else 'need'} longer {words}",
             cause=_cause(worst, segment, words),
             fix=_FIXES[phase],
@@ -130,11 +136,32 @@ class Straggler(Check):
 
 @dataclass(frozen=True)
 class _Slow:
-    """A rank, and the stretches of steps since it has been slow, with the lags of all."""
+    """A rank, and the stretches of steps of the run, with the lags of all: it was slow from the
+    stretch `first` on, until before `end`."""
 
     rank: int
-    windows: Sequence[Window]
-    lags: Sequence[Mapping[int, float]]
+    every: Sequence[Window]
+    every_lag: Sequence[Mapping[int, float]]
+    first: int
+    end: int
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        return self.every[self.first : self.end]
+
+    @property
+    def lags(self) -> Sequence[Mapping[int, float]]:
+        return self.every_lag[self.first : self.end]
+
+    @property
+    def over(self) -> bool:
+        """It has not been slow any more since."""
+        return self.end < len(self.every)
+
+    @property
+    def passing(self) -> bool:
+        """It was slow for less than a third of the run."""
+        return len(self.windows) < len(self.every) // LASTING
 
     @property
     def lag_s(self) -> float:
@@ -172,7 +199,7 @@ class _Slow:
         first = next((n for n, slow in enumerate(late) if slow), 0)
         if whole <= 0 or len(self.windows) - first < FEWEST:
             return self
-        return _Slow(self.rank, self.windows[first:], self.lags[first:])
+        return replace(self, first=self.first + first)
 
     @property
     def segment(self) -> int:
@@ -232,6 +259,45 @@ def _since(slow: Sequence[bool]) -> int | None:
     return None
 
 
+def _spans(
+    windows: Sequence[Window], lags: Sequence[Mapping[int, float]]
+) -> dict[int, tuple[int, int]]:
+    """By slow rank, the stretches from which on and before which it was slow."""
+    slow = {rank: [rank in lag for lag in lags] for rank in windows[0]}
+    lasting = {r: (first, len(s)) for r, s in slow.items() if (first := _since(s)) is not None}
+    return lasting or _passing(windows, slow)
+
+
+def _passing(
+    windows: Sequence[Window], slow: Mapping[int, Sequence[bool]]
+) -> dict[int, tuple[int, int]]:
+    """The same of ranks that were slow for a while only, and not just while the run warmed up."""
+    steps = [next(iter(window.values())) for window in windows]
+    if len({e.optimizer for e in steps}) > 1:
+        return {}
+    whole = steps[-1].step - steps[0].step
+    found = {}
+    for rank, marks in slow.items():
+        first, end = _longest(marks)
+        if end - first >= PASSING_LEAST:
+            lasted = steps[end - 1].step - steps[first].step + steps[first].count
+            if PASSING * lasted >= whole:
+                found[rank] = first, end
+    if not found or max(f for f, _ in found.values()) >= min(e for _, e in found.values()):
+        return {}
+    late = len(windows) // LASTING
+    return {r: (first, end) for r, (first, end) in found.items() if first or end >= late}
+
+
+def _longest(marks: Sequence[bool]) -> tuple[int, int]:
+    """The longest stretch that is marked without a break, and the end of it; (0, 0) for none."""
+    best, first = (0, 0), 0
+    for place, marked in enumerate(marks):
+        first = first if marked else place + 1
+        best = max(best, (first, place + 1), key=lambda span: span[1] - span[0])
+    return best
+
+
 def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
     here = segment % len(PHASES)
     if segment == 0:
@@ -278,9 +344,24 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
             f"{slow.rank} could have gone on but something else ran on its core; without that it "
             f"would still be about {slow.lag_s * 1e3:.0f} ms behind"
         )
-    first = slow.windows[0][slow.rank]
-    since = first.step - first.count + 1
-    return told + (f"; since step {since}" if since > first.count else "; from the start on")
+    return f"{told}; {_when(slow)}"
+
+
+def _when(slow: _Slow) -> str:
+    """From which step on it was slow, and until which one where that is over."""
+    first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
+    since, told = first.step - first.count + 1, "from the start on"
+    if since > first.count:
+        before = slow.every[slow.first - 1][slow.rank].step if slow.first else since - 1
+        told = f"since {_either(before + 1, since)}"
+    if slow.over:
+        after = slow.every[slow.end][slow.rank]
+        told += f", until {_either(last.step, after.step - after.count)}"
+    return told
+
+
+def _either(first: int, last: int) -> str:
+    return f"some step between {first} and {last}" if first < last else f"step {last}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

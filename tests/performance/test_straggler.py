@@ -11,7 +11,7 @@ from ddpdoctor.checks.performance.straggler import Straggler
 from recordings import make_run, site
 
 from ddpdoctor.events import Event, GroupReady, LoaderSeen, Pace, Wrapped
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Finding, Severity
 
 SITES = [
     site(1, "train.py", 10, "for batch in loader:"),
@@ -99,6 +99,43 @@ def test_since_when() -> None:
     (finding,) = examine([NONE] * 10, [NONE] * 5 + [{"forward": 0.05}] * 5)
     assert finding.steps is not None and finding.steps.first == 48
     assert "since step 48" in finding.cause
+
+
+def test_since_when_where_not_all_steps_were_looked_at() -> None:
+    run = run_of([NONE] * 10, [NONE] * 4 + [{"forward": 0.05}] * 6)
+    left = {r: [e for e in rank.of(Pace) if e.step != 8 * 4 + 15] for r, rank in run.ranks.items()}
+    (finding,) = Straggler().examine(make_run({r: [*SITES, *e] for r, e in left.items()}))
+    assert "since some step between 40 and 48" in finding.cause
+
+
+SLOW = {"forward": 0.05}
+
+
+def slow_in(*stretches: int) -> list[dict[str, float]]:
+    """A rank that is slow in these of 36 stretches."""
+    return [SLOW if n in stretches else NONE for n in range(36)]
+
+
+def test_slow_for_a_while() -> None:
+    (finding,) = examine([NONE] * 36, slow_in(*range(10, 16)))
+    assert (finding.severity, finding.ranks) == (Severity.NOTE, (1,))
+    assert "in each of steps 88-135 for rank 1" in finding.summary
+    assert finding.cause.endswith("since step 88, until step 135")
+    (finding,) = examine([NONE] * 36, slow_in(*range(10, 22)))
+    assert finding.severity is Severity.WARNING
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ([NONE] * 36, slow_in(*range(10, 15))),  # too short
+        ([NONE] * 36, slow_in(*range(10, 13), *range(14, 18))),  # with a break
+        ([NONE] * 36, slow_in(*range(6))),  # while it warms up
+        (slow_in(*range(7)), slow_in(*range(10, 16))),  # each in turn
+    ],
+)
+def test_slow_for_less_than_a_while(ranks: Sequence[Sequence[dict[str, float]]]) -> None:
+    assert not examine(*ranks)
 
 
 def test_it_begins_where_that_phase_does() -> None:
