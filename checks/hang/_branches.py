@@ -192,6 +192,20 @@ def _passed(made: Made, call: Made, inside: Place) -> bool:
     )  # fmt: skip
 
 
+def begins_round(made: Made, other: Made) -> bool:
+    """Whether a call comes before another one in the rounds of a loop that both are in."""
+    for place in made.site.places if made.site else ():
+        loops = {e.line for e in place.inside if e.text.startswith(("for ", "while "))}
+        here = made.rank.location(place.site)
+        for later in other.site.places if other.site else ():
+            there = other.rank.location(later.site)
+            if here and there and (here.file, here.function) == (there.file, there.function):
+                both = any(e.line in loops for e in later.inside)
+                if both and here.line < there.line:
+                    return True
+    return False
+
+
 def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
     return m.rank.location(p.site) == n.rank.location(q.site)
 

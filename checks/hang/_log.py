@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from ddpdoctor.events import (
     CallBlock,
@@ -18,6 +18,8 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Call, Rank, Run, State
+
+from ._callers import callers, helpers
 
 NEW_GROUPS = -2
 """The pseudo group in whose order groups are made (see the probe's tape)."""
@@ -201,13 +203,21 @@ class Book:
         ready = next((g for g in rank.of(GroupReady) if g.group == group and g.member), None)
         return GroupKey(ready.name, ready.ranks, ready.backend) if ready else None
 
+    def steps_of(self, rank: Rank) -> int:
+        """All steps that a rank took, as they are told."""
+        known = self._taken(rank)
+        return known[-1][1] if known else rank.steps
+
     def _step(self, rank: Rank, taken: int) -> int:
         """After so many steps of all optimizers together: how many they are as they are told."""
-        known = self._steps.get(rank.rank)
-        if known is None:
-            known = self._steps[rank.rank] = _steps(rank)
+        known = self._taken(rank)
         own = known[min(bisect_left(known, (taken, 0)), len(known) - 1)][1] if known else taken
         return min(taken, own)
+
+    def _taken(self, rank: Rank) -> list[tuple[int, int]]:
+        if rank.rank not in self._steps:
+            self._steps[rank.rank] = _steps(rank)
+        return self._steps[rank.rank]
 
     def _read(self, rank: Rank) -> None:
         blocks = {b.id: b.codes for b in rank.of(CallBlock)}
@@ -281,7 +291,7 @@ class Book:
                 -1,
                 _what(meant, self.key(rank, group)),
                 text,
-                helpers=_helpers(rank, where, self._callers),
+                helpers=helpers(rank, where, self._callers),
             )
         return known[signature, site]
 
@@ -290,44 +300,6 @@ class Book:
 def book(run: Run) -> Book:
     """The book of a run; the checks of the family share one."""
     return Book(run)
-
-
-Spot = tuple[str, int]
-"""File and line."""
-
-
-def callers(run: Run) -> dict[Spot, set[Spot]]:
-    """The lines that led to each line, by way of which any rank came to a call."""
-    found: dict[Spot, set[Spot]] = {}
-    for rank in run.ranks.values():
-        for site in rank.of(CallSite):
-            spots = [rank.location(place.site) for place in site.places]
-            for here, caller in pairwise(spots):
-                if here is not None and caller is not None:
-                    found.setdefault(_spot(here), set()).add(_spot(caller))
-    return found
-
-
-def _spot(location: Location) -> Spot:
-    return location.file, location.line
-
-
-def _helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -> int:
-    """How many of the innermost lines are in helpers: outside of loops there, and led to from
-    several lines, or from a function in another file; also by way of lines that hand on what they
-    were given."""
-    helpers = 0
-    for depth, (place, outer) in enumerate(pairwise(site.places if site else ()), 1):
-        here, caller = rank.location(place.site), rank.location(outer.site)
-        if here is None or caller is None:
-            break
-        several = len(callers.get(_spot(here), ())) > 1
-        elsewhere = caller.file != here.file and caller.function != "<module>"
-        loops = any(around.text.startswith(("for ", "while ")) for around in place.inside)
-        if loops or not (several or elsewhere or place.hands_on):
-            break
-        helpers = depth
-    return helpers
 
 
 def first_difference(

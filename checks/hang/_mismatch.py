@@ -36,6 +36,8 @@ class Parting:
         width: so many calls on they make the same ones again, 0 where that is not seen.
         again: the later calls in which they differ in the same way; `steps`: of all of them, up to
             step `until` where there were too many to look on.
+        after: 1 where these calls come after a step, of which so many were taken by then; 0 where
+            they come in the next one.
     """
 
     key: GroupKey
@@ -54,6 +56,7 @@ class Parting:
     again: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     until: int | None = None
+    after: int = 0
 
     def may_be_left(self, file: str, line: int, function: str) -> bool:
         """Whether some may have left a loop before the others: not where all were outside of it in
@@ -67,10 +70,14 @@ class Parting:
 
     @property
     def when(self) -> Steps | None:
-        found = Steps.of([self.place.step, *self.steps])
+        found = Steps.of(map(self.step, [self.place.step, *self.steps]))
         if found is None or self.until is None:
             return found
         return Steps(found.first, found.last, found.count, self.until - found.first + 1)
+
+    def step(self, taken: int) -> int:
+        """The step of a call before which so many were taken, -1 for unknown."""
+        return max(taken - self.after, min(taken, 0))
 
     @property
     def location(self) -> Location | None:

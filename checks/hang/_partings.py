@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ddpdoctor.run import Run, State
 
-from ._branches import arms
+from ._branches import arms, begins_round
 from ._log import Book, GroupKey, Log, Made, book, first_difference
 from ._mismatch import WINDOW, Parting, judge
 from ._scene import scene
@@ -90,7 +90,29 @@ def _of_group(known: Book, key: GroupKey, logs: dict[int, Log]) -> list[Parting]
     else:
         until = max(max(p.steps) for p in found.values())
         return [replace(p, until=until) for p in found.values()]
-    return list(found.values())
+    return [replace(p, after=_after(known, logs, p)) for p in found.values()]
+
+
+def _after(known: Book, logs: dict[int, Log], parting: Parting) -> int:
+    """1 where the last of these calls comes after the last step, and none has begun another."""
+    taken = max(parting.place.step, *parting.steps, 0)
+    over = (_is_over(known, log, parting.place, taken) for log in logs.values())
+    return int(taken > 0 and all(over))
+
+
+def _is_over(known: Book, log: Log, made: Made, taken: int) -> bool:
+    """Whether a rank took so many steps and no other was begun by that call: it ended well, or its
+    model averages in every step and has not since."""
+    if known.steps_of(log.rank) != taken or log.rank.state == "finished":
+        return known.steps_of(log.rank) == taken
+    last = _averaged(known, log)
+    return last is not None and last.step == taken - 1 and not begins_round(made, last)
+
+
+def _averaged(known: Book, log: Log) -> Made | None:
+    """Where DDP last averaged gradients in this group, None where that is long ago."""
+    last = (known.meant(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
+    return next((m for m in last if m and m.signature.op == "DDP backward"), None)
 
 
 def _next(

@@ -126,7 +126,7 @@ def _evidence(run: Run, parting: Parting) -> Evidence:
                 "call": m.signature.text,
                 "line": str(m.location_at(parting.depth) or ""),
                 **({"called_from": str(m.caller or "")} if any(o.caller for o in made) else {}),
-                **({"step": m.step} if any(o.step >= 0 for o in made) else {}),
+                **({"step": parting.step(m.step)} if any(o.step >= 0 for o in made) else {}),
             }
             for side, m in describe_sides(parting)
         ],

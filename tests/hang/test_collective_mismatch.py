@@ -370,4 +370,4 @@ def test_steps_of_several_optimizers(tmp_path: Path, in_turn: bool) -> None:
     made[0].call("barrier", 20, step=6)
     made[1].call(line=30, step=6)
     (finding,) = found(run_of(tmp_path, made, more=dict.fromkeys(made, steps)))
-    assert finding.steps is not None and finding.steps.first == (6 if in_turn else 3)
+    assert finding.steps is not None and finding.steps.first == (5 if in_turn else 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
 from ddpdoctor.checks.hang.rank_missing import RankMissing
@@ -31,9 +32,10 @@ def a_step(tape: Tape, step: int, **arguments: object) -> None:
     tape.call(line=9, numel=1, step=step)
 
 
-def trained(made: dict[int, Tape]) -> dict[int, list[Event]]:
-    """The ranks have optimizers."""
-    return {r: [StepDone(at=START, optimizer=0, step=99_999, site=-1, wall_s=0.1)] for r in made}
+def trained(made: dict[int, Tape], steps: int = 100_000) -> dict[int, list[Event]]:
+    """The ranks have optimizers, which took so many steps."""
+    last = StepDone(at=START, optimizer=0, step=steps - 1, site=-1, wall_s=0.1)
+    return {rank: [last] for rank in made}
 
 
 def test_a_stop_follows_from_the_last_mismatch_before_it(tmp_path: Path) -> None:
@@ -145,3 +147,44 @@ def test_a_mismatch_in_each_of_many_rounds(tmp_path: Path) -> None:
         ]
     (finding,) = found(run_of(tmp_path, made, more=trained(made)))
     assert finding.steps == Steps(0, 1999, 2000, 2000)
+
+
+LOOP = ((4, "for x in loader:"),)
+
+
+@pytest.mark.parametrize(
+    ("line", "inside", "averages", "step"),
+    [
+        (9, (), False, 2),
+        (9, LOOP, False, 2),
+        (5, (), False, 2),
+        (5, LOOP, False, 3),
+        (9, (), True, 3),
+    ],
+)
+def test_the_step_after_which_the_ranks_part(
+    tmp_path: Path, line: int, inside: tuple[tuple[int, str], ...], averages: bool, step: int
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        for taken in range(3):
+            tape.call("DDP backward", 7, inside=LOOP, step=taken)
+    made[0].call(line=line, inside=inside, step=3, state=State.BEGUN)
+    if averages:
+        made[1].call("DDP backward", 7, inside=LOOP, step=3, state=State.BEGUN)
+    else:
+        made[1].call(line=line, inside=inside, numel=1, step=3, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made, more=trained(made, 3), now=START + 7))
+    assert finding.steps == Steps(step, step, 1)
+    rows = finding.evidence["calls"]
+    assert isinstance(rows, list)
+    assert [row["step"] for row in rows] == [step, step]
+
+
+def test_the_steps_after_which_the_ranks_part_in_a_run_that_ends_well(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for step in (2, 4, 6):
+            tape.call(line=9, dtype="int32" if rank else "float32", step=step).call("barrier", 10)
+    (finding,) = found(run_of(tmp_path, made, more=trained(made, 6)))
+    assert finding.steps == Steps(1, 5, 3)
