@@ -10,7 +10,18 @@ from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
-from . import _beside, _by_hand, _causes, _edited, _loads, _owners, _unshared, _updates, _written
+from . import (
+    _beside,
+    _by_hand,
+    _causes,
+    _dropped,
+    _edited,
+    _loads,
+    _owners,
+    _unshared,
+    _updates,
+    _written,
+)
 from ._causes import Cause
 from ._replicas import (
     NO_COPIES,
@@ -35,9 +46,9 @@ class ParameterDrift(Check):
     them, or there is none), of parameters that the optimizer of some ranks holds and changes and
     that never change on others, and of models without a wrapper whose gradients the ranks, all or
     those of a group, exchange by hand: copies that were seen to stay equal so and part; copies that
-    differ from the start; gradients that the exchange leaves out in every step, or that are applied
-    while an asynchronous exchange of them still runs; updates that an optimizer of the program's
-    own applies on some ranks only.
+    differ from the start; gradients that the exchange leaves out in every step, or from one on, or
+    that are applied while an asynchronous exchange of them still runs; updates that an optimizer of
+    the program's own applies on some ranks only.
 
     ## How it knows
     Before each of the first 128 optimizer steps, and then before as many as `--budget` allows (at
@@ -48,7 +59,8 @@ class ParameterDrift(Check):
     before steps 0, 1, 2, 4, 8 and so on, and more often where they have no more than 64 parameters.
     The digests of one moment are compared between the ranks afterwards, and nothing is communicated
     for it. The finding is proven, but suspected where an exchange by hand stops after the very
-    first step, or while another group goes on with its own.
+    first step, or while another group goes on with its own, or leaves out whole layers from a step
+    on.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -67,7 +79,8 @@ class ParameterDrift(Check):
     while another group goes on with its own, and nothing takes its place; ranks of a group that
     send to each other; copies that are equal again later. Gradients of whole layers that are never
     exchanged while those of the others are (heads of their own) are a note: a layer whose weight is
-    exchanged and whose bias is not is an error. So with all parameters of one optimizer, where
+    exchanged and whose bias is not is an error. Layers that are exchanged no more from a step on
+    are a warning. So with all parameters of one optimizer, where
     those of another one of the same model are exchanged: a warning, or a note if either are in one
     part of it. Copies that differ only when the run is over are a note.
     """
@@ -90,7 +103,7 @@ class ParameterDrift(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge, unheld=True)
-        for way in (_by_hand, _unshared, _beside, _updates, _owners):
+        for way in (_by_hand, _dropped, _unshared, _beside, _updates, _owners):
             for told in way.told(run):
                 yield self.finding(**told)
 
