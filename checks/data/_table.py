@@ -105,15 +105,16 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     readers = list(loader.readers.values())
     length = readers[0].seen.length
     epochs = max(len(r.epochs) for r in readers)
-    read = sorted({sum(e.samples for e in r.epochs) for r in readers})
-    over = any(e.ended is not None for r in readers for e in r.epochs)
+    over = [r for r in readers if any(e.ended is not None for e in r.epochs)]
+    read = sorted({sum(e.samples for e in r.epochs) for r in over})
+    left = any(e.ended is None for r in readers for e in r.epochs)
     return (
         _name(loader),
         fold_ranks(range(epochs)),
         fold_ranks(loader.readers),
         str(length) if length >= 0 else "stream",
-        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read" if over else "-",
+        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read" if read else "-",
         "-",
-        "-",
+        "left early" if left else "-",
         "-",
     )

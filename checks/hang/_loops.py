@@ -8,21 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import inf
 
-from ddpdoctor.events import (
-    CALLERS,
-    CallSite,
-    EpochBegan,
-    EpochEnded,
-    ExceptionPassed,
-    IndicesRead,
-    LoaderSeen,
-    Place,
-)
+from ddpdoctor.events import CALLERS, CallSite, ExceptionPassed, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, ranks_text
 
 from ._branches import condition
 from ._caught import handler
+from ._iterations import Leaver, is_last, iterations_of, skipped_in, steps_taken, until_call
 from ._log import Made
 from ._mismatch import Parting
 from ._ways import (
@@ -39,9 +31,6 @@ from ._ways import (
     ways_out,
     whole,
 )
-
-Leaver = tuple[Rank, float]
-"""A rank, and until when what it did counts: it may have gone on after a call that failed."""
 
 
 class How(enum.Enum):
@@ -194,7 +183,9 @@ def left_loop(parting: Parting) -> Left | None:
         may_be = parting.may_be_left(*key) or _began(parting, rest, stay, heads[key])
         if may_be and all(_has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
-    found = (_told([_until(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items())
+    found = (
+        _told([until_call(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items()
+    )
     left = next((left for left in found if left is not None), None)
     if left is not None:
         still = next(m for r, m in parting.made.items() if r not in left.ranks)
@@ -207,7 +198,7 @@ def left_loop(parting: Parting) -> Left | None:
 
 def _began(parting: Parting, left: list[int], stay: list[int], loop: Location) -> bool:
     """Whether a loader tells that some left the very iteration in which the others are."""
-    until = {r: _until(made) for r, made in parting.made.items()}
+    until = {r: until_call(made) for r, made in parting.made.items()}
     hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
     return hows <= {How.BROKE, How.DRY, How.SKIPPED}
 
@@ -259,7 +250,7 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
 def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
     """The step from which two ranks are in different rounds around a loop over a loader, since one
     of them took fewer batches in an iteration before; None where they are not."""
-    mine, theirs = _iterations((leaver, inf), loop), _iterations((waiting, inf), loop)
+    mine, theirs = iterations_of((leaver, inf), loop), iterations_of((waiting, inf), loop)
     for a, b, after in zip(mine, theirs, mine[1:], strict=False):
         same = (a.loader, a.began.epoch) == (b.loader, b.began.epoch)
         if same and a.ended and b.ended and a.ended.batches != b.ended.batches:
@@ -282,7 +273,7 @@ def _told(
     same = True
     for n, (head, stay) in enumerate(loops):
         hidden = n == 0 and _no_loader(stay[0])
-        how = _agreed(_how(r, _until(s), head, hidden) for r in left for s in stay)
+        how = _agreed(_how(r, until_call(s), head, hidden) for r in left for s in stay)
         here, broken = ways_out(stay[0], head)
         if seen := _handled(left, here):
             ways, short = seen, head
@@ -291,7 +282,9 @@ def _told(
         if how is How.OVER:
             candidate = None
         elif how is not How.UNKNOWN:
-            return Left(numbers, head, how, _steps(left[0]) if how is How.SKIPPED else "", ways)
+            return Left(
+                numbers, head, how, steps_taken(left[0]) if how is How.SKIPPED else "", ways
+            )
         elif candidate is None or (
             same_function(candidate.loop, head)
             if one_function
@@ -316,7 +309,7 @@ def _uneven_within(loop: Location, leaver: Rank, stay: Made) -> Iterator[Locatio
     """The loops in that one that may have had another number of rounds on each of both ranks."""
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
     for head in takewhile(lambda head: head != loop, heads):
-        if uneven(head) and _how((leaver, inf), _until(stay), head, False) is How.UNKNOWN:
+        if uneven(head) and _how((leaver, inf), until_call(stay), head, False) is How.UNKNOWN:
             yield head
 
 
@@ -334,7 +327,8 @@ def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, 
 def _no_loader(made: Made) -> bool:
     """Whether none of the loops around a call iterates a loader by itself."""
     return not any(
-        _iterations((made.rank, inf), head) for _, head, _, _ in loops_around(made.rank, made.site)
+        iterations_of((made.rank, inf), head)
+        for _, head, _, _ in loops_around(made.rank, made.site)
     )
 
 
@@ -350,7 +344,7 @@ def _has_left(made: Made, still: Made, loop: Key) -> bool:
     depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
     ours, theirs = places(made), places(still)
     here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
-    if not here and len(ours) >= CALLERS:
+    if not here and len(ours) >= CALLERS and not _elsewhere(made, still, depth):
         return False  # it may be in the loop by a caller that is not on record
     for n in here:
         callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
@@ -363,26 +357,18 @@ def _has_left(made: Made, still: Made, loop: Key) -> bool:
     )
 
 
+def _elsewhere(made: Made, still: Made, depth: int) -> bool:
+    """Whether another line of a function that leads to the loop leads to a call instead."""
+    outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
+    return any(
+        spot is not None and spot not in outer and any(o and same_function(spot, o) for o in outer)
+        for spot in (made.rank.location(place.site) for place in places(made))
+    )
+
+
 def _function(made: Made, place: Place) -> tuple[str, str] | None:
     spot = made.rank.location(place.site)
     return (spot.file, spot.function) if spot else None
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """One iteration over a loader; `loader` is the same on all ranks."""
-
-    loader: tuple[str, int]
-    began: EpochBegan
-    ended: EpochEnded | None
-
-    @property
-    def exhausted(self) -> bool:
-        return self.ended is not None and self.ended.exhausted
-
-
-def _until(made: Made) -> Leaver:
-    return made.rank, made.call.began if made.call else inf
 
 
 def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
@@ -390,8 +376,8 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
 
     `hidden`: the loader may be iterated by a generator that the loop runs over.
     """
-    theirs = _iterations(stay, None if hidden else loop)
-    mine = _iterations(left, None if hidden else loop)
+    theirs = iterations_of(stay, None if hidden else loop)
+    mine = iterations_of(left, None if hidden else loop)
     if not theirs:
         return How.UNKNOWN
     now = theirs[-1]
@@ -407,43 +393,7 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
     elif now.began.batches < 0 or same.ended.batches < now.began.batches:
         how = How.DRY
     else:
-        how = How.SKIPPED if _skipped(left, mine) > _skipped(stay, theirs) else How.OVER
-    if hidden and (how not in (How.DRY, How.SKIPPED) or same is not mine[-1]):
+        how = How.SKIPPED if skipped_in(left, mine) > skipped_in(stay, theirs) else How.OVER
+    if hidden and (how not in (How.DRY, How.SKIPPED) or not same or not is_last(same, mine)):
         return How.UNKNOWN
     return how
-
-
-def _iterations(leaver: Leaver, loop: Location | None) -> list[_Iteration]:
-    """The iterations over the loaders of a loop, or over all."""
-    rank, until = leaver
-    made = {e.loader: (str(rank.location(e.site)), e.made) for e in rank.of(LoaderSeen)}
-    ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded) if e.at <= until}
-    found = []
-    for event in rank.of(EpochBegan):
-        spot = rank.location(event.site)
-        here = loop is None or (spot and (spot.file, spot.line) == (loop.file, loop.line))
-        if here and event.at <= until:
-            key = made.get(event.loader, ("", event.loader))
-            found.append(_Iteration(key, event, ends.get((event.loader, event.epoch))))
-    return found
-
-
-def _skipped(leaver: Leaver, iterations: list[_Iteration]) -> int:
-    """Batches that no backward followed, of iterations in which one did, as far as is on record."""
-    rank, until = leaver
-    skipped = 0
-    for iteration in iterations:
-        number = iteration.began.loader, iteration.began.epoch
-        read = (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number)
-        told = iteration.ended or next((e for e in read if e.at <= until), None)
-        if told is not None and told.backwards:
-            skipped += told.batches - told.backwards
-    return skipped
-
-
-def _steps(leaver: Leaver) -> str:
-    """`3 of its 6`, of the last iteration in which it skipped one."""
-    rank, until = leaver
-    ended = [e for e in rank.of(EpochEnded) if e.exhausted and 0 < e.backwards < e.batches]
-    ended = [e for e in ended if e.at <= until]
-    return f"{ended[-1].backwards} of its {ended[-1].batches}" if ended else "some"

@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     EpochEnded,
     Event,
     ExceptionPassed,
+    IndicesRead,
     LoaderSeen,
     Place,
     Site,
@@ -234,6 +235,54 @@ def test_how_a_loop_over_a_loader_was_left(
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
     assert told in finding.cause
+
+
+GENERATED = (
+    Enclosing(
+        line=8,
+        text="for x, y in log_every(loader):",
+        ways=(Way(line=7, text="if bad(x):", first=8, last=12),),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("at", "loader", "told"), [(2.0, 1, True), (0.2, 1, False), (2.0, 0, False)]
+)
+def test_a_loop_over_a_generator_that_reads_a_loader(
+    tmp_path: Path, at: float, loader: int, told: bool
+) -> None:
+    """Rank 0 skipped a batch and evaluates; not so where it begins the other loader in the loop, or
+    the same one again. What rank 1 does with its batch, nobody can tell yet."""
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=GENERATED, caller=(30,))
+    made[1].call(line=9, inside=GENERATED, caller=(30,), state=State.BEGUN, at=START + 5)
+    made[0].call("barrier", 40, caller=(41, 42, 31), state=State.BEGUN, at=START + 5)
+    made[0].events = [
+        msgspec.structs.replace(e, function="evaluate") if isinstance(e, Site) and e.line == 40
+        else e for e in made[0].events
+    ]  # fmt: skip
+
+    def over(*events: Event) -> list[Event]:
+        """The loader is read by a line of the generator."""
+        return [site(50, "train.py", 3, "for x in loader:"), *events[1:]]
+
+    evaluation = [
+        LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S"),
+        EpochBegan(at=START + at, loader=loader, epoch=1, step=5, site=50, batches=6),
+    ]
+    read = IndicesRead(
+        at=START + 4, loader=0, epoch=0, batches=5, samples=4, backwards=4, indices=""
+    )
+    more = {
+        0: [*over(*left_early(epochs=1, exhausted=True, batches=6, read=6, steps=5)), *evaluation],
+        1: [*over(*left_early(epochs=1, exhausted=False, batches=6)), read],
+    }
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert ("took a step for only 5 of its 6 batches" in finding.cause) is told
+    if told:
+        assert (finding.ranks, finding.location.line) == ((0,), 7)
 
 
 HANDLER = Way(line=16, text="except ValueError:", first=7, last=10)
