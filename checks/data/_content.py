@@ -128,6 +128,23 @@ def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
     return False
 
 
+def held_alike(readers: Sequence[Reader]) -> list[str]:
+    """What the data sets make each sample of, where it is the same on all ranks, and all else that
+    they are told is, too. Equal texts may stand for other files on another machine."""
+    first = readers[0]
+    if not first.seen.settings or len({r.seen.settings for r in readers}) > 1:
+        return []
+    one_machine = len({r.rank.node for r in readers}) < len(readers)
+    common = set.intersection(
+        *({(p.name, p.order, p.length) for p in r.seen.payloads} for r in readers)
+    )
+    return [
+        p.name
+        for p in first.seen.payloads
+        if p.tells and (p.name, p.order, p.length) in common and (p.kind != "text" or one_machine)
+    ]
+
+
 def _chance(values: list[int]) -> float:
     """How often two of them agree by chance."""
     counts = Counter(values)

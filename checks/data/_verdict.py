@@ -14,7 +14,7 @@ from ddpdoctor.events import Payload
 from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
-from ._content import WHOLE, Row, overlap, parts_differ, rows, same_pass, verdict
+from ._content import WHOLE, Row, held_alike, overlap, parts_differ, rows, same_pass, verdict
 from ._inputs import in_parts
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
@@ -25,6 +25,9 @@ MOVING = "read by several ranks, by epoch"
 
 AGAIN = "workers deliver them again"
 """Name of the evidence whether the workers of one rank do not divide a stream either."""
+
+HELD = "samples are made of"
+"""Name of the evidence that they are the same, although each is another whenever it is read."""
 
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
@@ -203,14 +206,18 @@ def _unsharded(
     if answer == "differ":
         return None  # sharded by hand: the same numbers stand for other data
     doubt = _doubt(answer, readers)
+    held: dict[str, object] = {}
+    if answer == "random" and not doubt:
+        held = {HELD: f"{', '.join(held_alike(readers))}, the same on these ranks"}
     if whole:
-        return Fault("sampler-missing", loader, worst.sharing, readers, worst, doubt=doubt)
+        return Fault("sampler-missing", loader, worst.sharing, readers, worst, doubt, held)
     own = all(r.seen.own_order for r in readers)
     skewed = next((a for a in made if _skewed(a) and a.shared), None)
     if own and not doubt and skewed is not None:
         return Fault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
     moving = _moving(made)
-    return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, moving)
+    evidence = {**moving, **held}
+    return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, evidence)
 
 
 def _batch(reader: Reader) -> int:
@@ -246,7 +253,7 @@ def _apart(readers: list[Reader]) -> bool:
 
 
 def _doubt(answer: str, readers: list[Reader]) -> str:
-    if answer == "same":
+    if answer == "same" or (answer == "random" and held_alike(readers)):
         return ""
     if answer == "random":
         return "what a sample contains changes each time it is read"

@@ -24,8 +24,10 @@ class SamplerMissing(Check):
     makes the loader, then one in 2, in 4 and so on), digests of some 256 samples in epochs 0, 1, 2,
     4, 8 and so on, and of what the data set selects samples by. The indices of one epoch are
     compared between the ranks that average gradients together; the digests tell whether equal
-    indices stand for equal samples. The finding is proven where they do, and suspected where the
-    samples could not be looked at, are all alike, or change each time they are read.
+    indices stand for equal samples. The finding is proven where they do. Where samples change each
+    time they are read (augmentation), it is where the data set takes each from a tensor or a list
+    of files, by the index it is given, and holds the same on all ranks. It is suspected where the
+    samples could not be looked at, are all alike, or are made of nothing that the data set holds.
 
     ## Why it hurts
     N ranks do the work of one: an epoch takes as long as without them, and its batches are, with a
@@ -81,7 +83,7 @@ class SamplerMissing(Check):
             cause=f"the loader's {reader.seen.sampler} hands out {_what(fault, audit)} on every "
             "rank" + (", in the same order" if audit.same_order else ""),
             fix=_fix(fault),
-            evidence={**figures(audit), "same order": audit.same_order},
+            evidence={**figures(audit), "same order": audit.same_order, **fault.evidence},
             at=min(
                 r.rank.wall(audit.epochs[r.rank.rank].began.at)
                 for r in fault.readers

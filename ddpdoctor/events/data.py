@@ -16,6 +16,7 @@ class Payload(Part, frozen=True):
         order: digest of entries at the same positions on every rank; equal where the entries are.
         content: digest that does not depend on the order; 0 where it was too long to look at all.
         ascending: the entries are numbers that never fall.
+        tells: sample `i` is made of entry `i` (and of chance), and hardly two entries are alike.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Payload(Part, frozen=True):
     order: int
     content: int = 0
     ascending: bool = False
+    tells: bool = False
 
 
 class Layer(Part, frozen=True):
@@ -60,6 +62,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         layers: the data set, and beneath it those that it is a `Subset` of.
         batch_sampler: class name of what makes up the batches, where that is not torch's own.
         epoch_name: the attribute of such an epoch; sets_epoch: it offers `set_epoch`.
+        settings: digest of the numbers and texts that the data set keeps (where its files lie,
+            say), 0 where that was not looked at.
     """
 
     loader: int
@@ -91,6 +95,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     batch_sampler: str = ""
     epoch_name: str = ""
     sets_epoch: bool = True
+    settings: int = 0
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

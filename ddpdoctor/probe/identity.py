@@ -12,6 +12,7 @@ from typing import Any
 from ..events import Layer, Payload
 from ..events.pack import pack
 from .contents import digest
+from .entries import at_index, kept
 
 MOST = 12
 """Payloads recorded of one data set."""
@@ -23,6 +24,9 @@ DEEPEST = 4
 
 UNLIKELY = 5
 """Equal pairs to be expected among random numbers, where the lack of any is no chance."""
+
+APART = 0.75
+"""Share of entries that are unlike where an entry says which sample it is."""
 
 SELECTED = 4096
 """Entries up to which it is recorded what a `Subset` selects."""
@@ -84,10 +88,11 @@ def _known(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> in
 
 def payloads(dataset: Any) -> tuple[Payload, ...]:
     """The lists and tensors that a data set, or one inside it, keeps one entry per sample in."""
-    return tuple(itertools.islice(_of(dataset, "", 0), MOST))
+    return tuple(itertools.islice(_of(dataset, "", 0, plainly=True), MOST))
 
 
-def _of(dataset: Any, path: str, depth: int) -> Iterator[Payload]:
+def _of(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator[Payload]:
+    """`plainly`: what surrounds it takes its entries by the index that it is given itself."""
     import torch.utils.data as data
 
     if depth > DEEPEST:
@@ -96,20 +101,21 @@ def _of(dataset: Any, path: str, depth: int) -> Iterator[Payload]:
         yield from _column(dataset, path or "list", "other")
         return
     subset = isinstance(dataset, data.Subset)
-    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+    indexed = at_index(dataset) if plainly else ()
+    for name, value in list(kept(dataset).items()):
         where = f"{path}.{name}" if path else name
         if isinstance(value, data.Dataset):
-            yield from _of(value, where, depth + 1)
+            yield from _of(value, where, depth + 1, plainly=name in indexed)
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], data.Dataset):
             for n, part in enumerate(value[:MOST]):
-                yield from _of(part, f"{where}[{n}]", depth + 1)
+                yield from _of(part, f"{where}[{n}]", depth + 1, plainly=False)
         elif isinstance(value, (list, tuple)) and len(value) <= MOST and _arrays(value):
             for n, part in enumerate(value):
                 yield from _column(part, f"{where}[{n}]", "tensor")
         elif subset and name == "indices":
             yield from _column(value, where, "indices")
         elif _sized(value) and len(value) == _length(dataset):
-            yield from _column(value, where, "other")
+            yield from _column(value, where, "other", indexed=name in indexed)
 
 
 def _arrays(values: Any) -> bool:
@@ -129,7 +135,7 @@ def _length(of: Any) -> int:
         return -1
 
 
-def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
+def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iterator[Payload]:
     length = len(values)
     if not length:
         yield Payload(name=name, kind=kind, length=0, order=0)
@@ -158,6 +164,7 @@ def _column(values: Any, name: str, kind: str) -> Iterator[Payload]:
         # A sum does not depend on the order; squares so that two entries cannot make up for two.
         content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
         ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
+        tells=indexed and kind != "choice" and len(set(digests)) >= APART * len(digests),
     )
 
 

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from ..events import LoaderSeen, SamplerRefused
-from . import identity
+from . import entries, identity
 
 _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
 
@@ -59,6 +59,7 @@ def loader_seen(
         batch_sampler=_own_batches(loader),
         epoch_name=epoch_name,
         sets_epoch=_sets_epoch(type(sampler)),
+        settings=entries.settings(loader.dataset) if closely else 0,
     )
 
 

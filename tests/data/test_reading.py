@@ -15,6 +15,7 @@ from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
 from ddpdoctor.probe import contents, randomness
 from ddpdoctor.probe import reading as reading_module
 from ddpdoctor.probe.contents import Fingerprints, begins, digest
+from ddpdoctor.probe.entries import settings
 from ddpdoctor.probe.identity import payloads
 from ddpdoctor.probe.reading import Place, Reading, halvings, kept
 from ddpdoctor.probe.recorder import Recorder
@@ -227,6 +228,41 @@ def test_what_a_data_set_indexes() -> None:
     assert (files.name, files.kind) == ("paths", "text")
     assert len(payloads(data.ConcatDataset([base, split]))) == 5
     assert payloads([])[0].length == 0 and payloads(None) == ()
+
+
+class _Views(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Entries by their index, by a random one, and labels that do not tell samples apart."""
+
+    shared = torch.arange(40.0)
+
+    def __init__(self, root: str = "a") -> None:
+        self.root = Path(root)
+        self.x, self.drawn, self.labels = torch.randn(40), torch.randn(40), torch.arange(40.0) % 4
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        other = random.randrange(len(self))
+        return self.x[index] + self.shared[index], self.drawn[other], self.labels[index]
+
+
+class _Redrawn(_Views):
+    def __getitem__(self, index: int) -> Any:
+        index = random.randrange(len(self))
+        return self.x[index]
+
+
+def test_entries_that_tell_samples() -> None:
+    def telling(dataset: Any) -> set[str]:
+        return {p.name for p in payloads(dataset) if p.tells}
+
+    assert telling(_Views()) == {"x", "shared"}
+    part = torch.utils.data.Subset(_Views(), range(1, 30))
+    assert telling(part) == {"dataset.x", "dataset.shared"}
+    assert not telling(_Redrawn())
+    assert settings(part) == settings(torch.utils.data.Subset(_Views(), [1, 2]))
+    assert settings(_Views()) != settings(_Views("b"))
 
 
 def kind_of(values: Any) -> str:

@@ -74,6 +74,28 @@ def test_samples_drawn_anew_each_time(replacement: bool) -> None:
     assert bool(examine(*ranks)) is not replacement
 
 
+def noisy(rank: int, held: Payload, settings: int = 7) -> list[Event]:
+    """A data set that adds noise to what it holds, read whole in two epochs."""
+    events = loader(0, [EVERYTHING] * 2, payloads=(held,), settings=settings)
+    read = [fingerprints(0, epoch, EVERYTHING, 2 * rank + epoch) for epoch in range(2)]
+    return [*events, *read]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "settings", "severity"), [
+    (Payload("x", "tensor", 100, 5, tells=True), 5, 7, Severity.ERROR),
+    (Payload("files", "text", 100, 5, tells=True), 5, 7, Severity.ERROR),
+    (Payload("files", "text", 100, 5, tells=True), 5, 8, Severity.NOTE),  # in another folder
+    (Payload("labels", "tensor", 100, 5), 5, 7, Severity.NOTE),
+    (Payload("x", "tensor", 100, 5, tells=True), 6, 7, None),
+])  # fmt: skip
+def test_augmented_samples_are_known_by_what_they_are_made_of(
+    mine: Payload, theirs: int, settings: int, severity: Severity | None
+) -> None:
+    second = msgspec.structs.replace(mine, order=theirs)
+    found = examine(noisy(0, mine), noisy(1, second, settings))
+    assert [f.severity for f in found] == ([severity] if severity else [])
+
+
 def test_an_epoch_that_was_left_early_counts_what_it_read() -> None:
     (finding,) = examine(
         loader(0, [EVERYTHING[:12]], content=1, exhausted=False),

@@ -1,0 +1,91 @@
+"""How a data set makes a sample of what it holds: by the entry at its index, and by what else."""
+
+from __future__ import annotations
+
+import dis
+import os
+import zlib
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+OBJECTS = 64
+"""Objects of which the numbers and texts are looked at, the data set among them."""
+
+DEEPEST = 3
+
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def at_index(dataset: Any) -> frozenset[str]:
+    """The attributes of which its `__getitem__` takes the entry at the very index that it is given:
+    `self.files[i]`. Empty where it may put another number in its place."""
+    import torch.utils.data as data
+
+    if type(dataset) is data.Subset:
+        return frozenset(("dataset", "indices"))
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if not isinstance(code, CodeType) or code.co_argcount != 2:
+        return frozenset()
+    if hasattr(type(dataset), "__getitems__"):
+        return frozenset()
+    index = code.co_varnames[1]
+    done = list(dis.get_instructions(code))
+    if any("STORE" in i.opname and index in _names(i) for i in done):
+        return frozenset()
+    return frozenset(
+        owner.argval
+        for owner, key, taken in zip(done, done[1:], done[2:], strict=False)
+        if owner.opname in _LOADS and _names(key) == (index,) and _takes(taken)
+    )
+
+
+def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Some versions of Python load or store two names at once."""
+    value = instruction.argval
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _takes(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"
+
+
+def kept(owner: Any) -> dict[str, Any]:
+    """Its attributes, and those of its class unless that is torch's."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type(owner).__mro__):
+        if kind is not object and not kind.__module__.startswith(("torch.", "typing")):
+            own = ((n, v) for n, v in vars(kind).items() if not n.startswith("__"))
+            found.update((n, v) for n, v in own if not callable(v))
+    return {**found, **getattr(owner, "__dict__", {})}
+
+
+def settings(dataset: Any) -> int:
+    """A number for the numbers and texts that a data set and the objects beneath it keep, the same
+    in every process: where its files lie, which part of them it is."""
+    told = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
+    return zlib.crc32("\n".join(told).encode()) or 1
+
+
+def _plain(dataset: Any) -> Iterator[tuple[str, Any]]:
+    known: set[int] = set()
+    left = [(dataset, "", 0)]
+    while left and len(known) < OBJECTS:
+        owner, path, depth = left.pop(0)
+        if id(owner) in known:
+            continue
+        known.add(id(owner))
+        for name, value in (owner if isinstance(owner, dict) else kept(owner)).items():
+            where = f"{path}.{name}"
+            if isinstance(value, (str, bytes, int, float)):
+                yield where, value
+            elif isinstance(value, os.PathLike):
+                yield where, os.fspath(value)
+            elif depth < DEEPEST and _looked_into(value):
+                left.append((value, where, depth + 1))
+
+
+def _looked_into(value: Any) -> bool:
+    if isinstance(value, (type, FunctionType, ModuleType)) or hasattr(value, "dtype"):
+        return False
+    return hasattr(value, "__dict__") or (isinstance(value, dict) and len(value) <= OBJECTS)
