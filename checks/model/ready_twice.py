@@ -12,8 +12,12 @@ from . import _models as models
 
 CHECKPOINT = "re-entrant checkpoint"
 SECOND = "second backward"
+SEVERAL = "several forwards before one backward"
 OUTSIDE = "used beside the forward"
 SHARED = "used more than once"
+
+WATCHED = 3
+"""First forwards of a model of which it is known what they called."""
 
 
 class ReadyTwice(Check):
@@ -22,14 +26,16 @@ class ReadyTwice(Check):
     ## What it finds
     The backward that torch refused with that error, and why: backwards inside the backward
     (re-entrant checkpointing), a backward over a forward that already had one,
-    `find_unused_parameters=True` with a parameter that the loss reaches on another way than through
-    the wrapper's output, or else a parameter that DDP counts more than once.
+    `find_unused_parameters=True` with several forwards before one backward that use different
+    parameters, or with one that the loss reaches on another way than through the wrapper's output,
+    or else a parameter that DDP counts more than once.
 
     ## How it knows
     torch's error is recorded as it comes out of the backward, with the parameter that it names. In
     every backward the backwards inside it are counted, the forwards that it is for, and the
-    backwards that these had before; where none of this explains the error, the wrapper's options
-    tell which of the other two reasons it is. The finding is proven.
+    backwards that these had before; of the first three forwards it is known which modules each
+    called. Where none of this explains the error, the wrapper's options tell which of the other two
+    reasons it is. The finding is proven.
 
     ## Why it hurts
     The run ends there. The message lists causes without saying which one it is.
@@ -69,7 +75,7 @@ class ReadyTwice(Check):
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
-        why = _why(event)
+        why = _why(rank, event)
         name = event.parameter or models.some(event.twice, 1)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
@@ -106,17 +112,29 @@ def _wrap(finding: Finding) -> Location | None:
     return next((r.location for r in finding.related if "wrapped" in r.label), None)
 
 
-def _why(event: Record) -> str:
+def _why(rank: Rank, event: Record) -> str:
     if event.nested:
         return CHECKPOINT
     if event.backwards:
         return SECOND
-    return OUTSIDE if event.find_unused else SHARED
+    if not event.find_unused:
+        return SHARED
+    return SEVERAL if _used_before(rank, event) else OUTSIDE
+
+
+def _used_before(rank: Rank, event: Record) -> bool:
+    """Whether an earlier forward of that backward called the module of the parameter, and a later
+    one did not; or other modules, where not all of the forwards were looked at."""
+    known = [
+        set(e.names) for e in models.skipped_of(rank, event.model) if e.backward == event.backward
+    ]
+    missed = {name for earlier in known for name in known[-1] - earlier}
+    return event.parameter.rpartition(".")[0] in missed or bool(missed and event.forwards > WATCHED)
 
 
 def _spot(rank: Rank, event: Record, why: str) -> Location | None:
-    found = rank.location(event.checkpoint_site) if why is CHECKPOINT else None
-    return found or rank.location(event.site)
+    sites = {CHECKPOINT: event.checkpoint_site, SEVERAL: event.forward_site}
+    return rank.location(sites.get(why, -1)) or rank.location(event.site)
 
 
 def _cause(event: Record, why: str) -> str:
@@ -129,9 +147,14 @@ def _cause(event: Record, why: str) -> str:
         ),
         SECOND: "a second backward ran over a forward that had one already, before all gradients "
         "of the first had arrived",
+        SEVERAL: "one backward is for several forwards that use different parameters; with "
+        "find_unused_parameters=True each forward searches anew, and the last one takes what only "
+        "the others use as unused and marks it ready at once, before its gradient comes",
         OUTSIDE: "with find_unused_parameters=True DDP takes every parameter that the wrapper's "
         "output does not depend on as unused and marks it ready at once; the loss then reached it "
-        "on another way (a regulariser on the weights, the inner module)",
+        "on another way ("
+        + ("an earlier forward of the wrapper, " if event.forwards > 1 else "")
+        + "a regulariser on the weights, the inner module)",
         SHARED: "the parameter took part more than once in a way that DDP counts separately",
     }[why]
 
@@ -141,6 +164,8 @@ def _fix(why: str) -> str:
         CHECKPOINT: "`checkpoint(..., use_reentrant=False)`; or `DDP(..., static_graph=True)` "
         "where the graph is the same in every step",
         SECOND: "add the losses and run one backward: `(first + second).backward()`",
+        SEVERAL: "leave out `find_unused_parameters=True` where the forwards together use every "
+        "parameter, or let one forward of the wrapper return all that the loss needs",
         OUTSIDE: "leave out `find_unused_parameters=True`, or return what the loss needs from the "
         "wrapper's forward",
         SHARED: "use the layer once per forward, or `DDP(..., static_graph=True)`",

@@ -349,6 +349,8 @@ class ReadyTwice(Event, frozen=True, tag="ready-twice"):
         forwards: forwards of the wrapper that this backward is for; backwards: how many over these
             forwards came before it.
         checkpoint_site: the line that checkpoints a part of the model, -1 where none was found.
+        backward: how many synchronising backwards this model has seen, this one included; -1 where
+            that was not recorded.
     """
 
     model: int
@@ -363,6 +365,7 @@ class ReadyTwice(Event, frozen=True, tag="ready-twice"):
     site: int = -1
     forward_site: int = -1
     checkpoint_site: int = -1
+    backward: int = -1
 
     def describe(self) -> str:
         return f"model {self.model}: {self.parameter} was marked ready twice (step {self.step})"

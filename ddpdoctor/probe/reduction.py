@@ -137,6 +137,7 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
             site=backward.site,
             forward_site=model.forward_site,
             checkpoint_site=_checkpoint_site(active, model) if backward.nested else -1,
+            backward=model.synced_backwards + 1,
         ),
         vital=True,
     )

@@ -6,6 +6,7 @@ from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, site
 from wraps import codes, rank, unused, use
 
+from ddpdoctor.events import ModulesSkipped
 from ddpdoctor.events import ReadyTwice as Record
 
 CHECK = ReadyTwice()
@@ -31,6 +32,26 @@ def test_the_cause(facts, label, line):
     assert found.label == label
     assert found.location.line == line
     assert found.subjects[0] == "head.bias"
+
+
+@pytest.mark.parametrize(
+    ("skipped", "forwards", "several"),
+    [
+        ([(3, "aux"), (3, "head")], 2, True),
+        ([(3, "head"), (3, "aux")], 2, False),
+        ([(3, "head")], 2, False),
+        ([(1, "aux"), (3, "head")], 2, False),
+        ([(3, "body"), (3, "aux")], 2, False),
+        ([(3, "body"), (3, "aux")], 4, True),
+    ],
+)
+def test_forwards_that_use_different_parameters(skipped, forwards, several):
+    watched = [ModulesSkipped(at=0, model=0, backward=n, names=(name,)) for n, name in skipped]
+    event = twice(find_unused=True, forwards=forwards, forward_site=52, backward=3)
+    (found,) = CHECK.examine(make_run({r: rank(*watched, event) for r in (0, 1)}))
+    assert (found.label == "several forwards before one backward") is several
+    assert found.location.line == (7 if several else 8)
+    assert ("regulariser" in found.cause) is not several
 
 
 def test_a_run_that_works():
