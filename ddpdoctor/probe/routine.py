@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .optimizers import Optimizer
     from .tape import Tape
 
-FIRST = 128
+FIRST = 64
 """Steps of an optimizer that are looked at like any other."""
 
 ALIKE, MOST_ALIKE = 2, 64
