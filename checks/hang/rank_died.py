@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SpawnEnded
-from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SignalSent, SpawnEnded
+from ddpdoctor.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Location,
+    Severity,
+    Steps,
+)
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._failures import (
@@ -57,9 +66,10 @@ class RankDied(Check):
 
     ## How it knows
     The launcher, or the node's monitor in its place, records how each process ends; Python writes
-    down the stack of a crash in native code. The monitor samples memory once a second, and reads
-    the kernel's own counter of kills for lack of memory, where that is readable, to confirm one.
-    The finding is proven where the signal is known; suspected where nobody saw it, or where
+    down the stack of a crash in native code; of a signal that a rank sends, to itself or to another
+    one, the line is on record. The monitor samples memory once a second, and reads the kernel's own
+    counter of kills for lack of memory, where that is readable, to confirm one. The finding is
+    proven where the signal is known; suspected where nobody saw it, or where
     `torch.multiprocessing.spawn` may have sent it because a process failed that is no rank. Where
     the command of the run ends with the status of `timeout`, all ranks that were left are told
     together.
@@ -117,9 +127,11 @@ class RankDied(Check):
         ranks = tuple(sorted(f.rank.rank for f in died))
         memory = _memory(run, rank)
         starved = bool(memory.get("oom_kills"))
+        sender, sent = _sent(run, rank)
         crashed = crash_line(run, rank)
-        where = crashed or whereabouts(rank)
+        where = sent or crashed or whereabouts(rank)
         there = bool(crashed) or inside_call(rank)
+        placed = "sent at" if sent else "in" if there else "last seen at"
         unseen = _spawned_unseen(run, died)
         rest = [s for s in scene(run).stands.values() if s.rank.rank not in ranks and s.blocked]
         return self.finding(
@@ -128,15 +140,21 @@ class RankDied(Check):
             confidence=Confidence.PROVEN if name and not unseen else Confidence.SUSPECTED,
             subjects=(name,) if name else (),
             location=where,
-            label=f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
+            label=f"{ranks_text([sender.rank])} sends it here"
+            if sent and sender
+            else f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
             summary=f"{ranks_text(ranks)} {how}"
             + (" for lack of memory" if starved else "")
             + (f" at step {rank.steps}" if rank.steps else "")
-            + (f", {'in' if there else 'last seen at'} {where}" if where else ""),
+            + (f", {placed} {where}" if where else ""),
             cause="the kernel ended it for lack of memory: its counter of such kills went up"
             if starved
+            else _own_signal(rank, sender)
+            if sender
             else unseen or (TOLD if told and not name else _meaning(name, rank)),
-            fix="look at the end of the output: `torch.multiprocessing.spawn` names there the "
+            fix=f"see why {ranks_text([sender.rank])} comes to the line above"
+            if sender
+            else "look at the end of the output: `torch.multiprocessing.spawn` names there the "
             "process that ended first, and its error"
             if unseen
             else _fix(name, starved, rank, bool(crashed)),
@@ -219,6 +237,25 @@ def _memory(run: Run, rank: Rank) -> Evidence:
         if samples and kills and kills[-1] > kills[0]:
             told["oom_kills"] = kills[-1] - kills[0]
     return told
+
+
+def _sent(run: Run, died: Rank) -> tuple[Rank | None, Location | None]:
+    """The rank that sent the signal which ended this one, and its line; None where none did."""
+    pid = died.started.pid if died.started else -1
+    number = died.ended.signal if died.ended else None
+    for sender in sorted(run.ranks.values(), key=lambda rank: rank is not died):
+        if sender.node != died.node:
+            continue
+        for event in reversed(sender.of(SignalSent)):
+            if (event.pid, event.signal) == (pid, number):
+                return sender, sender.location(event.site)
+    return None, None
+
+
+def _own_signal(died: Rank, sender: Rank) -> str:
+    if sender is died:
+        return "the program sent the signal to its own process"
+    return f"{ranks_text([sender.rank])} sent the signal"
 
 
 def _meaning(name: str | None, rank: Rank) -> str:

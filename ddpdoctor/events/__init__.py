@@ -104,6 +104,7 @@ from .process import (
     RankExiting,
     RankStarted,
     Relayed,
+    SignalSent,
     ThreadFailed,
     TorchLoaded,
 )
@@ -208,6 +209,7 @@ __all__ = [
     "SchedulerStep",
     "SearchCost",
     "SentBuffers",
+    "SignalSent",
     "Signature",
     "Site",
     "Sketch",

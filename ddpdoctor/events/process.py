@@ -156,6 +156,21 @@ class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
         return f"{self.text} in the {self.where} (step {self.step})"
 
 
+class SignalSent(Event, frozen=True, tag="signal-sent"):
+    """The program is about to send a signal.
+
+    Attributes:
+        pid: of the process that it is for; signal: its number.
+    """
+
+    pid: int
+    signal: int
+    site: int = -1
+
+    def describe(self) -> str:
+        return f"sends signal {self.signal} to process {self.pid}"
+
+
 class RankExiting(Event, frozen=True, tag="rank-exiting"):
     """The interpreter is leaving.
 

@@ -60,6 +60,7 @@ def install(activate: Activate) -> list[Missing]:
         references,
         routine,
         search_cost,
+        signals,
         spawned,
         surroundings,
         sync,
@@ -125,6 +126,7 @@ def install(activate: Activate) -> list[Missing]:
         reduction,
         passing,
         references,
+        signals,
         zeros,
     ):
         try:

@@ -19,6 +19,8 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     RankSample,
+    SignalSent,
+    Site,
     SpawnEnded,
     StallSeen,
 )
@@ -91,6 +93,28 @@ def test_a_crash_is_where_its_stack_says(tmp_path: Path, inside: bool) -> None:
     assert finding.label == "rank 1 crashed here"
     assert "rank-1.stacks.txt" in finding.fix
     assert ("shapes" in finding.cause) is inside
+
+
+@pytest.mark.parametrize(
+    ("sender", "to", "number", "named"),
+    [(1, 1, 9, True), (0, 1, 9, True), (1, 1, 10, False), (1, 0, 9, False)],
+)
+def test_a_signal_that_a_rank_sends_is_where_it_was_sent(
+    tmp_path: Path, sender: int, to: int, number: int, named: bool
+) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.events.insert(0, started(rank, 2, pid=5000 + rank))
+    made[sender].events += [
+        Site(at=START + 5, id=77, file="/work/train.py", line=31, function="f", text="os.kill()"),
+        SignalSent(at=START + 6, pid=5000 + to, signal=number, site=77),
+    ]
+    ends = {0: [end(1, START + 6, signal=9)]}
+    (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
+    assert finding.ranks == (1,)
+    assert ("sent at" in finding.summary and "train.py:31" in finding.summary) is named
+    assert (finding.label == f"rank {sender} sends it here") is named
+    assert ("from outside" in finding.cause) is not named
 
 
 def test_ranks_that_died_one_after_the_other(tmp_path: Path) -> None:
