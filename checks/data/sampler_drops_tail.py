@@ -73,7 +73,8 @@ class SamplerDropsTail(Check):
             return
         if _read_elsewhere(run, loader, audit):
             return
-        by = "the sampler" if reader.seen.sampler_drop_last else "the loader"
+        by = "its BatchSampler" if reader.seen.batches_given else "the loader"
+        by = "the sampler" if reader.seen.sampler_drop_last else by
         missing = audit.unseen()
         yield self.finding(
             ranks=tuple(audit.epochs),

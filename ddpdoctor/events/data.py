@@ -64,6 +64,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         epoch_name: the attribute of such an epoch; sets_epoch: it offers `set_epoch`.
         settings: digest of the numbers and texts that the data set keeps (where its files lie,
             say), 0 where that was not looked at.
+        batches_given: a `BatchSampler` was given, whose are `batch_size` and `drop_last`.
     """
 
     loader: int
@@ -96,6 +97,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     epoch_name: str = ""
     sets_epoch: bool = True
     settings: int = 0
+    batches_given: bool = False
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

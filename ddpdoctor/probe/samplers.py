@@ -28,6 +28,8 @@ def loader_seen(
     iterable = loader._dataset_kind == 1
     shuffle = getattr(sampler, "shuffle", None)
     epoch_name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
+    given = loader.batch_size is None and _is_torchs_batches(loader.batch_sampler)
+    batches = loader.batch_sampler if given else loader
     return LoaderSeen(
         at=time.monotonic(),
         loader=number,
@@ -37,8 +39,8 @@ def loader_seen(
         length=-1 if iterable else length(loader.dataset),
         sampler=type(sampler).__name__,
         batches=length(loader),
-        batch_size=integer(loader.batch_size),
-        drop_last=bool(loader.drop_last),
+        batch_size=integer(batches.batch_size),
+        drop_last=bool(batches.drop_last),
         workers=loader.num_workers,
         iterable=iterable,
         distributed=integer(getattr(sampler, "num_replicas", None)) is not None,
@@ -60,6 +62,7 @@ def loader_seen(
         epoch_name=epoch_name,
         sets_epoch=_sets_epoch(type(sampler)),
         settings=entries.settings(loader.dataset) if closely else 0,
+        batches_given=given,
     )
 
 
@@ -77,6 +80,12 @@ def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRe
         world_size=dist.get_world_size() if ready else -1,
         group_rank=dist.get_rank() if ready else -1,
     )
+
+
+def _is_torchs_batches(batches: Any) -> bool:
+    """Whether it is a `BatchSampler` that makes up the batches as torch's own does."""
+    sizes = hasattr(batches, "batch_size") and hasattr(batches, "drop_last")
+    return sizes and _in_torchs_order(batches)
 
 
 def _own_batches(loader: Any) -> str:

@@ -51,6 +51,18 @@ def test_batches_that_a_class_of_the_user_s_makes_up() -> None:
     assert seen(data.DataLoader(photos, batch_size=None)).batch_sampler == ""
 
 
+def test_batches_that_are_given() -> None:
+    photos = data.TensorDataset(torch.arange(20))
+    batches = data.BatchSampler(data.SequentialSampler(photos), 8, drop_last=True)
+    given, made = (seen(data.DataLoader(photos, **how)) for how in (
+        {"batch_sampler": batches}, {"batch_size": 8, "drop_last": True},
+    ))  # fmt: skip
+    assert (given.batch_size, given.drop_last, given.batches_given) == (8, True, True)
+    assert (made.batch_size, made.drop_last, made.batches_given) == (8, True, False)
+    assert seen(data.DataLoader(photos, batch_sampler=[[0, 1]])).batch_size is None
+    assert seen(data.DataLoader(photos, batch_size=None)).batch_size is None
+
+
 def test_a_list_has_no_number() -> None:
     assert seen(data.DataLoader([1, 2, 3])).layers[0].data == -1
 

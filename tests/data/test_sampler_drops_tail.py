@@ -67,6 +67,12 @@ def test_what_a_sampler_of_ones_own_leaves_out() -> None:
     assert examine(42, **{**mine, "sampler_length": 23})
 
 
+def test_batches_that_are_given() -> None:
+    given = {"own_order": True, "sampler_length": 23, "sampler_drop_last": False}
+    (finding,) = examine(42, **given, drop_last=True, batches_given=True)
+    assert finding.cause == "its BatchSampler was made with drop_last=True"
+
+
 def tail(rank: int, data: int, *, trains: bool = False) -> list[Event]:
     """A loader that reads the last sample, through a `Subset` of data set number `data`."""
     layers = (Layer(data=8 + rank, indices=pack([42])), Layer(data=data))
