@@ -14,9 +14,12 @@ from ._files import Touch, called, key, locked, ordered, steps_of, writes
 _ABSENT = "FileNotFoundError"
 _TORN = re.compile(
     r"EOFError|unexpected EOF|pickle data was truncated|invalid load key|PytorchStreamReader"
+    r"|Unsupported operand (80|0)\b|persistent id instruction|unpack requires a buffer"
     r"|JSONDecodeError|BadZipFile|SafetensorError|EOF: reading array|cannot reshape array"
 )
-"""What readers of checkpoints, arrays and settings say of half a file."""
+"""What readers of checkpoints, arrays and settings say of half a file. The first byte of an archive
+is 80, which means a persistent id to those that read fewer than four bytes and take it for a
+pickle; 0 is what is not written yet."""
 
 
 class CheckpointBeforeSync(Check):
@@ -145,7 +148,7 @@ def _ended_with(read: Touch) -> str:
     if not before or before[-1] is not read.event:
         return ""
     spots = {(shorten(f.file, rank.cwd), f.function) for f in raised.frames if f.user}
-    text = f"{raised.kind}: {raised.message}"[:300]
+    text = f"{raised.kind}: {raised.message}"[:1000]
     if text.startswith(_ABSENT):
         return text if read.event.path.rpartition("/")[2] in raised.message else ""
     return text if (where.file, where.function) in spots and _TORN.search(text) else ""

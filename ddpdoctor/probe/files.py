@@ -30,6 +30,8 @@ LOST = "which files the ranks write and read"
 MOST_PATHS = 400
 MOST_READ = 100
 RECORDS_PER_PATH = 6
+FAILURE_LIMIT = 1000
+"""Characters of what a read failed with; torch says what it met at the end of a long text."""
 CALLERS = 4
 """Frames of which one may have waited for the file that is read."""
 
@@ -221,7 +223,7 @@ def _loads(active: Recorder, *begun: Any) -> tuple[Any, ...]:
 
 def _loaded(active: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
     path, began, marks = begun
-    failed = f"{type(error).__name__}: {error}"[:300] if error is not None else ""
+    failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
     _tell_read(active, path, "load", began, time.monotonic(), marks, meetings.marks(), failed)
 
 

@@ -150,6 +150,9 @@ def explained(reader: list[Event], write: Event) -> tuple[Finding, bool]:
     [
         ("EOFError", "Ran out of input"),
         ("_pickle.UnpicklingError", "pickle data was truncated"),
+        ("_pickle.UnpicklingError", "WeightsUnpickler error: \n\nUnsupported operand 80\n\nCheck"),
+        ("_pickle.UnpicklingError", "A load persistent id instruction was encountered,\nbut no"),
+        ("struct.error", "unpack requires a buffer of 4 bytes"),
         ("json.decoder.JSONDecodeError", "Expecting value: line 1 column 6 (char 5)"),
     ],
 )
@@ -167,6 +170,7 @@ def test_the_reader_ended_with_what_half_a_file_gives(kind: str, message: str) -
         [opened(1002.0), ended("EOFError", function="receive")],
         [opened(1002.0), opened(1002.5, "/other.json"), ended("json.JSONDecodeError", "Expecting")],
         [read(failed=FOREIGN), ended("_pickle.UnpicklingError", FOREIGN)],
+        [opened(1002.0), ended("_pickle.UnpicklingError", "Unsupported operand 149")],
         [read(failed=TORN), ended("RuntimeError", TORN)],  # when the file was whole again
         [read(failed=MISSING, at=1002.0), ended("FileNotFoundError", MISSING)],  # and gone
     ],
