@@ -57,15 +57,16 @@ class SamplerDropsTail(Check):
         faulty = {id(f.loader) for f in faults(run)}
         for loader, ranks, made in audits(run):
             readers = loader.of(ranks)
-            most = sum(map(_dropped, readers)) + _of_a_round(readers)
+            by_loader, by_sampler = sum(map(_dropped, readers)), _of_a_round(readers)
+            most = by_loader + by_sampler
             if most and id(loader) not in faulty:
                 whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
                 audit = next((a for a in whole if 0 < a.never <= most), None)
                 if audit is not None:
-                    yield from self._judge(run, loader, audit, whole)
+                    yield from self._judge(run, loader, audit, whole, by_loader)
 
     def _judge(
-        self, run: Run, loader: Loader, audit: Audit, whole: list[Audit]
+        self, run: Run, loader: Loader, audit: Audit, whole: list[Audit], by_loader: int
     ) -> Iterator[Finding]:
         reader = loader.readers[min(audit.epochs)]
         share = audit.never * audit.sampled / audit.length
@@ -73,18 +74,25 @@ class SamplerDropsTail(Check):
             return
         if _read_elsewhere(run, loader, audit):
             return
+        missing, count = audit.unseen(), audit.never * audit.sampled
         by = "its BatchSampler" if reader.seen.batches_given else "the loader"
-        by = "the sampler" if reader.seen.sampler_drop_last else by
-        missing = audit.unseen()
+        by_sampler = max(0, count - by_loader) if reader.seen.sampler_drop_last else 0
+        mostly_sampler = by_sampler >= by_loader
+        made = f"{'the sampler' if mostly_sampler else by} was made with drop_last=True"
+        if by_sampler and by_loader:
+            made = (
+                f"both were made with drop_last=True: {by} drops {by_loader} that fill no batch, "
+                f"the sampler {by_sampler} that do not go round all ranks"
+            )
         yield self.finding(
             ranks=tuple(audit.epochs),
             subjects=(reader.seen.dataset,),
-            location=reader.sampler_at if reader.seen.sampler_drop_last else reader.made_at,
+            location=reader.sampler_at if mostly_sampler else reader.made_at,
             label="drops what does not fill up",
-            related=related(reader, sampler=False),
-            summary=f"{audit.never * audit.sampled} of {dataset(reader)} are never seen in "
+            related=related(reader, sampler=bool(by_sampler) and not mostly_sampler),
+            summary=f"{count} of {dataset(reader)} are never seen in "
             f"an epoch of {use(loader)}" + (f" (indices {some(missing)})" if missing else ""),
-            cause=f"{by} was made with drop_last=True",
+            cause=made,
             fix="leave `drop_last` out where every sample must count"
             + ("" if _shuffled(audit) else ", or shuffle"),
             evidence={**figures(audit), "never seen, for example": spelled(missing)},

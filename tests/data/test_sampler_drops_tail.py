@@ -7,7 +7,7 @@ from readers import found, loader, run_of
 
 from ddpdoctor.events import Event, Layer
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Finding, Related
 
 
 def part(
@@ -28,8 +28,7 @@ def part(
         distributed=True,
         replicas=2,
         sampler_rank=rank,
-        total_size=count,
-        **{"sampler_drop_last": True, "sampler_site": 1, **more},  # type: ignore[arg-type]
+        **{"sampler_drop_last": True, "sampler_site": 1, "total_size": count, **more},  # type: ignore[arg-type]
     )
 
 
@@ -71,6 +70,16 @@ def test_batches_that_are_given() -> None:
     given = {"own_order": True, "sampler_length": 23, "sampler_drop_last": False}
     (finding,) = examine(42, **given, drop_last=True, batches_given=True)
     assert finding.cause == "its BatchSampler was made with drop_last=True"
+
+
+def test_sampler_and_loader_drop() -> None:
+    """42 of 43 go round, 21 to each rank; batches of 8 leave 5 of these."""
+    (finding,) = examine(32, trains=False, total_size=42, batch_size=8, drop_last=True)
+    assert "the loader drops 10" in finding.cause
+    assert "the sampler 1 that" in finding.cause
+    (alone,) = examine(42, trains=False, batch_size=7, drop_last=True)
+    assert alone.cause == "the sampler was made with drop_last=True"
+    assert finding.related[0] == Related("sampler made here", alone.location)
 
 
 def tail(rank: int, data: int, *, trains: bool = False) -> list[Event]:
