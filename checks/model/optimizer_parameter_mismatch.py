@@ -29,8 +29,9 @@ class OptimizerParameterMismatch(Check):
     that are in no optimizer and that nothing changes; and beside them parameters in an optimizer
     that are not trained. The usual ways: the optimizer was built before the model was copied or
     sharded, a layer re-created or adapters put in, it was kept from an earlier model of the run
-    (another fold of a cross-validation), or the parameter groups forgot a part. (Of a sharded model
-    it is told only where the optimizer holds parameters that are in no module any more.)
+    (another fold of a cross-validation), it was given the parameters of another model, or the
+    parameter groups forgot a part. (Of a sharded model it is told only where the optimizer holds
+    parameters that are in no module any more.)
 
     ## How it knows
     Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, and after the run's first
@@ -80,22 +81,31 @@ class OptimizerParameterMismatch(Check):
         chosen = _chosen(wrapped, event)
         old = _before_they_were_made(event)
         earlier = _earlier(rank, event)
-        begin = event.since if earlier else 0
+        begin = max(event.begun, event.since if earlier else 0, 0)
+        whose = models.wrap_of(rank, event.whose)
+        owner = title_of(rank, whose) if whose else ""
         last = max(models.steps_of(r, model) for r in seen) - 1
         spot = rank.location(event.site)
         return self.finding(
-            severity=Severity.ERROR if event.stale or old or not chosen else Severity.NOTE,
+            severity=Severity.ERROR if event.stale or old or owner or not chosen else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
             location=spot or rank.location(event.made) or rank.location(wrap_site),
-            label=_label(event),
+            label=f"holds the parameters of {owner}" if owner else _label(event),
             related=models.related(
-                rank, (("made here", event.made), (wrapped.here if wrapped else "", wrap_site))
+                rank,
+                (
+                    ("holds them too", event.other),
+                    ("made here", event.made),
+                    (wrapped.here if wrapped else "", wrap_site),
+                ),
             ),
             summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(event, kind, earlier),
-            fix="make the optimizer anew for every model, from its `model.parameters()`"
+            cause=_cause(event, kind, earlier, owner),
+            fix=f"build it from `{models.names_in_code(rank, wrapped)[0]}.parameters()`"
+            if owner and wrapped
+            else "make the optimizer anew for every model, from its `model.parameters()`"
             if earlier
             else "build the optimizer last, from `model.parameters()`"
             + ("" if wrapped else ", after `fully_shard`")
@@ -175,7 +185,12 @@ def _summary(event: Ownership, kind: str) -> str:
     return f"{text} {'them' if len(event.missing) > 1 else 'it'},"
 
 
-def _cause(event: Ownership, kind: str, earlier: bool) -> str:
+def _cause(event: Ownership, kind: str, earlier: bool, owner: str) -> str:
+    if owner:
+        return (
+            f"{event.kind} was built from the parameters of {owner}, which another optimizer holds "
+            f"too, and of {kind} it holds none"
+        )
     if earlier:
         return (
             f"{event.kind} was made for an earlier {kind}, whose parameters it still holds; this "

@@ -75,6 +75,10 @@ class Ownership(Event, frozen=True, tag="ownership"):
         outer: whether all trained parameters that an optimizer holds are nearer to the loss than
             those that are missing, as where only a head is trained.
         empty: parameter groups of the optimizer that hold nothing.
+        begun: steps of the optimizer that stepped at the first look at which any was missing, -1
+            where unknown.
+        whose: number of another wrapped model, which is trained, where the optimizer holds nothing
+            but its parameters and another one, made at the line `other`, holds them too; else -1.
     """
 
     model: int
@@ -91,6 +95,9 @@ class Ownership(Event, frozen=True, tag="ownership"):
     frozen: int = 0
     outer: bool = False
     empty: int = 0
+    begun: int = -1
+    whose: int = -1
+    other: int = -1
 
     def describe(self) -> str:
         if not self.missing and not self.stale:

@@ -28,7 +28,8 @@ class Watch:
         began, due: optimizer steps before its first backward, and before the next look at it.
         since: steps of the optimizer that steps, before the first look.
         missing: parameters with gradients that no optimizer holds: name to what they were;
-            `first` what those were after the first backward that no optimizer held then.
+            `first` what those were after the first backward that no optimizer held then; `begun`
+            steps of the optimizer that stepped at the first look that met each.
         told: what was recorded last.
     """
 
@@ -38,6 +39,7 @@ class Watch:
         self.since = -1
         self.missing: dict[str, tuple[int, int]] = {}
         self.first: dict[str, tuple[int, int]] = {}
+        self.begun: dict[str, int] = {}
         self.told: tuple[object, ...] = ((), 0, False)
 
     @property
@@ -138,6 +140,7 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     state = {n: _state(p) for n, p in loose.items()}
     unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
     watch.missing = state
+    watch.begun = {n: watch.begun.get(n, step.number) for n in loose}
     mine = {id(p): p for p in inner.parameters()}
     holder = _holder(optimizer, mine)
     stale = _stale(holder, mine)
@@ -170,14 +173,16 @@ def _state(parameter: Any) -> tuple[int, int]:
 
 def _holder(stepping: Any, mine: Mapping[int, Any]) -> Any:
     """The optimizer to name: of those that hold some of the model, one that holds what is not
-    trained, or the one with the most; else one that holds a copy of it, or the one that steps."""
-    best, most = stepping, (0, False, 0)
+    trained, or the one with the most; else one that holds a copy of it, or the one that steps,
+    which also goes before its equals."""
+    best, most = stepping, (0, False, 0, False)
     sizes = Counter(p.shape for p in mine.values() if p.requires_grad)
     for optimizer in optimizers.made():
         held = [p for group in optimizer.param_groups for p in group["params"]]
         ours, stale = sum(id(p) in mine for p in held), _stale(optimizer, mine)
         copied = not ours and stale and Counter(p.shape for p in stale) == sizes
-        if (ours or copied) and (weight := (min(ours, 1), bool(stale), ours)) > most:
+        weight = (min(ours, 1), bool(stale), ours, optimizer is stepping)
+        if (ours or copied) and weight > most:
             best, most = optimizer, weight
     return best
 
@@ -232,6 +237,7 @@ def _tell(
         site = parameter_site(module, last) if module is not None else -1
         site = birth_site(module) if site < 0 and module is not None else site
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    whose, other = _of_another(optimizer, inner)
     active.emit(
         Ownership(
             at=time.monotonic(),
@@ -243,15 +249,34 @@ def _tell(
             trained=trained,
             held=len(held),
             frozen=sum(not p.requires_grad for p in held),
-            stale=tuple("x".join(map(str, p.shape)) for p in stale),
+            stale=tuple("x".join(map(str, p.shape)) for p in stale) if whose < 0 else (),
             site=optimizers.made_at(optimizer),
             made=site,
             since=watch.since,
             outer=outer,
             empty=sum(not group["params"] for group in optimizer.param_groups),
+            begun=min((watch.begun[n] for n in missing), default=-1),
+            whose=whose,
+            other=other,
         ),
         vital=True,
     )
+
+
+def _of_another(optimizer: Any, inner: Any) -> tuple[int, int]:
+    """The number of another model, which is trained and to which all belongs that an optimizer
+    holds, and the line of a second optimizer that holds it too; (-1, -1) for none."""
+    held = _held(optimizer)
+    second = next((o for o in optimizers.made() if o is not optimizer and held <= _held(o)), None)
+    if not held or second is None or not held.isdisjoint(map(id, inner.parameters())):
+        return -1, -1
+    whole = (m for m in models.live() if m.backwards and held <= {id(p()) for p in m.parameters})
+    whose = next((model.number for model in whole), -1)
+    return (whose, optimizers.made_at(second)) if whose >= 0 else (-1, -1)
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _leaving(active: Recorder, _: None) -> None:

@@ -149,6 +149,55 @@ def test_an_optimizer_of_a_model_that_was_wrapped_beside_it(run):
     assert "earlier" not in found.cause
 
 
+@pytest.mark.parametrize("begun", [-1, 0, 2])
+def test_the_step_at_which_parameters_began_to_be_trained(begun):
+    (found,) = CHECK.examine(both(owned(["aux.weight"], begun=begun)))
+    assert found.steps == (Steps(2, 3, 2) if begun == 2 else Steps(0, 3, 4))
+
+
+def test_an_optimizer_of_the_parameters_of_another_model():
+    names = [f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")]
+    second = site(61, "train.py", 5, "first = Adam(a.parameters())")
+    events = second, wrap(model=1, kind="Critic"), owned(names, whose=1, other=61, site=60)
+    (found,) = CHECK.examine(both(*events))
+    assert found.label == "holds the parameters of Critic"
+    assert (found.severity, found.location.line) == (Severity.ERROR, 6)
+    assert "holds them too" in [r.label for r in found.related if r.location.line == 5]
+    assert found.fix == "build it from `model.parameters()`"
+
+
+@pytest.mark.parametrize("case", ["same", "trained by itself", "idle", "some of its own"])
+def test_whose_parameters_an_optimizer_holds_that_another_one_holds_too(monkeypatch, case):
+    a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    model = Model(3, a, list(a.parameters()), [0, 1])
+    model.backwards = int(case != "idle")
+    first, second = torch.optim.SGD(a.parameters()), torch.optim.SGD(a.parameters())
+    if case == "some of its own":
+        second.add_param_group({"params": [b.bias]})
+    every = [second] if case == "trained by itself" else [first, second]
+    monkeypatch.setattr(optimizers, "made", lambda: every)
+    monkeypatch.setattr(models, "live", lambda: [model])
+    whose, _ = ownership._of_another(second, b)
+    assert whose == (3 if case == "same" else -1)
+    mine = {id(p): p for p in b.parameters()}
+    assert ownership._holder(second, mine) is second, "of two alike the one that steps"
+
+
+def test_parameters_that_are_unfrozen_later(monkeypatch):
+    begun = []
+    monkeypatch.setattr(ownership, "_tell", lambda _, watch, *more: begun.append(watch.begun))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[1].parameters())
+    held, watch = {id(p): p for p in net[1].parameters()}, ownership.Watch(0)
+    for number in (0, 8, 16, 32):
+        net[0].requires_grad_(number > 8)
+        net(torch.ones(1, 2)).sum().backward()
+        step = SimpleNamespace(number=number, optimizer=lambda: optimizer)
+        ownership._compare(SimpleNamespace(step=number), net, watch, held, step)
+    assert begun == [{"0.weight": 16, "0.bias": 16}]
+
+
 def test_a_model_is_looked_at_in_its_own_first_steps():
     watch = ownership.Watch(0, began=45)
     assert [step for step in range(45, 80) if watch.is_due(step)] == [45, 46, 47, 49, 53, 61, 77]
