@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, equal_ranks, odd_ones
 
 from ._verdict import Fault, of_check
 from ._words import dataset, figures, no_loader, related, whom
@@ -62,9 +62,11 @@ class SamplerSeedSkew(Check):
         what = "seed" if by_seed else "epoch"
         given = seeds if by_seed else numbers
         listed = ", ".join(f"{v} on rank {r}" for r, v in sorted(given.items())[:4])
+        unset = [r for r, e in audit.epochs.items() if not e.began.epochs_set]
+        odd = odd_ones(equal_ranks(given)) if by_seed or set_by_all else tuple(sorted(unset))
         why, fix, kind = _advice(by_seed=by_seed, set_by_all=set_by_all)
         return self.finding(
-            ranks=fault.ranks,
+            ranks=odd,
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label=f"the {what} differs between ranks",

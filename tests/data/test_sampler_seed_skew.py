@@ -55,6 +55,25 @@ def test_each_rank_sets_its_epoch_to_a_number_of_its_own() -> None:
     assert not drift.explains(resumed, other)
 
 
+def of_three(**began: list[int]) -> Finding:
+    """`began`: by rank."""
+    shares = [0, 1, 2, 3], [3, 4, 5, 6], [8, 9, 10, 11]
+    ranks = [
+        loader(0, [own], length=12, distributed=True, replicas=3, sampler_rank=rank, shuffle=True,
+               total_size=12, began={"seed": 0, **{k: v[rank] for k, v in began.items()}})
+        for rank, own in enumerate(shares)
+    ]  # fmt: skip
+    (finding,) = found(SamplerSeedSkew(), run_of(*ranks))
+    return finding
+
+
+def test_the_ranks_that_are_not_as_the_others() -> None:
+    assert of_three(seed=[0, 5, 0]).ranks == (1,)
+    assert of_three(sampler_epoch=[2, 3, 2], epochs_set=[2, 2, 2]).ranks == (1,)
+    only_rank_0 = of_three(sampler_epoch=[2, 0, 0], epochs_set=[2, 0, 0])
+    assert only_rank_0.ranks == (1, 2), "which do not call `set_epoch`"
+
+
 def test_a_look_at_the_first_batch_on_one_rank_shifts_nothing() -> None:
     rounds = {"seed": 0, "sampler_epoch": [0, 0, 1]}
     looked = loader(0, [MINE[:4], MINE, THEIRS], length=12, distributed=True, replicas=2,
