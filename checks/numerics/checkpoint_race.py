@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from itertools import combinations
 
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, shorten
 
 from ._files import Touch, called, hold_parts, key, locked, ordered, steps_of, writes
 
 ELSEWHERE_AT_MOST = 8
+WRITES_AT_MOST = 8
 
 _LOGS = (".log", ".out", ".err")
 _QUOTED = re.compile("'([^']+)'")
@@ -89,11 +90,12 @@ class CheckpointRace(Check):
         elsewhere = [spot for spot in also.values() if spot != first.location]
         logs = all(path.endswith(_LOGS) for path in paths)
         others = len(paths) - 1
+        steps = steps_of(t for touches in files for t in touches)
         more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
         return self.finding(
             severity=Severity.WARNING if logs else Severity.ERROR,
             ranks=tuple(ranks),
-            steps=steps_of(t for touches in files for t in touches),
+            steps=steps,
             subjects=tuple(paths),
             location=first.location,
             label=f"runs on ranks {fold_ranks(ranks)}",
@@ -107,7 +109,8 @@ class CheckpointRace(Check):
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "files": [_row(touches) for touches in files[:10]],
-                "writes": [_write(t) for t in files[0][:8]],
+                "writes": [_write(t, _early(files, steps)) for t in files[0][:WRITES_AT_MOST]],
+                **({"writes in all": count} if (count := len(files[0])) > WRITES_AT_MOST else {}),
             },
             at=first.began,
         )
@@ -219,11 +222,17 @@ def _row(touches: list[Touch]) -> dict[str, object]:
     }
 
 
-def _write(touch: Touch) -> dict[str, object]:
+def _early(files: list[list[Touch]], steps: Steps | None) -> int:
+    """How much less than the steps taken before a write the number is that its step is told by."""
+    last = max(t.event.step for touches in files for t in touches)
+    return last - steps.last if steps else 0
+
+
+def _write(touch: Touch, early: int) -> dict[str, object]:
     place: Location | None = touch.location
     return {
         "rank": touch.rank.rank,
-        "step": touch.event.step,
+        "step": max(0, touch.event.step - early),
         "how": touch.event.how,
         "line": str(place) if place else "",
         "collectives before it": sum(touch.event.marks.values()),

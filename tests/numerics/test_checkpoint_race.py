@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
-from recordings import make_run, site, started
+from recordings import make_run, site, started, steps
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
 from ddpdoctor.findings import Finding, Location, Severity
@@ -40,6 +40,19 @@ def test_all_ranks_save_one_path() -> None:
     assert finding.ranks == (0, 1)
     assert finding.subjects == ("last.pt",)
     assert finding.location is not None and finding.location.line == 18
+
+
+@pytest.mark.parametrize(("taken", "told", "writes"), [(6, 2, 3), (9, 3, 5)])
+def test_writes_are_told_under_the_same_steps_as_the_finding(
+    taken: int, told: int, writes: int
+) -> None:
+    """Written after steps, the last one among them or not; counts of steps are on record."""
+    saves = [wrote(mark=4 * n, step=3 * min(n, 2)) for n in range(1, writes + 1)]
+    (finding,) = found(*([*steps(taken), *saves] for _ in range(2)))
+    rows = finding.evidence["writes"]
+    assert isinstance(rows, list)
+    assert finding.steps is not None and rows[0]["step"] == finding.steps.first == told
+    assert finding.evidence.get("writes in all") == (10 if writes == 5 else None)
 
 
 @pytest.mark.parametrize(
