@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ddpdoctor.events import Loaded
-from ddpdoctor.findings import Related
+from ddpdoctor.findings import Finding, Related
 from ddpdoctor.run import ranks_do
 
 from . import _parting
@@ -19,6 +19,9 @@ THINGS = {
     "optimizer": "the optimizer's state",
     "scheduler": "the scheduler's state",
 }
+
+ONLY_ON = "loaded_only_on"
+"""Name of the evidence which ranks alone load."""
 
 Rows = dict[int, list[Loaded]]
 """By rank, in order."""
@@ -78,7 +81,7 @@ def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
         label="what is loaded differs between ranks",
         location=spot,
         ranks=ranks,
-        evidence={} if everybody else {"loaded_only_on": list(ranks)},
+        evidence={} if everybody else {ONLY_ON: list(ranks)},
     )
 
 
@@ -91,7 +94,7 @@ def by_some(group: Replicas, what: str, some: OfSome, until: float, steps: range
         if more not in (what, "weights") and (line := _with_it(group, more, ranks, until, steps))
     }
     thing = " and ".join(THINGS[each] for each in (what, *beside))
-    facts: dict[str, object] = {"loaded_only_on": list(ranks)}
+    facts: dict[str, object] = {ONLY_ON: list(ranks)}
     if beside:
         facts["loaded_with_them"] = " and ".join(THINGS[more] for more in beside)
     if some.here:
@@ -117,6 +120,12 @@ def each_its_own(group: Replicas, until: float) -> bool:
     evaluated at a time, one on each rank."""
     everybody = len(_until(group, "weights", until)) == len(group.members)
     return everybody and of_some(group, "weights", until) is None
+
+
+def of_the_same(one: Finding, other: Finding) -> bool:
+    """Whether both come of what the same ranks, and only they, loaded."""
+    ranks = one.evidence.get(ONLY_ON)
+    return ranks is not None and ranks == other.evidence.get(ONLY_ON)
 
 
 def reloads(group: Replicas, what: str, after: float) -> bool:

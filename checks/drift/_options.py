@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ddpdoctor.events import Hyperparameters
 from ddpdoctor.events.amp import told_at
@@ -15,6 +15,9 @@ Groups = tuple[dict[str, Value], ...]
 
 ROUNDING = 2.0**-23
 """Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
+
+SCHEDULE = 3
+"""Values one after the other that ranks do not have in common by chance."""
 
 
 def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
@@ -40,6 +43,34 @@ def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
         if any(v != values[0] for v in values):
             found.append(step)
     return found
+
+
+def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+    """Of ranks that all give an option the same values in the same order, as far as each comes, and
+    only at other steps: those that had the last common one first. Empty where they do not, or it
+    has changed less than twice."""
+    series = {n: list(_series(table, option, index)) for n, table in tables.items()}
+    common = min(len(changes) for changes in series.values())
+    first = next(iter(series.values()))[:common]
+    alike = all(
+        _alike(value, known)
+        for changes in series.values()
+        for (_, value), (_, known) in zip(changes, first, strict=False)
+    )
+    if common < SCHEDULE or not alike:
+        return ()
+    when = {n: changes[common - 1][0] for n, changes in series.items()}
+    return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
+
+
+def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:
+    """The values that an option takes, one after the other, and the steps from which it does."""
+    before: Value | None = None
+    for step in sorted(table):
+        value = table[step][index].get(option) if index < len(table[step]) else None
+        if value is not None and value != before:
+            yield step, value
+            before = value
 
 
 def settled(values: dict[int, Groups]) -> dict[int, Groups]:

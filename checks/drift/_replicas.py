@@ -218,7 +218,7 @@ def divergence(
     """How the copies differ in digests of a kind, or None where they never do; `among` these
     moments only."""
     names = group.names("buffers" if kind == "buffers" else "parameters")
-    tables = _tables(group, kind, point)
+    tables = by_rank(group, kind, point)
     found = Divergence(kind, point, [], total=len(names))
     positions: set[int] = set()
     looked: dict[int, range] = {}
@@ -227,7 +227,7 @@ def divergence(
         if len(rows) < 2 or (among is not None and key not in among):
             continue
         if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
-            break  # not the same step any more: see `out_of_step`
+            break  # not the same step any more: see `_skipped`
         looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
         differing = _differing(rows, key, len(names), parts=kind.startswith("state:"))
         if differing:
@@ -264,7 +264,7 @@ def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int
     """The ranks that have none of the tensors that differ at first, or only zeros in them, where
     the others have them all and agree on them."""
     count, key = found.total, found.first
-    tables = _tables(group, found.kind, found.point)
+    tables = by_rank(group, found.kind, found.point)
     rows = {n: table[key] for n, table in tables.items() if key in table}
     differing = _differing(rows, key, count, parts=False)
     known = {n: _by_position(row, key, count) for n, row in rows.items()}
@@ -272,17 +272,6 @@ def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int
     none = tuple(sorted(n for n, mine in values.items() if set(mine) == {what}))
     rest = {mine for n, mine in values.items() if n not in none}
     return none if len(rest) == 1 and {ABSENT, what}.isdisjoint(next(iter(rest))) else ()
-
-
-def out_of_step(group: Replicas) -> tuple[int, dict[int, int]] | None:
-    """The first step that some ranks took after more averaging backwards than others, and how
-    many: those have left a step out. Backwards that others are known to lack do not count."""
-    tables = _tables(group, "parameters", "step")
-    for key in sorted({k for table in tables.values() for k in table}):
-        made = {n: table[key][2] for n, table in tables.items() if key in table}
-        if len(set(made.values())) > 1:
-            return key, made
-    return None
 
 
 def never_change(group: Replicas, names: Iterable[str]) -> bool:
@@ -366,8 +355,9 @@ def _evaluated_together(tables: dict[int, dict[int, Row]]) -> None:
                 del table[key]
 
 
-def _tables(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
-    """The rows of every rank; a backward that one is known to lack counts as if it had made it."""
+def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
+    """The rows of every rank by moment; a backward before a step that one is known to lack counts
+    as if it had made it."""
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
     if point == "again":
         _evaluated_together(tables)

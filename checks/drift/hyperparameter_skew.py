@@ -19,7 +19,7 @@ from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from . import _by_hand, _loads, _options, _unshared, _updates
+from . import _by_hand, _loads, _options, _skipped, _unshared, _updates
 from ._causes import Cause
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
@@ -28,6 +28,10 @@ SCHEDULED = ("lr", "momentum", "betas")
 
 STEP_ALIKE = "step the scheduler on every rank"
 MAKE_ALIKE = "make the scheduler with the same numbers on every rank, and step it at the same times"
+ROUNDS_ALIKE = (
+    "let all ranks take as many steps between two changes: share with `all_reduce` what decides "
+    "when a loop is left, a step is skipped or the value is changed"
+)
 FEED_ALIKE = (
     f"{STEP_ALIKE}; feed ReduceLROnPlateau a loss that was all-reduced, so that it decides the "
     "same everywhere"
@@ -36,6 +40,9 @@ SET_ALIKE = (
     "compute the value once and send it to all ranks (`dist.broadcast_object_list`), or compute it "
     "from numbers that are equal on all of them (all-reduced)"
 )
+
+AHEAD = "the_same_values_first_on_ranks"
+"""Name of the evidence that the ranks differ only in when they set the same values."""
 
 
 class HyperparameterSkew(Check):
@@ -65,7 +72,10 @@ class HyperparameterSkew(Check):
     ## When it stays quiet
     Equal values, up to the rounding of a float32, in which one rank's may have been sent; ranks
     that train different models or parts of one; optimizers that split their parameters over the
-    ranks, but for those of which every rank holds a piece of each (`fully_shard`).
+    ranks, but for those of which every rank holds a piece of each (`fully_shard`); steps after one
+    that some ranks have left out, of which `parameter-drift` tells. Where a rank that takes fewer
+    steps in a round sets the same values sooner, and leaves the others waiting in the end, it is
+    told with that.
     """
 
     code = "DDP405"
@@ -103,7 +113,10 @@ class HyperparameterSkew(Check):
         tables = {n: _options.by_step(m.rank, m.optimizer) for n, m in group.members.items()}
         # A rank that failed never made the steps that others have made since.
         made = {n: m.rank.steps_of(m.optimizer) - 1 for n, m in group.members.items()}
-        skewed = _options.skewed(tables, min(max(n, *tables[r], 0) for r, n in made.items()))
+        last = min(max(n, *tables[r], 0) for r, n in made.items())
+        if (skipped := _skipped.before_a_step(group)) is not None:
+            last = min(last, skipped.step - 1)  # from there on, steps of one number are others
+        skewed = _options.skewed(tables, last)
         if not skewed:
             return
         first = skewed[0]
@@ -113,7 +126,12 @@ class HyperparameterSkew(Check):
         ranks = odd_ones(equal_ranks(told))
         option, index = options[0]
         at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
-        why = _from_a_load(group, told, option, first, at) or _why(group, ranks, option, first)
+        early = () if _plateau(group, first) else _options.ahead(tables, option, index)
+        why = (
+            _from_a_load(group, told, option, first, at)
+            or _in_other_rounds(group, early, option, first)
+            or _why(group, ranks, option, first)
+        )
         shown = {n: groups[index].get(option) for n, groups in values.items()}
         seen = ", first seen" if first and not told_at(first - 1) else ""
         yield self.finding(
@@ -135,6 +153,7 @@ class HyperparameterSkew(Check):
                     for name, i in options[:8]
                 ],
                 "changes_after_which_they_differ": len(skewed),
+                **({AHEAD: list(early)} if early else {}),
             }
             | why.evidence,
             at=at,
@@ -207,6 +226,11 @@ def _scheduled(member: Member, first: int) -> list[SchedulerStep]:
     return [c for c in calls if c.optimizer in (-1, member.optimizer) and c.at <= before]
 
 
+def _plateau(group: Replicas, first: int) -> bool:
+    """Whether one of the schedulers decides by a metric."""
+    return any("Plateau" in c.kind for m in group.members.values() for c in _scheduled(m, first))
+
+
 def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep, Location] | None:
     """A line that steps a scheduler on some ranks, beside those that do on all of them."""
     lines: dict[int, dict[str, tuple[SchedulerStep, Location]]] = {
@@ -251,6 +275,23 @@ def _from_a_load(
     return None
 
 
+def _in_other_rounds(
+    group: Replicas, early: tuple[int, ...], option: str, first: int
+) -> Cause | None:
+    """All ranks set the same values by hand, and only at other steps."""
+    spot = _set_by_hand(group, early, option, first)
+    if not early or spot is None or any(_scheduled(m, first) for m in group.members.values()):
+        return None
+    return Cause(
+        text="all ranks set the same values in the same order, but take different numbers of steps "
+        f"between two changes: {ranks_do(early, 'come')} to a new value first",
+        fix=ROUNDS_ALIKE,
+        label="set to the same values on all ranks, but in other steps",
+        location=spot,
+        related=_stepped_here(_step_line(group, early)),
+    )
+
+
 def _stepped_alike(group: Replicas, first: int) -> bool:
     calls = [_scheduled(m, first) for m in group.members.values()]
     return len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls}) == 1
@@ -271,7 +312,7 @@ def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Ca
     if by_hand is not None and (not stepping or option not in SCHEDULED):
         label, text = "set here, not alike on all ranks", "the options were set per rank"
         return Cause(text, SET_ALIKE, label, by_hand, related=related)
-    plateau = any("Plateau" in c.kind for mine in calls.values() for c in mine)
+    plateau = _plateau(group, first)
     alike = FEED_ALIKE if plateau else STEP_ALIKE
     if stepping and len(stepping) < len(members):
         call = calls[stepping[0]][0]

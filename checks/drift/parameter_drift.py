@@ -18,6 +18,7 @@ from . import (
     _edited,
     _loads,
     _owners,
+    _skipped,
     _unshared,
     _updates,
     _written,
@@ -31,9 +32,9 @@ from ._replicas import (
     divergence,
     divided,
     each_model,
-    out_of_step,
     replicas,
 )
+from ._skipped import Skipped
 
 
 class ParameterDrift(Check):
@@ -82,7 +83,8 @@ class ParameterDrift(Check):
     exchanged and whose bias is not is an error. Layers that are exchanged no more from a step on
     are a warning. So with all parameters of one optimizer, where
     those of another one of the same model are exchanged: a warning, or a note if either are in one
-    part of it. Copies that differ only when the run is over are a note.
+    part of it. Copies that differ only when the run is over are a note, unless some ranks took
+    fewer steps for as many averaging backwards.
     """
 
     code = "DDP402"
@@ -110,29 +112,30 @@ class ParameterDrift(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or not mine.subjects:
             return False
-        skipped = "averaging_backwards_before_the_step" in mine.evidence
+        skipped = any(name.startswith("averaging_backwards") for name in mine.evidence)
         if other.check == "gradient-drift":
             return "parameters_differ_since_step" in other.evidence
-        if skipped and other.check == "hyperparameter-skew":  # set by time, compared by step
-            return bool(mine.steps and other.steps and other.steps.first >= mine.steps.first)
         own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
         with_them = str(mine.evidence.get("loaded_with_them", ""))
         if own and not skipped and _loads.THINGS["optimizer"] not in with_them:
             return False
         if other.check == "hyperparameter-skew" and with_them:
-            return other.evidence.get("loaded_only_on") == mine.evidence["loaded_only_on"]
+            return _loads.of_the_same(mine, other)
         if other.check == "sampler-seed-skew":  # the epoch came with the weights
-            alone = bool(mine.evidence.get("loaded_only_on"))
+            alone = bool(mine.evidence.get(_loads.ONLY_ON))
             return alone and bool(other.evidence.get("each rank set its epoch"))
         return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:
             return
-        if (skipped := out_of_step(group)) is not None:
-            yield self._skipped(group, *skipped)
+        skipped = _skipped.before_a_step(group)
+        steps = None if skipped else divergence(group, "parameters")
+        if not (skipped or steps) and run.outcome() == "completed":  # else one was in mid-step
+            skipped = _skipped.in_the_end(group)
+        if skipped is not None:
+            yield self._left_out(group, skipped)
             return
-        steps = divergence(group, "parameters")
         found = steps or divergence(group, "parameters", "eval")
         if found is not None:
             again = found.healed >= 0 and not _loads.reloads(group, "weights", found.at)
@@ -152,29 +155,32 @@ class ParameterDrift(Check):
             if cause.trained or run.outcome() == "completed":  # else one was in mid-step, maybe
                 yield self._finding(run, group, last, cause, severity=severity)
 
-    def _skipped(self, group: Replicas, step: int, made: dict[int, int]) -> Finding:
-        """Ranks that needed more backwards for as many steps left some out."""
+    def _left_out(self, group: Replicas, skipped: Skipped) -> Finding:
+        ranks, step, made, taken = skipped.ranks, skipped.step, skipped.backwards, skipped.taken
         least = min(made.values())
-        ranks = tuple(n for n, count in made.items() if count > least)
-        spot = _causes.step_line(group, ranks)
+        told = f"step {step} comes after {made[ranks[0]]} averaging backwards, not {least}"
+        if taken:
+            most = max(taken.values())
+            told = f"{taken[ranks[0]]} for {least} averaging backwards, not {most}"
+        evidence: dict[str, object] = {
+            "averaging_backwards" + ("" if taken else "_before_the_step"): [
+                {"rank": n, "backwards": count, **({"steps": taken[n]} if taken else {})}
+                for n, count in made.items()
+            ]
+        }
         return self.finding(
             ranks=ranks,
             steps=Steps.of([step]),
             subjects=tuple(group.names("parameters")),
-            location=spot,
+            location=_causes.step_line(group, ranks),
             label=f"left out on {ranks_text(ranks)} at least once",
             summary=f"{ranks_do(ranks, 'skip')} optimizer steps of {group.any.wrapped.kind} "
-            f"that the others take: step {step} comes after {made[ranks[0]]} averaging backwards, "
-            f"not {least}",
+            f"that the others take: {told}",
             cause="the ranks averaged the same gradients, and not all of them applied them: their "
             "parameters are that many updates apart",
             fix="take the step on every rank; decide what to skip from numbers that are equal on "
             "all ranks (all-reduce the condition)",
-            evidence={
-                "averaging_backwards_before_the_step": [
-                    {"rank": n, "backwards": count} for n, count in made.items()
-                ]
-            },
+            evidence=evidence,
             at=min(m.rank.wall(_causes.step_time(m, step)) for m in group.members.values()),
         )
 

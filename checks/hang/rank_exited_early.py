@@ -96,6 +96,9 @@ class RankExitedEarly(Check):
         if other.check in ("rank-missing", "stall", "group-creation-mismatch"):
             return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
+            early = other.evidence.get("the_same_values_first_on_ranks")
+            if isinstance(early, list) and set(early) == set(mine.ranks):
+                return True
             since = mine.evidence.get("apart_since_step")
             return (
                 isinstance(since, int) and other.steps is not None and (other.steps.first >= since)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, run_of
 
@@ -304,19 +305,48 @@ def test_numbers_of_any_kind_are_told(given, told):
     assert all(type(v) in (float, int, bool, str) for v in values.values())
 
 
-@pytest.mark.parametrize(("skipped", "first", "follows"), [
-    (True, 9, True),
-    (True, 3, False),
-    (False, 9, False),
+@pytest.mark.parametrize(("first", "told"), [(2, False), (1, True)])
+def test_steps_of_one_number_are_others_once_a_rank_has_skipped_one(first, told):
+    ranks = {
+        n: [rate(0, 0.1), rate(first + n, 0.05),
+            digests("parameters", {k: [1, 2, 3, 4] for k in range(4)},
+                    backwards=tuple(k + 1 + n * (k > 1) for k in range(4)))]
+        for n in range(2)
+    }  # fmt: skip
+    found = list(HyperparameterSkew().examine(run_of(ranks)))
+    assert [f.steps.first for f in found] == ([first] if told else [])
+
+
+def by_hand(*changes):
+    """A rate that a loop sets at the top of each of its rounds."""
+    return [
+        msgspec.structs.replace(rate(step, 0.1 / (n + 1)), set_sites={"lr": LINE})
+        for n, step in enumerate(changes)
+    ]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "early"), [
+    ((0, 6, 12, 18), (0, 4, 9, 13, 17), (1,)),
+    ((0, 6), (0, 4), ()),  # two values may well be the same
+    ((0, 6, 12, 18), (0, 6, 12, 18), ()),
 ])  # fmt: skip
-def test_rates_set_by_time_differ_by_step_once_a_rank_has_skipped_one(skipped, first, follows):
-    evidence = {"averaging_backwards_before_the_step": []} if skipped else {"gradients": "agree"}
-    text = {"summary": "s", "cause": "c", "fix": "f"}
-    drift = ParameterDrift().finding(
-        steps=Steps.of([5]), subjects=("weight",), evidence=evidence, **text
-    )
-    skew = HyperparameterSkew().finding(steps=Steps(first, 11, 12 - first), **text)
-    assert ParameterDrift().explains(drift, skew) is follows
+def test_a_schedule_of_rounds_that_have_other_numbers_of_steps(mine, theirs, early):
+    run = run_of({0: by_hand(*mine), 1: by_hand(*theirs)}, count=20)
+    found = list(HyperparameterSkew().examine(run))
+    assert bool(found) is (mine != theirs)
+    for finding in found:
+        assert finding.location.line == 33
+        assert finding.evidence.get("the_same_values_first_on_ranks", []) == list(early)
+        assert ("different numbers of steps" in finding.cause) is bool(early)
+        left = RankExitedEarly().finding(ranks=(1,), summary="s", cause="c", fix="f")
+        assert RankExitedEarly().explains(left, finding) is bool(early)
+
+
+def test_other_values_are_no_schedule_of_rounds():
+    slower = [msgspec.structs.replace(e, groups=({"lr": 0.2},)) for e in by_hand(0, 4, 9)[2:]]
+    run = run_of({0: by_hand(0, 6, 12, 18), 1: [*by_hand(0, 4), *slower]}, count=20)
+    (finding,) = HyperparameterSkew().examine(run)
+    assert "set per rank" in finding.cause
 
 
 def load(what, site=LINE):

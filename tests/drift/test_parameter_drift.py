@@ -5,7 +5,8 @@ import pytest
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from replicas import LINE, OTHER, digests, equal, run_of, sketch
+from recordings import steps
+from replicas import LINE, OTHER, STEP, digests, equal, run_of, sketch
 
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
@@ -57,6 +58,31 @@ def test_where_steps_were_not_looked_at_it_may_have_begun_in_any_of_them(second,
     assert text in finding.summary
     assert ("--every 1" in finding.fix) is (second > 1)
     assert ("only the last was looked at" in finding.cause) is (second > 1)
+
+
+def ends_after(count, *, backwards=4, values=(1, 2, 3, 4)):
+    """Ranks that are alike before step 0, with `count` steps of the optimizer in the end."""
+    return [
+        digests("parameters", {0: SAME[0]}, backwards=(1,)),
+        *steps(count, site=STEP),
+        digests("parameters", {4: values}, point="end", backwards=(backwards,)),
+    ]
+
+
+@pytest.mark.parametrize(("last", "told"), [
+    (ends_after(2, values=(1, 2, 70, 4)), True),
+    (ends_after(4, values=(1, 2, 70, 4)), False),  # no step was left out
+    (ends_after(2), False),  # it made no difference
+    (ends_after(2, backwards=2, values=(1, 2, 70, 4)), False),  # the run was over for it
+    (ends_after(5, values=(1, 2, 70, 4)), False),  # it stepped twice
+])  # fmt: skip
+def test_steps_that_one_rank_leaves_out_near_the_end(last, told):
+    run = run_of({0: ends_after(4), 1: last, 2: ends_after(4)}, count=0)
+    found = [f for f in ParameterDrift().examine(run) if f.severity is Severity.ERROR]
+    assert [f.ranks for f in found] == ([(1,)] if told else [])
+    for finding in found:
+        assert "rank 1 skips optimizer steps of Net" in finding.summary
+        assert finding.steps.first == 2
 
 
 def test_a_load_on_one_rank_is_the_cause():
