@@ -100,6 +100,8 @@ class HyperparameterSkew(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
             return False
+        if other.check == "optimizer-state-drift" and _loads.of_the_same(mine, other):
+            return False
         apart = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
         if mine.optimizers and apart and other.check == "parameter-drift":
             return False

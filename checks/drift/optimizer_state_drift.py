@@ -74,6 +74,8 @@ class OptimizerStateDrift(Check):
         return each_model(run, self._judge)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
+        if other.check == "hyperparameter-skew":
+            return _loads.of_the_same(mine, other)
         later = ("parameter-drift", "buffer-drift")
         skipped = "averaging_backwards_before_the_step" in other.evidence
         own = bool(mine.evidence.get("of_its_own")) and not skipped
@@ -120,6 +122,7 @@ class OptimizerStateDrift(Check):
             f"first seen at step {first.first}",
             evidence={"loaded": loaded is not None, "of_its_own": own or loaded is not None}
             | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
+            | cause.evidence
             | tensors,
         )
 

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
+from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import START, make_run, site, steps
@@ -383,3 +384,20 @@ def test_a_resume_of_all_on_one_rank_is_one_fault():
     assert (finding.code, finding.location.line) == ("DDP402", 33)
     assert "and the optimizer's state and the scheduler's state, the others" in finding.cause
     assert [c.code for c in finding.consequences] == ["DDP405"]
+
+
+@pytest.mark.parametrize(("loaded", "head", "follows"), [
+    (1, "DDP404", "DDP405"),
+    (2, "DDP405", "DDP404"),  # every rank loads a state
+])  # fmt: skip
+def test_rates_that_come_with_a_state_follow_from_its_load(loaded, head, follows):
+    checks = [HyperparameterSkew(), ParameterDrift(), OptimizerStateDrift()]
+    ranks = {
+        n: [*[load("optimizer", (LINE, OTHER)[n])] * (n < loaded), rate(0, 0.1 + n),
+            digests("parameters", {0: [1, 1, 1, 1], 1: [1, 1, 1, n]}),
+            digests("state:step", {1: [5, 5, 5, 5 + n], 2: [6, 6, 6, 6 + n]})]
+        for n in range(2)
+    }  # fmt: skip
+    (finding,) = diagnose(run_of(ranks), checks).findings
+    assert finding.code == head
+    assert {c.code for c in finding.consequences} == {follows, "DDP402"}
