@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     GroupReady,
     Signature,
     StepDone,
+    Wrapped,
 )
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Call, Rank, Run, State
@@ -89,6 +90,17 @@ class Made:
         if self.site is None or (depth and depth >= len(self.site.places)):
             return None
         return self.rank.location(self.site.places[depth].site if depth else self.site.line)
+
+    @property
+    def model(self) -> int | None:
+        """Of a call of one wrapped model: how many were wrapped in its group before, which is the
+        same on every rank; None where that is not known."""
+        wrapped = [w for w in self.rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
+        mine = next((w for w in wrapped if w.model == self.signature.model), None)
+        wrapped = [w for w in wrapped if mine is not None and w.group == mine.group]
+        if mine is None or any(w.adopted or w.options.get("init_sync") is False for w in wrapped):
+            return None
+        return wrapped.index(mine)
 
     @property
     def place(self) -> str:

@@ -132,7 +132,7 @@ def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
         for n, name in enumerate(_PARTS)
         if len({m.what[n] for m in made.values()}) > 1
     )  # fmt: skip
-    if "op" in differs:
+    if "op" in differs or _of_several_models(made):
         differs = ("op",)
     shift = _shift(a, b)
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
@@ -159,6 +159,12 @@ def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
             place, [m for m in made.values() if (m.rank.rank in odd) is bool(earlier)] or b
         ),
     )
+
+
+def _of_several_models(made: dict[int, Made]) -> bool:
+    """Whether these are what different models communicate themselves, so that the gradients of one
+    are summed up with those of another."""
+    return len({m.model for m in made.values()} - {None}) > 1
 
 
 def _too_many(

@@ -25,6 +25,8 @@ CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
 )  # fmt: skip
 
+DRIFT = ("gradient-drift", "parameter-drift")
+
 
 class CollectiveMismatch(Check):
     """The ranks are in different collectives at the same time
@@ -79,7 +81,8 @@ class CollectiveMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
             return False
-        return other.check in CONSEQUENCES and _concerns(mine, other)
+        mixed = other.check in DRIFT and "DDP backward" in mine.subjects
+        return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
     def _tell(self, run: Run, told: Told) -> Finding:
         parting, _ = told

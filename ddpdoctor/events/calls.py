@@ -16,6 +16,7 @@ class Signature(Event, frozen=True, tag="signature"):
         root: global rank of source or destination, -1 where there is none.
         ranks: members, for `new_group`.
         sends, receives: the other sides of a batch's messages, one for each.
+        model: number of the wrapped model that communicates, -1 where it may be several.
     """
 
     id: int
@@ -29,6 +30,7 @@ class Signature(Event, frozen=True, tag="signature"):
     ranks: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    model: int = -1
 
     @property
     def text(self) -> str:

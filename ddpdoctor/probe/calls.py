@@ -358,7 +358,7 @@ def forward_opens(written: Tape, forward: Forward) -> None:
     if (_Open.buffers or model.rebuilds) and model.group >= 0 and not joins(ddp):
         broadcasts = _Open.buffers and ddp.will_sync_module_buffers()
         if broadcasts or _rebuilds(forward):
-            call = written.of_model(model.group, "DDP forward", forward.frame)
+            call = written.of_model(model.group, "DDP forward", forward.frame, model.number)
             before = -1 if broadcasts else sequence_number(getattr(ddp, "process_group", None))
             _Open.forwards.append((model, call, before))
 
@@ -396,15 +396,14 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     written = active.tape or tape(active)
     if written is None:
         return
-    seen: set[int] = set()
-    for look in backward.looks:
-        model = look.model
-        if not look.expected or not model.pending_sync or joins(look.wrapper):
-            continue
-        if model.group < 0 or model.group in seen:
-            continue
-        seen.add(model.group)
-        call = written.of_model(model.group, "DDP backward", backward.frame)
+    looks = [look for look in backward.looks if look.expected and look.model.pending_sync]
+    looks = [look for look in looks if look.model.group >= 0 and not joins(look.wrapper)]
+    alone = looks[0].model.number if len(looks) == 1 else -1
+    first: dict[int, Look] = {}
+    for look in looks:
+        first.setdefault(look.model.group, look)
+    for group, look in first.items():
+        call = written.of_model(group, "DDP backward", backward.frame, alone)
         _Open.backwards.append((look, call))
     written.ring.phase(Phase.BACKWARD, backward.site)
 
@@ -412,7 +411,7 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
 def backward_opens(written: Tape, model: Model, frame: FrameType | None) -> None:
     """As above, where it is known that the backward is of this model and averages."""
     if model.group >= 0:
-        call = written.of_model(model.group, "DDP backward", frame)
+        call = written.of_model(model.group, "DDP backward", frame, model.number)
         _Open.backwards.append((None, call))
 
 

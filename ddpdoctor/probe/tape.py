@@ -55,7 +55,7 @@ class Tape:
         self.active = active
         self.ring = RingWriter(active.directory / f"{active.stem}.ring")
         self.signatures: dict[Key, int] = {}
-        self._of_models: dict[str, int] = {}
+        self._of_models: dict[tuple[str, int], int] = {}
         self._sites: dict[Key, int] = {}
         # By identities and instructions, as in `Sites`.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
@@ -89,11 +89,13 @@ class Tape:
             signature = self._sign(key, op, tensor, sized, reduce_op, root, ranks)
         return self._log(group, signature, site)
 
-    def of_model(self, group: int, op: str, frame: FrameType | None) -> int:
-        """The same of what a wrapped model does by itself."""
-        signature = self._of_models.get(op)
+    def of_model(self, group: int, op: str, frame: FrameType | None, model: int) -> int:
+        """The same of what a wrapped model does by itself, -1 where it may be several."""
+        key = op, model
+        signature = self._of_models.get(key)
         if signature is None:
-            signature = self._of_models[op] = self._sign((op,), op, None, False, None, -1, ())
+            signature = self._sign(key, op, None, False, None, -1, (), model=model)
+            self._of_models[key] = signature
         return self._log(group, signature, self.at(frame))
 
     def _log(self, group: int, signature: int, site: int) -> int:
@@ -211,6 +213,7 @@ class Tape:
         ranks: tuple[int, ...],
         sends: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
+        model: int = -1,
     ) -> int:
         number = self.signatures[key] = len(self.signatures)
         self.active.emit(
@@ -227,6 +230,7 @@ class Tape:
                 ranks=ranks,
                 sends=sends,
                 receives=receives,
+                model=model,
             ),
             vital=True,
         )

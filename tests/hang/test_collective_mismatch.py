@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from recordings import site
@@ -13,11 +15,13 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     Enclosing,
+    Event,
     ExceptionPassed,
     FlightEntry,
     FlightLog,
     StepDone,
     Way,
+    Wrapped,
 )
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
@@ -371,3 +375,57 @@ def test_steps_of_several_optimizers(tmp_path: Path, in_turn: bool) -> None:
     made[1].call(line=30, step=6)
     (finding,) = found(run_of(tmp_path, made, more=dict.fromkeys(made, steps)))
     assert finding.steps is not None and finding.steps.first == (5 if in_turn else 2)
+
+
+def backwards(tmp_path: Path, models: tuple[int, int] = (0, 1), **wrap: object) -> list[Finding]:
+    """Three backwards of a critic and one of a generator in each round; in the second one rank 1
+    leaves the critic's loop a backward early."""
+    made = tapes()
+    for rank, tape in made.items():
+        step = 0
+        for turn in range(4):
+            for inner in range(3):
+                tape.call("DDP backward", 21, text="loss.backward()", step=step, model=models[0])
+                step += 1
+                if (rank, turn, inner) == (1, 1, 1):
+                    break
+            tape.call("DDP backward", 27, text="fooled.backward()", step=step, model=models[1])
+            step += 1
+    fields: dict[str, Any] = {"wrapper": "DistributedDataParallel", "group": 0, "site": -1, **wrap}
+    more: dict[int, list[Event]] = {
+        rank: [
+            *(Wrapped(at=START, model=n, kind="Net", **fields) for n in range(2)),
+            StepDone(
+                at=START + 2, optimizer=0, step=15 - rank, site=-1, wall_s=1.0, count=16 - rank
+            ),
+        ]
+        for rank in made
+    }
+    return found(run_of(tmp_path, made, more=more, now=START + 9))
+
+
+def test_backwards_of_two_models_that_pair(tmp_path: Path) -> None:
+    (finding,) = backwards(tmp_path)
+    assert finding.evidence["call_number"] == 6
+    assert "rank 1 is in DDP backward (train.py:27)" in finding.summary
+    assert "rank 0 is in DDP backward (train.py:21)" in finding.summary
+    assert "values get mixed up" in finding.cause
+
+
+def test_backwards_that_may_be_of_one_model(tmp_path: Path) -> None:
+    assert not backwards(tmp_path / "one", (0, 0)), "two lines train it, by turns"
+    assert not backwards(tmp_path / "several", (-1, -1)), "not known"
+    assert not backwards(tmp_path / "half", (0, -1))
+    assert not backwards(tmp_path / "late", adopted=True), "not counted from the first one on"
+    assert not backwards(tmp_path / "own", options={"init_sync": False})
+
+
+def test_drift_follows_from_gradients_of_two_models_that_are_mixed(tmp_path: Path) -> None:
+    (mine,) = backwards(tmp_path)
+    fields: dict[str, Any] = {"code": "DDP401", "severity": mine.severity, "summary": ""}
+    drift = msgspec.structs.replace(mine, check="gradient-drift", at=mine.at + 1, **fields)
+    assert CollectiveMismatch().explains(mine, drift)
+    before = msgspec.structs.replace(drift, at=mine.at - 5)
+    assert not CollectiveMismatch().explains(mine, before)
+    other = msgspec.structs.replace(mine, subjects=("barrier",))
+    assert not CollectiveMismatch().explains(other, drift)

@@ -60,6 +60,16 @@ def test_what_was_no_call_gives_its_number_back(made: tape.Tape) -> None:
     assert block.codes == (0, 1, 0, 3)
 
 
+def test_calls_of_models_are_told_apart(made: tape.Tape) -> None:
+    for model in (0, 1, 0, -1):
+        made.of_model(0, "DDP backward", None, model)
+    made.flush()
+    signatures = [e for e in events(made) if isinstance(e, Signature)]
+    assert [s.model for s in signatures] == [0, 1, -1]
+    (block,) = [e for e in events(made) if isinstance(e, CallBlock)]
+    assert block.codes[::2] == (0, 1, 0, 2)
+
+
 def test_the_records_are_bounded(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "RUNS_KEPT", 50)
     for step in range(1, 400):
