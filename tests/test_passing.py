@@ -81,13 +81,13 @@ def test_what_a_handler_logs_was_caught(
 ) -> None:
     active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     monkeypatch.setattr(passing._passing, "logged", None)
-    passing._logged(active, (), {})
+    passing._told(active, (), {})
     assert not told
     try:
         int("x")
     except ValueError as error:
         for _ in range(2):
-            passing._logged(active, (), {})
+            passing._told(active, (), {})
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
     (event,) = told

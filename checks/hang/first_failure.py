@@ -58,10 +58,10 @@ class FirstFailure(Check):
 
     ## How it knows
     Each rank records the exceptions that leave its program, or that it handles as it exits with a
-    bad status, and when the call failed that raised them; the launcher and the node's monitor
-    record how processes end. The failures of all ranks are put in the order of these times; torch's
-    errors whose text speaks of a lost connection or of a timeout count as consequences. The finding
-    is proven.
+    bad status, or has logged or printed (`traceback`) just before, with no call since; and when the
+    call failed that raised them; the launcher and the node's monitor record how processes end. The
+    failures of all ranks are put in the order of these times; torch's errors whose text speaks of a
+    lost connection or of a timeout count as consequences. The finding is proven.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even

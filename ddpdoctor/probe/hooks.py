@@ -56,6 +56,7 @@ def install(activate: Activate) -> list[Missing]:
         ownership,
         passing,
         phases,
+        process,
         reduction,
         references,
         routine,
@@ -133,6 +134,7 @@ def install(activate: Activate) -> list[Missing]:
             part.install()
         except Exception as error:  # this torch lacks something: the other parts still work
             missing.append((part.__name__, error, part.LOST))
+    process.listen()
     groups.activate_with(activate)
     dataparallel.activate_with(activate)
     # By name: torch.multiprocessing re-exports a function that hides the module of the same name.

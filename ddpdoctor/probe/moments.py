@@ -309,6 +309,8 @@ pulse: Moment[Step] = Moment("pulse")
 """After a step: the first `PULSES_FIRST`, then no more than one in some time."""
 interrupted: Moment[Expected] = Moment("interrupted")
 """A step that began as a routine one is none: what has passed of it is still to be told."""
+handled: Moment[BaseException] = Moment("handled")
+"""A handler of the user's logs or prints what it caught."""
 leaving: Moment[None] = Moment("leaving")
 """The interpreter is about to leave; the last chance to record."""
 
@@ -316,7 +318,7 @@ EVERY = (
     wrapped, loading_begins, loading_ends, forward_begins, forward_due, trial_begins, forward_ends,
     trial_ends, forward_failed, backward_begins, gradients_ready, backward_ends, backward_examined,
     backward_astray, backward_failed, called, issued, step_begins, step_due, routine_due,
-    step_inside, step_ends, closure_ends, pulse, interrupted, leaving,
+    step_inside, step_ends, closure_ends, pulse, interrupted, handled, leaving,
 )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-"""Exceptions that come out of a forward, a backward or a loader, that a handler of the user's logs,
-or that are being handled as a collective is called: where a program catches one and goes on,
-nothing else is seen of it."""
+"""Exceptions that come out of a forward, a backward or a loader, that a handler of the user's logs
+or prints, or that are being handled as a collective is called: where a program catches one and goes
+on, nothing else is seen of it."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+import traceback
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +38,9 @@ _passing = _Passing()
 
 def install() -> None:
     _passing.told, _passing.logged, _passing.unwinding = 0, None, 0
-    around(logging.Logger, "handle", before=_logged, lost=LOST)
+    around(logging.Logger, "handle", before=_told, lost=LOST)
+    for name in ("print_exception", "format_exception"):  # others call these
+        around(traceback, name, before=_told, lost=LOST)
     moments.called.subscribe(_called, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.backward_failed.subscribe(_backward_failed, lost=LOST)
@@ -53,10 +56,12 @@ def _backward_failed(active: Recorder, backward: Backward) -> None:
     passed(active, "backward", backward.error, backward.site)
 
 
-def _logged(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Something is logged: in a handler of the user's, as a rule, that an exception was caught."""
-    if error := sys.exc_info()[1]:
-        _handled(active, "handler", error)
+def _told(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Something is logged, or a traceback is printed: in a handler of the user's, as a rule, that
+    an exception was caught."""
+    error = sys.exc_info()[1]
+    if error is not None and _handled(active, "handler", error):
+        moments.handled.happens(active, error)
 
 
 def _called(active: Recorder, call: Call) -> None:
@@ -68,11 +73,14 @@ def _called(active: Recorder, call: Call) -> None:
         _handled(active, "unwinding", error)
 
 
-def _handled(active: Recorder, where: str, error: BaseException) -> None:
+def _handled(active: Recorder, where: str, error: BaseException) -> bool:
+    """Record what was raised, where it is the user's own code that has caught it."""
     trace = error.__traceback__
-    if trace is not None and active.sites.kind(trace.tb_frame.f_code) == "user":
-        tried = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
-        passed(active, where, error, tried, tried)
+    if trace is None or active.sites.kind(trace.tb_frame.f_code) != "user":
+        return False
+    tried = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
+    passed(active, where, error, tried, tried)
+    return True
 
 
 def passed(active: Recorder, where: str, error: BaseException, site: int, tried: int = -1) -> None:

@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
@@ -33,6 +35,8 @@ _STARTERS = (
 )
 """Modules that call the program's function in a process of its own, and exit after it."""
 _LOST = "lines that raise SystemExit"
+_JUST_BEFORE_S = 10.0
+"""So long after an exception was caught the program may leave because of it."""
 _STARTING = 5
 """At most so many frames start a program (`python -m` has some of its own)."""
 
@@ -46,6 +50,10 @@ class _Ending:
     message = ""
     caught: tuple[int, ExceptionRaised] | None = None
     """The last call that raised, by its number, and what."""
+    handled: tuple[int, ExceptionRaised] | None = None
+    """What the program told last that it had caught, and the number of the last call before."""
+    lines: Sequence[tuple[CodeType, int]] = ()
+    """On its way."""
     passed = -1
     """The line that raised the last `SystemExit` to come out of a forward or a backward."""
     told = False
@@ -63,9 +71,14 @@ def install(active: Recorder) -> None:
     _wrap_excepthook()
     _wrap_thread_excepthook()
     _wrap_exits()
+    atexit.register(_at_exit)
+
+
+def listen() -> None:
+    """Be told what may end this process; once torch is watched, with all that listen to it."""
     moments.forward_failed.subscribe(_failed, lost=_LOST)
     moments.backward_failed.subscribe(_failed, lost=_LOST)
-    atexit.register(_at_exit)
+    moments.handled.subscribe(_handled, lost="what this rank caught before it left")
 
 
 def uninstall() -> None:
@@ -198,7 +211,7 @@ def _note_raised(error: SystemExit, site: int) -> None:
 def _note_handled(status: Any, handled: BaseException | None, *, caught: bool = True) -> None:
     """Who exits with a bad status in a handler does so because of what it handles."""
     if status and handled is not None and not isinstance(handled, SystemExit):
-        _ending.caught = None
+        _ending.caught = _ending.handled = None
         note_exception(handled, handled.__traceback__, caught=caught)
 
 
@@ -234,6 +247,21 @@ def call_failed(active: Recorder, number: int, error: BaseException) -> None:
     """Remember what a call raised. A program that catches it, makes no other call and leaves with
     a bad status leaves because of it."""
     _ending.caught = number, _raised(active, error, _callers(active), True)
+
+
+def _handled(active: Recorder, error: BaseException) -> None:
+    """Remember what a handler told of, for a program that leaves with a bad status behind it."""
+    if isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        lines = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        known = _ending.handled[1].frames if _ending.handled and _ending.lines == lines else None
+        frames = known or _frames(active, error.__traceback__)  # it may come in every round
+        _ending.lines = lines
+        _ending.handled = _newest(active), _raised(active, error, frames, True)
+
+
+def _newest(active: Recorder) -> int:
+    """The number of the last call, -1 before the first."""
+    return active.tape.ring.newest if active.tape is not None else -1
 
 
 def _raised(
@@ -349,10 +377,8 @@ def _left_the_program(trace: TracebackType | None) -> bool:
 
 def _tell_end(active: Recorder) -> None:
     active.tell_cost(anyway=True)
-    if _ending.caught and _ending.how != "exception":
-        number, raised = _ending.caught
-        if active.tape is not None and active.tape.ring.newest == number:
-            active.emit(raised, vital=True)
+    if (raised := _behind_the_exit(active)) is not None:
+        active.emit(raised, vital=True)
     active.emit(
         RankExiting(
             at=time.monotonic(),
@@ -364,6 +390,22 @@ def _tell_end(active: Recorder) -> None:
         ),
         vital=True,
     )
+
+
+def _behind_the_exit(active: Recorder) -> ExceptionRaised | None:
+    """What the program caught just before it left: what its last call raised, or what a handler
+    told of since, in the same step."""
+    if _ending.how == "exception":
+        return None
+    newest, now = _newest(active), time.monotonic()
+    if _ending.caught and _ending.caught[0] == newest:
+        return _ending.caught[1]
+    unknown = _ending.how == "sys.exit" and _ending.status is None
+    if _ending.handled and (_ending.status or unknown):
+        number, raised = _ending.handled
+        if (number, raised.step) == (newest, active.step) and now - raised.at < _JUST_BEFORE_S:
+            return raised
+    return None
 
 
 def _groups_alive() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from ddpdoctor.events import (
     SpawnEnded,
     ThreadFailed,
 )
-from ddpdoctor.probe import groups, process, signals, spawned
+from ddpdoctor.probe import groups, moments, passing, process, signals, spawned
 from ddpdoctor.probe.patching import restore
 from ddpdoctor.probe.recorder import Recorder, current
 from ddpdoctor.run import Rank
@@ -198,6 +200,66 @@ def test_what_is_handled_where_a_process_exits(
     assert [(e.kind, e.frames[-1].line, e.caught) for e in raised] == expected
     if status or caught:
         assert (leaving.how, leaving.status) == (how, status)
+
+
+HANDLED = """
+def main():
+    try:
+        1 / 0
+    except ArithmeticError:
+        tell()
+tell = lambda: {tell}
+main()
+{more}
+sys.exit({status})
+"""
+
+
+@pytest.mark.parametrize(
+    ("tell", "more", "status", "named"),
+    [
+        ("log.exception('failed')", "", 1, True),
+        ("log.error('failed')", "", 1, True),
+        ("traceback.print_exc()", "", 1, True),
+        ("traceback.format_exc()", "", 1, True),
+        ("traceback.format_exc()", "", 0, False),
+        ("None", "", 1, False),
+        ("log.error('failed')", "active.step += 1", 1, False),
+        ("log.error('failed')", "call()", 1, False),
+        ("log.error('failed')", "wait()", 1, False),
+    ],
+)
+def test_what_was_told_of_before_a_process_exits(
+    active: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    tell: str,
+    more: str,
+    status: int,
+    named: bool,
+) -> None:
+    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(process, "_newest", lambda active: len(calls))
+    monkeypatch.setattr(sys, "exit", _leave)
+    calls: list[int] = []
+    known = {
+        "log": logging.getLogger("train"), "traceback": traceback, "sys": sys, "active": active,
+        "call": lambda: calls.append(1),
+        "wait": lambda: monkeypatch.setattr(process, "_JUST_BEFORE_S", 0.0),
+    }  # fmt: skip
+    process._wrap_exits()
+    process.listen()
+    passing.install()
+    text = HANDLED.format(tell=tell, more=more, status=status)
+    try:
+        with pytest.raises(_Left):
+            exec(compile(text, "train.py", "exec"), known)
+    finally:
+        restore()
+        moments.forget()
+    process._leaving()
+    raised = [(e.kind, e.caught) for e in events(active) if isinstance(e, ExceptionRaised)]
+    assert raised == [("ZeroDivisionError", True)] * named
 
 
 CHILD = """

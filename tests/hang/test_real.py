@@ -70,7 +70,7 @@ def _pids(out: Path) -> list[int]:
 
 
 SWALLOWS = """
-import sys
+import logging, sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 
@@ -83,6 +83,8 @@ try:
         raise ValueError("boom")
     failing()
 except Exception:
+    if "--says" in sys.argv:
+        logging.exception("failed")
     if "--there" in sys.argv:
         sys.exit(3)
     status = 3
@@ -101,7 +103,8 @@ sys.exit(status)
         (("--there", "--own"), "ValueError", 'raise ValueError("boom")'),
         ((), "RuntimeError", "dist.broadcast(torch.ones(1), src=5)"),
         (("--own",), "exit status 3", "sys.exit(status)"),
-        (("--goes-on",), "exit status 3", "sys.exit(status)"),
+        (("--own", "--says"), "ValueError", 'raise ValueError("boom")'),
+        (("--goes-on", "--says"), "exit status 3", "sys.exit(status)"),
     ],
 )
 def test_what_a_program_caught_before_it_left(
