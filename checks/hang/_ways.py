@@ -156,6 +156,20 @@ def exits(
     )
 
 
+def may_end(stay: Made, loop: Location) -> Location | None:
+    """The statement under a condition that ends a loop around a call, or another one in it, where
+    there is only one."""
+    key = (loop.file, loop.line, loop.function)
+    within: dict[int, Location] = {}
+    for at, head, _, around in loops_around(stay.rank, stay.site):
+        ends = (Location(head.file, w.line, head.function, w.text) for w in around.exits)
+        within.update((end.line, end) for end in ends)
+        if at == key:
+            only = next(iter(within.values())) if len(within) == 1 else None
+            return only if only and only.source.startswith(("if ", "elif ")) else None
+    return None
+
+
 def _unseen(rank: Rank, way: Location) -> bool:
     """Whether it is a handler that no exception was seen to come to."""
     passed = rank.of(ExceptionPassed)

@@ -26,6 +26,7 @@ from ._loops import How, Left, apart_since, loop_of_leaver
 from ._scene import Scene, Stand, scene
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for
+from ._ways import may_end
 
 Only = tuple[Location, Enclosing]
 """A statement that parts the ranks, and its line."""
@@ -116,6 +117,9 @@ class RankExitedEarly(Check):
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
         related += [Related(leading(only[1]), only[0])] if only else []
+        unsure = loop is not None and loop.how is How.UNKNOWN and loop.place == loop.loop
+        if loop and unsure and first.made and (may := may_end(first.made, loop.loop)):
+            related.append(Related("may end a loop sooner on some ranks", may))
         since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
         steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
         still = all(s.waits_for_good for s in (*left, *waiting))

@@ -263,3 +263,25 @@ def test_a_loop_that_only_the_leaver_was_in(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, more=more, ended={0: 1}))  # type: ignore[arg-type]
     assert finding.location is not None
     assert finding.location.line == 9
+
+
+@pytest.mark.parametrize(("within", "around", "told"), [
+    (["if kl > 0.1:"], [], [11]),
+    ([], ["if done(step):"], [11]),
+    (["if kl > 0.1:"], ["if done(step):"], []),  # either
+    (["break"], [], []),  # in every round, on all ranks
+])  # fmt: skip
+def test_the_statement_that_may_end_a_loop_within_the_one_that_was_left(
+    tmp_path: Path, within: list[str], around: list[str], told: list[int]
+) -> None:
+    loops = (
+        Enclosing(line=8, text="for k in range(n):",
+                  exits=tuple(Way(line=11, text=t, first=12, last=12) for t in within)),
+        Enclosing(line=7, text="for it in range(rounds):",
+                  exits=tuple(Way(line=11 + len(within), text=t, first=14, last=14)
+                              for t in around)),
+    )  # fmt: skip
+    (finding,) = found(left(tmp_path, loop=loops))
+    assert finding.location is not None and finding.location.line == 7
+    may = [r.location.line for r in finding.related if "may end" in r.label]
+    assert may == told
