@@ -1,5 +1,6 @@
 """Parameters whose gradients nothing synchronises, beside others of the same model that stay equal:
-an optimizer that exchanges gradients itself was given only some of them, or leaves some out."""
+an optimizer that exchanges gradients itself was given only some of them, or leaves some out, or
+hooks that do so in the backward are not on all of them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from . import _models as models
 LOOKS_AT_LEAST = 3
 ENOUGH = 0.5
 """Share of what stays equal that is exchanged per step."""
+NONE = 0
+"""Digest of no gradient."""
 
 Looks = list[list[UnwrappedState]]
 """What every rank saw before the same steps, ascending."""
@@ -58,6 +61,61 @@ def left_out(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding
             "numbers exchanged since step 1": min(s.elements for s in looks[-1]),
         },
     )
+
+
+def without_hooks(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
+    """The finding as one of those that differ, where the backward exchanges as many numbers as the
+    gradients of all the others have, which are equal: hooks do that, and nothing else."""
+    rank, event = next(iter(alike.items()))
+    looks = _close_looks(alike, event.optimizer)
+    if len(looks) < LOOKS_AT_LEAST:
+        return None
+    apart, kept = _by_gradients(looks, len(event.parameters))
+    size = sum(prod(event.parameters[i].shape) for i in kept)
+    if not apart or not kept or any(s.within != size for look in looks for s in look):
+        return None
+    few, every = len(apart), len(event.parameters)
+    are, these, their = ("is", "this one", "its") if few == 1 else ("are", "these", "their")
+    calls = (
+        ("exchanges others here", looks[-1][0].exchange_site),
+        ("stepped here", event.step_site),
+    )
+    return msgspec.structs.replace(
+        told,
+        subjects=tuple(event.parameters[i].name for i in apart),
+        label="some of its parameters have no hook",
+        related=models.related(rank, calls),
+        summary=f"{few} of the {every} parameters of {event.kind or 'an optimizer'} {are} trained "
+        f"{where}, and nothing synchronises {their} gradients: they differ",
+        cause=f"collectives in the backward carry the gradients of {len(kept)} others, which stay "
+        f"equal, and nothing of {these}: every rank applies its own",
+        fix=f"exchange {their} gradients as well: register the hook for every parameter that "
+        "requires a gradient, after the last one was added",
+        evidence={
+            "parameters": f"{few} of {every}",
+            "parameters that stay equal": len(kept),
+            "steps compared": [look[0].step for look in looks],
+            "numbers exchanged in each backward": size,
+        },
+    )
+
+
+def _by_gradients(looks: Looks, count: int) -> tuple[list[int], list[int]]:
+    """Positions of those that were equal before the first step and part for good, with gradients
+    that differ at every look; and of those that are equal at every look, with equal gradients,
+    where some of them move."""
+    rows = [[unpack(s.each) for s in look] for look in looks]
+    apart, kept, moved = [], [], False
+    for i in range(count):
+        gradients = [{row[i] for row in every} for every in rows]
+        values = [{row[count + i] for row in every} for every in rows]
+        equal = [len(v) == 1 for v in values]
+        if all(len(g) == 1 and NONE not in g for g in gradients) and all(equal):
+            kept.append(i)
+            moved |= len(set.union(*values)) > 1
+        elif equal[0] and not any(equal[1:]) and all(len(g) > 1 for g in gradients):
+            apart.append(i)
+    return apart, kept if moved else []
 
 
 def _close_looks(alike: dict[Rank, Unwrapped], optimizer: int) -> Looks:

@@ -24,6 +24,7 @@ from . import _discarded, _partly, _sequences, _spread
 from . import _models as models
 
 GROUP = "gradients of a group"
+HOOKS = "in backward"
 ENOUGH = 0.5
 """Numbers exchanged per step and parameter that may be gradients."""
 
@@ -36,7 +37,8 @@ class ModelNotWrapped(Check):
     whose gradients differ between the ranks when they are applied, and that no collective carried
     since the first step, or only after they were applied, or only copies of them, what comes of
     which is not written back: each rank trains a model of its own. Of an optimizer that keeps some
-    parameters equal in its own step, those are named that part. That one rank gave its parameters
+    parameters equal in its own step, and of hooks that exchange gradients in the backward, those
+    are named that part. That one rank gave its parameters
     to the others before it makes them equal once, and does not keep them so. Also such models
     beside tensor or sequence parallelism, and on ranks beside a group of others that average
     theirs.
@@ -45,9 +47,10 @@ class ModelNotWrapped(Check):
     Parameters without a wrapper are listed at an optimizer's first step; before steps 0, 1, 2, 4, 8
     and so on they and their gradients are digested, and of every collective it is noted what memory
     it carries, and how much. The digests of a step are compared between the ranks: proven is what
-    differs at each of these steps and was carried by nothing. It is suspected beside tensor
-    parallelism, where the parameters were sent over a group before the first step and that group
-    exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
+    differs at each of these steps and was carried by nothing; or by those collectives in the
+    backward that carry as many numbers as the gradients have that are equal. It is suspected beside
+    tensor parallelism, where the parameters were sent over a group before the first step and that
+    group exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
     (sequence parallelism), where all parameters begin alike on all ranks, each gets another
     gradient on each rank, and nothing is exchanged before a step; and on ranks that begin like
     those that average in a group without them.
@@ -125,6 +128,12 @@ class ModelNotWrapped(Check):
         if _discarded.found(run, states):
             plain = self._tell(run, alike, Severity.ERROR, common, common[1:])
             yield _discarded.told(plain, alike, models.on_ranks(run, (r.rank for r in alike)))
+            return
+        if not lone and {m for found in means.values() for m in found} == {HOOKS}:
+            told = self._tell(run, alike, Severity.ERROR, common, common[1:])
+            where = models.on_ranks(run, (r.rank for r in alike))
+            if missed := _partly.without_hooks(told, alike, where):
+                yield missed
             return
         if len(lone) < len(alike):
             others = [rank for rank in alike if rank not in lone]

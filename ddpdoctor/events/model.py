@@ -307,6 +307,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             which are applied, 0 where that is not known; `copied_site` is the line of one.
         running: steps so far that ended while a collective ran that carried gradients which they
             applied, and that nobody had waited for; `running_site` is the line of one.
+        within: elements handed to collectives inside the backwards since the step before.
         last: taken when the run was over, after `step` steps; the gradients mean nothing.
     """
 
@@ -337,6 +338,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     last: bool = False
     copied: float = 0.0
     copied_site: int = -1
+    within: int = 0
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):

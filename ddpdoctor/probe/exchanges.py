@@ -73,7 +73,7 @@ class _Window:
         stepped: an optimizer has stepped since; others may step yet before the next backward.
         elements: floating-point numbers that were ever handed over, first step not included;
             `carried` are numbers of any kind, of any step, `numbers` the same by group.
-        site: the line of the last exchange between a backward and a step, of the first few steps.
+        site: the line of the last exchange in a backward or before the step, of the first few.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
@@ -141,11 +141,12 @@ def _called(active: Recorder, call: Call) -> None:
         _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
     if not call.carries_values:
         return
+    inside = autograd.running()
     after_backward = autograd.since(active.step) or _window.derived == active.step
     kept = _window.recent if after_backward else _window.earlier
-    if autograd.running() and _window.hooks == {True}:
+    if inside and _window.hooks == {True}:
         kept = _window.within
-    if after_backward and active.step < SITES_KNOWN:
+    if (after_backward or inside) and active.step < SITES_KNOWN:
         _window.site = active.site()
     amid = _amid(active.step)
     for tensor in call.tensors:
@@ -154,7 +155,7 @@ def _called(active: Recorder, call: Call) -> None:
             gathered, inner = call.gathers, amid or tensor.requires_grad
             exchange = Exchange(call.group, tensor.numel(), memory, gathered, inner)
             _window.latest += (exchange,)
-            if not after_backward and (late := _applied(memory)):
+            if not (after_backward or inside) and (late := _applied(memory)):
                 _window.late.add(late)
                 continue
             kept.append(exchange)
@@ -162,8 +163,8 @@ def _called(active: Recorder, call: Call) -> None:
             if call.op.startswith("all_to_all"):
                 schemes.seen(schemes.ALL_TO_ALL, groups.others(call.group))
                 if tensor is call.tensors[0]:
-                    schemes.swapped(inside=autograd.running())
-            elif autograd.running():
+                    schemes.swapped(inside=inside)
+            elif inside:
                 schemes.seen(schemes.IN_BACKWARD, groups.others(call.group))
                 _window.inside.append(exchange)
 
@@ -260,6 +261,11 @@ def handed_inside(parameters: Sequence[Any]) -> bool:
     if sum(e.elements for e in _window.inside) > FLAT[1] * sum(sizes):
         return False
     return schemes.special() == schemes.IN_BACKWARD and _handed(_window.inside, parameters).every
+
+
+def within_backward() -> int:
+    """How many numbers were handed to collectives inside the backwards since the last step."""
+    return sum(e.elements for e in _window.inside)
 
 
 def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
@@ -366,7 +372,7 @@ def as_many(parameters: Sequence[Any], since: int) -> bool:
 
 
 def site() -> int:
-    """The line of an exchange between a backward and a step, -1 where there was none early on."""
+    """The line of an exchange in a backward or before a step, -1 where there was none early on."""
     return _window.site
 
 

@@ -206,6 +206,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         exchange_site=exchanges.site() if closely else -1,
         copied=copied,
         copied_site=copied_site,
+        within=0 if last else exchanges.within_backward(),
         running=running,
         running_site=running_site,
         last=last,

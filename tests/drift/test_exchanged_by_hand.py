@@ -206,6 +206,21 @@ def test_steps_are_complete_in_one_group(groups, told):
     assert seen == told
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_a_gradient_in_the_memory_of_the_last_one_is_not_late_in_the_backward(
+    window, monkeypatch, running
+):
+    monkeypatch.setattr(exchanges.autograd, "running", lambda: running)
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    (parameter,) = trained(8)
+    exchanges.apply([exchanges.Reference(parameter)])
+    call = Call("all_reduce", 0, False, (parameter.grad,))
+    exchanges._called(SimpleNamespace(step=3), call)
+    assert exchanges.within_backward() == (8 if running else 0)
+    assert window.late == (set() if running else {id(parameter)})
+
+
 def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     made = trained(8, 3)
     window.inside = [handed(torch.zeros(11))]

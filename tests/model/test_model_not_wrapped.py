@@ -166,6 +166,44 @@ def test_steps_that_keep_nothing_equal_for_sure(kwargs):
     assert len(found.subjects) == 4
 
 
+def with_hooks(within, looks=(0, 1, 2, 4), kept=(0, 1, 2), begin=0, scheme="in backward"):
+    """Hooks exchange the gradients at `kept` in the backward, of 4 with 40 elements."""
+
+    def told(rank):
+        for n in looks:
+            own = [1000 * rank * (i not in kept) for i in range(4)]
+            gradients = [10 * n + i + 1 + own[i] for i in range(4)]
+            values = [20 * n + i + own[i] * (n > 0 or begin) for i in range(4)]
+            each = pack([*gradients, *values])
+            both = state(n, sum(gradients), sum(values), scheme)
+            yield msgspec.structs.replace(both, each=each, within=within)
+
+    return list(CHECK.examine(make_run({r: loose(*told(r)) for r in (0, 1)})))
+
+
+@pytest.mark.parametrize(("kept", "within", "names"), [
+    ((0, 1, 2), 36, ("head.bias",)), ((0,), 16, ("body.bias", "head.weight", "head.bias")),
+])  # fmt: skip
+def test_parameters_without_the_hook_that_others_have(kept, within, names):
+    (found,) = with_hooks(within, kept=kept)
+    assert (found.subjects, found.severity.value) == (names, "error")
+    assert found.location.line == 3
+    assert found.cause.startswith(f"collectives in the backward carry the gradients of {len(kept)}")
+    assert found.evidence["numbers exchanged in each backward"] == within
+
+
+@pytest.mark.parametrize("kwargs", [
+    pytest.param({"within": 40, "kept": (0, 1, 2, 3)}, id="hooks on all"),
+    pytest.param({"within": 50}, id="activations are among it"),
+    pytest.param({"within": 0, "kept": ()}, id="nothing is equal"),
+    pytest.param({"within": 36, "begin": 1}, id="parts that differ from the start"),
+    pytest.param({"within": 36, "looks": (0, 1)}, id="too short"),
+    pytest.param({"within": 36, "scheme": "all-to-all"}, id="experts"),
+])  # fmt: skip
+def test_collectives_in_the_backward_that_may_be_of_something_else(kwargs):
+    assert with_hooks(**kwargs) == []
+
+
 def test_ranks_that_agree_without_exchanging_anything_are_a_note():
     run = make_run({r: loose(state(0, 1, 2), state(1, 3, 4), state(2, 5, 6)) for r in (0, 1)})
     assert codes(run, CHECK) == ["DDP305 note"]
