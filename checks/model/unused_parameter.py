@@ -109,7 +109,11 @@ class UnusedParameter(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
-                    {"module": p.module or "(root)", "class": p.kind, "called": _called(e, p)}
+                    {
+                        "module": p.module or "(root)",
+                        "class": p.kind,
+                        "called": _called_so_far(rank, e, p),
+                    }
                     for e in (event, *later)
                     for p in models.parts_of(wrapped, e.indices)
                 ],
@@ -149,6 +153,13 @@ def _called(event: UnusedParameters, part: Part) -> str:
     if not inside:
         return "no"
     return "under no_grad" if inside <= set(event.blind) else "yes"
+
+
+def _called_so_far(rank: Rank, event: UnusedParameters, part: Part) -> str:
+    """As in that backward; not "no" where others brought its gradients."""
+    called, use = _called(event, part), models.use_of(rank, event.model)
+    left_out = max((use.unused.get(i, 0) for i in part.positions), default=0) if use else 0
+    return "in some steps" if called == "no" and use and left_out < use.examined else called
 
 
 def _share(rank: Rank, model: int, event: UnusedParameters) -> str:

@@ -85,6 +85,13 @@ def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     assert found.fix.startswith("`DDP(..., find_unused_parameters=True)`")
 
 
+@pytest.mark.parametrize(("times", "called"), [(2, "no"), (1, "in some steps")])
+def test_what_is_not_called_at_first_and_later_is(times, called):
+    event = unused([4, 5], called=("", "body", "head"), find_unused=True)
+    (found,) = find(event, *steps(2), use(2, {4: times, 5: times}))
+    assert found.evidence["modules"][0]["called"] == called
+
+
 def test_what_is_called_and_left_out_in_some_steps_is_not_found_by_a_search_of_the_output():
     late = unused([5], backward=5, step=4, called=("", *ALL))
     (found,) = find(unused([]), *steps(4), late, use(5, {5: 1}))
