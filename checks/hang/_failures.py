@@ -125,6 +125,16 @@ class Failure:
         return (self.exception.relayed or self.exception).message
 
     @property
+    def before(self) -> str:
+        """`ValueError: boom (train.py:12)`, in whose handling it was raised; empty for none."""
+        first = self.exception.first if self.exception is not None else None
+        if first is None:
+            return ""
+        spot, lines = self._innermost(first.frames), first.message.strip().splitlines()
+        what = f"{first.kind}: {cut(lines[0], 100)}" if lines else first.kind
+        return f"{what} ({spot})" if spot else what
+
+    @property
     def worker(self) -> str:
         """`DataLoader worker 0`, where that raised it; otherwise empty."""
         relayed = self.exception.relayed if self.exception is not None else None
@@ -186,21 +196,21 @@ def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
 
 
 def lost_peer(raised: ExceptionRaised) -> bool:
-    """Whether torch raised it because another rank's process ended."""
-    if raised.relayed is not None:  # a worker has no connection to other ranks
-        return False
-    return raised.kind.startswith(_TORCHS) and LOST_PEER.search(raised.message) is not None
+    """Whether torch raised it because another rank's process ended, or it came of such an error."""
+    return _of_torch(raised, LOST_PEER)
 
 
 def timed_out(rank: Rank) -> bool:
     """Whether torch raised because another rank did not come."""
     raised = rank.exception
-    return (
-        raised is not None
-        and raised.relayed is None
-        and raised.kind.startswith(_TORCHS)
-        and TIMED_OUT.search(raised.message) is not None
-    )
+    return raised is not None and _of_torch(raised, TIMED_OUT)
+
+
+def _of_torch(raised: ExceptionRaised, says: re.Pattern[str]) -> bool:
+    if raised.relayed is not None:  # a worker has no connection to other ranks
+        return False
+    both = (e for e in (raised, raised.first) if e is not None)
+    return any(e.kind.startswith(_TORCHS) and says.search(e.message) for e in both)
 
 
 def is_over(run: Run, rank: Rank, left: float, now: float) -> bool:

@@ -61,7 +61,8 @@ class FirstFailure(Check):
     bad status, or has logged or printed (`traceback`) just before, with no call since; and when the
     call failed that raised them; the launcher and the node's monitor record how processes end. The
     failures of all ranks are put in the order of these times; torch's errors whose text speaks of a
-    lost connection or of a timeout count as consequences. The finding is proven.
+    lost connection or of a timeout count as consequences, and so does what is raised while one of
+    these is handled. The finding is proven.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
@@ -131,6 +132,7 @@ class FirstFailure(Check):
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
             summary = f"{at_step}{ranks_text(ranks)} raised {first.text}{_caught(first)}"
+            summary += f"; it was handling {first.before}" if first.before else ""
             summary += _in_other_words(same)
         else:
             summary = f"{at_step}{ranks_text(ranks)} left with {first.text}"

@@ -72,10 +72,11 @@ class Frame(Part, frozen=True):
 
 
 class Relayed(Part, frozen=True):
-    """An exception of another process or thread, known by its text (part of `ExceptionRaised`).
+    """Another exception behind one (part of `ExceptionRaised`): of another process or thread,
+    known by its text, or of this one.
 
     Attributes:
-        where: as torch names it: `DataLoader worker process 0`.
+        where: as torch names it: `DataLoader worker process 0`; empty for this process.
         frames: of its own traceback, outermost first.
     """
 
@@ -94,6 +95,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         frames: outermost first.
         caught: the program caught it: just before it left with a status of its own, or it went on.
         relayed: the exception that torch raised again here, as one of a DataLoader's worker.
+        first: the exception that was being handled as it was raised; the first of several.
     """
 
     kind: str
@@ -102,6 +104,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     caught: bool = False
     step: int = -1
     relayed: Relayed | None = None
+    first: Relayed | None = None
 
     def describe(self) -> str:
         told = self.relayed or self

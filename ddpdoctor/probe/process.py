@@ -15,7 +15,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ..events import ExceptionRaised, Frame, RankExiting, ThreadFailed
+from ..events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFailed
 from . import moments, stacks
 from .frames import passed_over
 from .passing import raised_at
@@ -27,6 +27,7 @@ from .statements import enclosing
 
 MESSAGE_LIMIT = 8000
 FRAME_LIMIT = 60
+_CHAIN_LIMIT = 20
 _STARTERS = (
     "multiprocessing.popen_fork",
     "multiprocessing.spawn",
@@ -276,7 +277,22 @@ def _raised(
         caught=caught,
         step=active.step,
         relayed=relayed(text, active.sites, MESSAGE_LIMIT),
+        first=_first(active, error),
     )
+
+
+def _first(active: Recorder, error: BaseException) -> Relayed | None:
+    """What was being handled as an exception was raised, also where the program says `from None`;
+    the first of several."""
+    first = error
+    for _ in range(_CHAIN_LIMIT):
+        if first.__context__ is None:
+            break
+        first = first.__context__
+    if first is error or not isinstance(first, Exception):
+        return None
+    frames = _frames(active, first.__traceback__)
+    return Relayed("", qualified(type(first)), text_of(first)[:MESSAGE_LIMIT], frames)
 
 
 def qualified(kind: type[BaseException]) -> str:

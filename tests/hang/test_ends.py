@@ -202,6 +202,23 @@ def test_what_is_handled_where_a_process_exits(
         assert (leaving.how, leaving.status) == (how, status)
 
 
+@pytest.mark.parametrize("cause", ["", " from None", " from error"])
+def test_what_was_handled_as_an_exception_was_raised(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    text = f"try:\n    1 / 0\nexcept Exception as error:\n    raise OSError('boom'){cause}"
+    with pytest.raises(OSError, match="boom") as caught:
+        exec(compile(text, "train.py", "exec"), {})
+    process.note_exception(caught.value, caught.tb)
+    (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
+    assert (raised.kind, raised.frames[-1].line) == ("OSError", 4)
+    assert raised.first is not None
+    assert (raised.first.kind, raised.first.frames[-1].line) == ("ZeroDivisionError", 2)
+    assert process._first(active, ValueError()) is None
+
+
 HANDLED = """
 def main():
     try:

@@ -64,6 +64,21 @@ def test_the_earliest_of_its_own_and_the_victims_under_it() -> None:
     assert [row["ranks"] for row in finding.evidence["consequences"]] == ["0,2"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("behind", "ranks"), [("RuntimeError", (1,)), ("KeyError", (0, 1))])
+def test_an_exception_that_hides_another(behind: str, ranks: tuple[int, ...]) -> None:
+    """Who only lost its peers may raise the same in its handler; another error is its own."""
+    every = {0: raised(5.0, "TrainingFailed"), 1: raised(5.2, "TrainingFailed")}
+    first = {0: (behind, CLOSED), 1: ("ValueError", "bad batch")}
+    for rank, (kind, message) in first.items():
+        (frame,) = every[rank][1].frames  # type: ignore[attr-defined]
+        hidden = Relayed("", kind, message, (msgspec.structs.replace(frame, line=4),))
+        every[rank][1] = msgspec.structs.replace(every[rank][1], first=hidden)
+    (finding,) = found(make_run(every, ended={0: 1, 1: 1}))
+    assert finding.ranks == ranks
+    if ranks == (1,):
+        assert "; it was handling ValueError: bad batch (train.py:4)" in finding.summary
+
+
 def test_the_same_exception_everywhere_is_one_fault() -> None:
     (finding,) = found(
         make_run({r: raised(5 + r) for r in range(4)}, ended=dict.fromkeys(range(4), 1))
