@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType, GetSetDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .frames import variables
 from .sites import Sites
@@ -27,6 +27,10 @@ LONG_CHAIN = 40
 
 MOST_PARTS, DEEPEST = 16, 2
 """Parts of an entry that are looked at, and how far down."""
+
+MOST_NAMED, DEEPEST_SUM = 64, 3
+"""Larger dictionaries hold no single sums; how far down from a name these are looked for, as in
+`trainer.meters["loss"].sum`."""
 
 _IN_PYTHON = 1 << 9
 """Flag of types that a class statement makes; others' objects have nothing to look into."""
@@ -74,13 +78,20 @@ def _tensors_in(entry: Any, kind: type, depth: int) -> list[Any]:
 def _parts(entry: Any) -> list[Any]:
     made = type(entry)
     base = next((kind for kind in (tuple, list, dict) if issubclass(made, kind)), None)
-    if base is None and made.__flags__ & _IN_PYTHON and not issubclass(made, type):
-        own = next((vars(k)["__dict__"] for k in made.__mro__ if "__dict__" in vars(k)), None)
-        if type(own) is GetSetDescriptorType:  # a property would be the user's code
-            entry, base = own.__get__(entry), dict
-    if base is None or base.__len__(entry) > MOST_PARTS:
+    if base is None:
+        entry, base = _attributes(entry), dict
+    if base.__len__(entry) > MOST_PARTS:
         return []
     return list(dict.values(entry) if base is dict else base.__iter__(entry))
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What an object holds by name, without calling any of its code."""
+    made = type(thing)
+    if not made.__flags__ & _IN_PYTHON or issubclass(made, type):
+        return {}
+    own = next((vars(k)["__dict__"] for k in made.__mro__ if "__dict__" in vars(k)), None)
+    return own.__get__(thing) if type(own) is GetSetDescriptorType else {}
 
 
 def _ends(thing: Any) -> Iterator[Any]:
@@ -96,65 +107,72 @@ def _ends(thing: Any) -> Iterator[Any]:
         return
 
 
+class AtHand(NamedTuple):
+    """Something that the user's running code can name: where, as what, and of which class it is an
+    attribute."""
+
+    name: str
+    value: Any
+    frame: FrameType
+    owner: type | None = None
+
+
+def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[AtHand]:
+    """What the user's running code has names for, and so far down what that holds by name; the
+    frame's own first, and of these what is nearest."""
+    while frame is not None:
+        if sites.kind(frame.f_code) == "user":
+            for scope in (variables(frame), frame.f_globals):
+                level = [
+                    AtHand(name, value, frame)
+                    for name, value in list(scope.items())
+                    if not name.startswith("__") and not isinstance(value, (type(sys), type))
+                ]
+                yield from level
+                for _ in range(depth):
+                    level = [part for one in level for part in _inside(one)]
+                    yield from level
+        frame = frame.f_back
+
+
+def _inside(one: AtHand) -> list[AtHand]:
+    held, made = one.value, type(one.value)
+    if issubclass(made, dict):
+        if dict.__len__(held) > MOST_NAMED:
+            return []
+        return [
+            AtHand(f"{one.name}[{k if type(k) is not str else repr(k)}]", v, one.frame)
+            for k, v in list(dict.items(held))
+            if type(k) in (str, int)
+        ]
+    if made.__module__.partition(".")[0] == "torch":  # nothing of the program's
+        return []
+    found = list(_attributes(held).items())
+    if issubclass(made, sys.modules["torch"].nn.Module):
+        found = [(k, v) for k, v in found if not k.startswith("_")]  # the others are torch's
+    return [AtHand(f"{one.name}.{k}", v, one.frame, made) for k, v in found]
+
+
 def at_hand(frame: FrameType | None, sites: Sites) -> Iterator[Any]:
     """What the user's running code has names for, and what that holds by name."""
-    while frame is not None:
-        if sites.kind(frame.f_code) == "user":
-            for scope in (variables(frame), frame.f_globals):
-                for name, value in list(scope.items()):
-                    if name.startswith("__") or isinstance(value, (type(sys), type)):
-                        continue
-                    yield value
-                    for held in (value, getattr(value, "__dict__", None)):
-                        if type(held) is dict:
-                            yield from list(held.values())
-        frame = frame.f_back
+    return (one.value for one in named(frame, sites))
 
 
-def name_of(target: int, frame: FrameType | None, sites: Sites) -> tuple[str, FrameType | None]:
-    """What the user's running code calls an object, and the frame that does."""
-    while frame is not None:
-        if sites.kind(frame.f_code) == "user":
-            for scope in (variables(frame), frame.f_globals):
-                name = _in_scope(target, scope)
-                if name:
-                    return name, frame
-        frame = frame.f_back
-    return "", None
+def name_of(target: int, frame: FrameType | None, sites: Sites) -> AtHand | None:
+    """What the user's running code calls an object."""
+    return next((one for one in named(frame, sites) if id(one.value) == target), None)
 
 
-def _in_scope(target: int, scope: dict[str, Any]) -> str:
-    for name, value in list(scope.items()):
-        if id(value) == target:
-            return name
-    for name, value in list(scope.items()):
-        if name.startswith("__") or isinstance(value, type(sys)):
-            continue
-        parts = getattr(value, "__dict__", None) if not isinstance(value, type) else None
-        if type(value) is dict:
-            found = next((k for k, v in list(value.items()) if id(v) == target), None)
-            if found is not None:
-                return f"{name}[{found!r}]"
-        if type(parts) is dict:
-            found = next((k for k, v in list(parts.items()) if id(v) == target), None)
-            if found is not None:
-                return f"{name}.{found}"
-    return ""
-
-
-def long_chain(frame: FrameType | None, sites: Sites) -> tuple[str, FrameType | None, int]:
-    """A local of the user's that sums up losses together with their graphs."""
+def long_chain(frame: FrameType | None, sites: Sites) -> tuple[AtHand | None, int]:
+    """What sums up losses together with their graphs, and how many."""
     import torch
 
-    while frame is not None:
-        if sites.kind(frame.f_code) == "user":
-            for name, value in variables(frame).items():
-                if issubclass(type(value), torch.Tensor) and value.grad_fn is not None:
-                    length = _additions(value.grad_fn)
-                    if length >= LONG_CHAIN:
-                        return name, frame, length
-        frame = frame.f_back
-    return "", None, 0
+    for one in named(frame, sites, DEEPEST_SUM):
+        if issubclass(type(one.value), torch.Tensor) and one.value.grad_fn is not None:
+            length = _additions(one.value.grad_fn)
+            if length >= LONG_CHAIN:
+                return one, length
+    return None, 0
 
 
 def _additions(node: Any) -> int:
@@ -171,21 +189,30 @@ def _additions(node: Any) -> int:
 _ADDING = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
 
 
-def line_that_grows(name: str, frame: FrameType) -> int:
-    """The line of the user's file that adds to it; the line that runs where there is none."""
-    last = re.split(r"[.\[]", name)[-1].strip("'\"]")
-    try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
-    except (SyntaxError, ValueError):
-        return frame.f_lineno
-    found = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.expr, ast.stmt)) and _adds(node, last)
-    ]
+def place_that_grows(one: AtHand, sites: Sites) -> tuple[str, int, str]:
+    """File, line and function of what adds to it; the line that runs where there is none."""
+    last = re.split(r"[.\[]", one.name)[-1].strip("'\"]")
+    code = one.frame.f_code
     # Rather in the function that runs than elsewhere in the file.
-    first = frame.f_code.co_firstlineno
-    return min(found, key=lambda line: (line < first, line), default=frame.f_lineno)
+    lines = _that_add(code.co_filename, last)
+    line = min(lines, key=lambda n: (n < code.co_firstlineno, n), default=0)
+    if line:
+        return code.co_filename, line, code.co_name
+    owner = one.owner or type(one.value)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    if file and sites.kind_of(file) == "user" and (lines := _that_add(file, last)):
+        return file, min(lines), owner.__name__
+    return code.co_filename, one.frame.f_lineno, code.co_name
+
+
+def _that_add(file: str, name: str) -> list[int]:
+    """The lines of a file that add to something of that name."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    nodes = (n for n in ast.walk(tree) if isinstance(n, (ast.expr, ast.stmt)))
+    return [node.lineno for node in nodes if _adds(node, name)]
 
 
 def _adds(node: ast.AST, name: str) -> bool:

@@ -209,38 +209,29 @@ def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
     }
     if grown:
         key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
-        _tell(active, key, now[key], grown[key], steps)
+        one = holders.name_of(key, sys._getframe(1), active.sites)
+        _tell(active, one, now[key], grown[key], steps)
 
 
 def _look_for_chain(active: Recorder) -> None:
     """A sum of losses is no container: look at the tensors that the user's code has at hand."""
-    name, frame, length = holders.long_chain(sys._getframe(1), active.sites)
-    if frame is not None and length > _memory.chain > 0:
+    one, length = holders.long_chain(sys._getframe(1), active.sites)
+    if one is not None and length > _memory.chain > 0:
         grown = length - _memory.chain
-        held = holders.Held(length, True, "graph")
-        _tell(active, 0, held, grown, grown, name, frame)
+        _tell(active, one, holders.Held(length, True, "graph"), grown, grown)
     _memory.chain = length
 
 
 def _tell(
-    active: Recorder,
-    key: int,
-    held: holders.Held,
-    grown: int,
-    steps: int,
-    name: str = "",
-    frame: Any = None,
+    active: Recorder, one: holders.AtHand | None, held: holders.Held, grown: int, steps: int
 ) -> None:
-    if not name:
-        name, frame = holders.name_of(key, sys._getframe(1), active.sites)
-    site = active.site()
-    if frame is not None:
-        site = active.sites.number(frame.f_code, holders.line_that_grows(name, frame))
+    sites = active.sites
+    site = active.site() if one is None else sites.place(*holders.place_that_grows(one, sites))
     _memory.told = held.graphs
     active.emit(
         MemoryHeld(
             at=time.monotonic(),
-            name=name,
+            name=one.name if one is not None else "",
             kind=held.kind,
             length=held.length,
             grown=grown,

@@ -31,6 +31,5 @@ def _step_due(active: Recorder, step: Step) -> None:
         if wrapper is None or model in _named:
             continue
         _named.add(model)
-        name, _ = name_of(id(wrapper), sys._getframe(1), active.sites)
-        if name:
-            active.emit(Named(at=time.monotonic(), model=model.number, name=name))
+        if one := name_of(id(wrapper), sys._getframe(1), active.sites):
+            active.emit(Named(at=time.monotonic(), model=model.number, name=one.name))

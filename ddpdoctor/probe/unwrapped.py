@@ -263,6 +263,7 @@ def _made_at(active: Recorder, root: Any) -> int:
 
 def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
     names, roots = named_roots(parameters)
+    one = name_of(id(roots[0]), sys._getframe(1), active.sites) if roots else None
     active.emit(
         Unwrapped(
             at=time.monotonic(),
@@ -276,7 +277,7 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
             root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
             site=_made_at(active, roots[0] if roots else parameters[0]),
             step_site=step.site,
-            name=name_of(id(roots[0]), sys._getframe(1), active.sites)[0] if roots else "",
+            name=one.name if one else "",
         ),
         vital=True,
     )

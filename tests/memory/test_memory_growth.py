@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
@@ -192,12 +194,19 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     after = census()
     (key,) = [k for k in after if k in before and after[k].length - before[k].length == 20]
     assert after[key].graphs
-    name, frame = holders.name_of(key, sys._getframe(), sites)
-    assert name == "keeper.kept"
-    assert frame is not None
-    with open(__file__) as source:
-        text = source.read().splitlines()[holders.line_that_grows(name, frame) - 1]
-    assert text.strip() == "self.kept.append(thing)"
+    one = holders.name_of(key, sys._getframe(), sites)
+    assert one is not None
+    assert one.name == "keeper.kept"
+    assert adds(one) == "self.kept.append(thing)"
+
+
+def adds(one: Any) -> str:
+    """The line that adds to it."""
+    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.sites import Sites
+
+    file, line, _ = holders.place_that_grows(one, Sites(lambda event: None))
+    return linecache.getline(file, line).strip()
 
 
 class Result:
@@ -242,17 +251,51 @@ def test_objects_are_looked_at_without_running_their_code() -> None:
     assert holders.census([[entry] * 16 for entry in entries]) == {}
 
 
-def test_a_sum_that_drags_its_graphs_along() -> None:
-    torch = pytest.importorskip("torch")
+class Meter:
+    def __init__(self) -> None:
+        self.sum: Any = 0.0
+        self.count = 0
+
+    def update(self, value: Any) -> None:
+        self.sum += value
+        self.count += 1
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.meters = {"loss": Meter(), "accuracy": Meter()}
+
+
+def long_chain() -> tuple[Any, int]:
     from ddpdoctor.probe import holders
     from ddpdoctor.probe.sites import Sites
 
+    return holders.long_chain(sys._getframe(1), Sites(lambda event: None))
+
+
+def test_a_sum_that_drags_its_graphs_along() -> None:
+    torch = pytest.importorskip("torch")
     total = torch.zeros(())
     weight = torch.ones(3, requires_grad=True)
     for _ in range(60):
         total = total + (weight * 2).sum()
-    name, frame, length = holders.long_chain(sys._getframe(), Sites(lambda event: None))
-    assert name == "total" and frame is not None and length >= 50
+    one, length = long_chain()
+    assert one.name == "total" and length >= 50
+    assert adds(one).startswith("total = total")
+
+
+def test_a_sum_that_an_object_keeps() -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.ones(3, requires_grad=True)
+    logger = Logger()
+    for _ in range(60):
+        logger.meters["accuracy"].update((weight * 2).sum().detach())
+    assert long_chain() == (None, 0)
+    for _ in range(60):
+        logger.meters["loss"].update((weight * 2).sum())
+    one, length = long_chain()
+    assert one.name == "logger.meters['loss'].sum" and length >= 50
+    assert adds(one) == "self.sum += value"
 
 
 def gains(*grown: int) -> list[Event]:
