@@ -19,10 +19,11 @@ class GroupNeverFormed(Check):
     ## How it knows
     Before its first optimizer step each rank records whether `WORLD_SIZE` is above 1 and there is
     no process group, and which other means of communication are loaded; as it leaves, it looks for
-    these again. Meanwhile a few parameters of each optimizer are compared after every step with
-    what they are before the next one, and a few gradients after a backward with what they are at
-    the step (in the first 32 steps, then in one of 32). The finding is proven where at least two
-    ranks train like that and no rank ever calls `init_process_group`.
+    these again. A process that a script starts itself is a rank from that step on, where it has set
+    `RANK` and `WORLD_SIZE`. Meanwhile a few parameters of each optimizer are compared after every
+    step with what they are before the next one, and a few gradients after a backward with what they
+    are at the step (in the first 32 steps, then in one of 32). The finding is proven where at least
+    two ranks train like that and no rank ever calls `init_process_group`.
 
     ## Why it hurts
     The run costs N devices and trains N unrelated models, each as if it were alone. Nothing fails,

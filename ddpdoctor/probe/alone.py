@@ -10,16 +10,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..events import TrainsAlone
-from . import meetings, moments
+from . import meetings, moments, optimizers
 from .digests import capturing, sums
 from .gradients import memory_of, some
 from .moments import Backward, Step, Subscriptions
 from .optimizers import Optimizer
-from .recorder import Recorder
+from .recorder import Recorder, complain
 from .references import Reference
 from .rows import Waiting
 
@@ -80,6 +80,22 @@ def install() -> None:
         moments.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
         moments.leaving.subscribe(_leaving, lost=LOST, awake=False),
     )
+
+
+def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
+    """Let its first step make a process a rank that has named itself one of several: those that a
+    script starts itself have nobody who does so before them."""
+
+    def ask() -> None:
+        rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        helper = "DDPDOCTOR_OWNER" in os.environ or "DDPDOCTOR_DIR" not in os.environ
+        if not helper and rank.isdecimal() and size.isdecimal() and int(size) > 1:
+            try:
+                activate(int(rank), int(size), None)
+            except Exception as error:  # training goes on, unobserved
+                complain(error)
+
+    optimizers.at_first_step(ask)
 
 
 def _step_due(active: Recorder, step: Step) -> None:

@@ -137,6 +137,7 @@ def install(activate: Activate) -> list[Missing]:
     process.listen()
     groups.activate_with(activate)
     dataparallel.activate_with(activate)
+    alone.activate_with(activate)
     # By name: torch.multiprocessing re-exports a function that hides the module of the same name.
     spawned.watch_spawned(importlib.import_module("torch.multiprocessing.spawn"))
     return missing

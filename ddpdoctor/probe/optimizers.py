@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ..events import OptimizerSeen, StepDone
@@ -79,6 +80,13 @@ class _Optimizers:
 
 
 _optimizers = _Optimizers()
+_first_step: list[Callable[[], None]] = []
+"""Called once, where an optimizer steps in a process that is no rank."""
+
+
+def at_first_step(call: Callable[[], None]) -> None:
+    """Where an optimizer steps in a process that is no rank: it may become one there."""
+    _first_step[:] = [call]
 
 
 def known_optimizer(optimizer: Any) -> Optimizer | None:
@@ -126,7 +134,10 @@ def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The first hook before a step, before those of the user's that may still edit gradients."""
     if (active := current.recorder) is None:
-        return
+        while _first_step:
+            _first_step.pop()()
+        if (active := current.recorder) is None:
+            return
     try:
         others = pre_hooks_after(optimizer, _pre_hook)
     except Exception as error:

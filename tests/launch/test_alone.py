@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import alone, meetings
+from ddpdoctor.probe import alone, meetings, optimizers
 
 Between = Callable[[Any, int], object]
 
@@ -120,3 +120,32 @@ def test_a_store_that_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shared_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(monkeypatch, lambda model, step: model.share_memory()) == [(alone.SHARED,)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "DDPDOCTOR_DIR": "runs"}, [(1, 2, None)]),
+        ({"RANK": "0", "WORLD_SIZE": "1", "DDPDOCTOR_DIR": "runs"}, []),
+        ({"WORLD_SIZE": "2", "DDPDOCTOR_DIR": "runs"}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, []),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "DDPDOCTOR_DIR": "runs", "DDPDOCTOR_OWNER": "7"},
+            [],  # a helper of a rank
+        ),
+    ],
+)
+def test_its_first_step_makes_a_process_a_rank_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], rank: list[object]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "DDPDOCTOR_DIR", "DDPDOCTOR_OWNER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(optimizers, "_first_step", [])
+    monkeypatch.setattr(optimizers.current, "recorder", None)
+    asked: list[object] = []
+    alone.activate_with(lambda *given: asked.append(given))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        optimizers._pre_hook(None, (), {})
+    assert asked == rank
