@@ -33,10 +33,13 @@ def until_call(made: Made) -> Leaver:
 
 
 def is_last(same: Iteration, mine: list[Iteration]) -> bool:
-    """Whether all after that one are over other loaders, and began when it was over."""
-    after = mine[mine.index(same) + 1 :]
+    """Whether all after that one are over other loaders, began when it was over, and train
+    nothing: an evaluation follows the loop."""
     over = same.ended.at if same.ended else inf
-    return all(i.loader != same.loader and i.began.at >= over for i in after)
+    return all(
+        i.loader != same.loader and i.began.at >= over and not (i.ended and i.ended.backwards)
+        for i in mine[mine.index(same) + 1 :]
+    )
 
 
 def iterations_of(leaver: Leaver, loop: Location | None) -> list[Iteration]:

@@ -247,13 +247,14 @@ GENERATED = (
 
 
 @pytest.mark.parametrize(
-    ("at", "loader", "told"), [(2.0, 1, True), (0.2, 1, False), (2.0, 0, False)]
+    ("at", "loader", "steps", "told"),
+    [(2.0, 1, 0, True), (0.2, 1, 0, False), (2.0, 0, 0, False), (2.0, 1, 3, False)],
 )
 def test_a_loop_over_a_generator_that_reads_a_loader(
-    tmp_path: Path, at: float, loader: int, told: bool
+    tmp_path: Path, at: float, loader: int, steps: int, told: bool
 ) -> None:
     """Rank 0 skipped a batch and evaluates; not so where it begins the other loader in the loop, or
-    the same one again. What rank 1 does with its batch, nobody can tell yet."""
+    the same one again, or trains on that. What rank 1 does with its batch, nobody can tell yet."""
     made = tapes()
     for tape in made.values():
         tape.call(line=9, inside=GENERATED, caller=(30,))
@@ -271,7 +272,11 @@ def test_a_loop_over_a_generator_that_reads_a_loader(
     evaluation = [
         LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S"),
         EpochBegan(at=START + at, loader=loader, epoch=1, step=5, site=50, batches=6),
-    ]
+        EpochEnded(
+            at=START + 3, loader=loader, epoch=1, batches=6, samples=6, backwards=steps,
+            exhausted=True,
+        ),
+    ]  # fmt: skip
     read = IndicesRead(
         at=START + 4, loader=0, epoch=0, batches=5, samples=4, backwards=4, indices=""
     )
