@@ -315,6 +315,13 @@ def test_the_table_says_nothing_of_epochs_that_never_ended() -> None:
     assert row[4] == "-"
 
 
+def test_the_table_counts_no_rank_of_which_nothing_is_on_record() -> None:
+    """Rank 1 was stopped in its first epoch."""
+    ranks = [loader(0, [list(range(12))]), loader(0, [[]], ended=False)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert table.rows[0][4:7] == ("12 read", "-", "left early")
+
+
 def divided(group: Callable[[int], tuple[int, int]], *more: Event, place: str = "//") -> Run:
     """Four ranks, two by two, through samplers that divide the data over two."""
     everything = list(range(100))
