@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dis
-import os
 import zlib
 from collections.abc import Iterator
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -13,6 +13,9 @@ OBJECTS = 64
 """Objects of which the numbers and texts are looked at, the data set among them."""
 
 DEEPEST = 3
+
+ENDS = 512
+"""Characters at either end of a long text that are looked at."""
 
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -62,12 +65,15 @@ def kept(owner: Any) -> dict[str, Any]:
 
 def settings(dataset: Any) -> int:
     """A number for the numbers and texts that a data set and the objects beneath it keep, the same
-    in every process: where its files lie, which part of them it is."""
-    told = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
+    in every process: where its files lie, which part of them it is. 0 where that cannot be read."""
+    try:
+        told = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
+    except Exception:  # of the user's classes
+        return 0
     return zlib.crc32("\n".join(told).encode()) or 1
 
 
-def _plain(dataset: Any) -> Iterator[tuple[str, Any]]:
+def _plain(dataset: Any) -> Iterator[tuple[str, object]]:
     known: set[int] = set()
     left = [(dataset, "", 0)]
     while left and len(known) < OBJECTS:
@@ -75,17 +81,30 @@ def _plain(dataset: Any) -> Iterator[tuple[str, Any]]:
         if id(owner) in known:
             continue
         known.add(id(owner))
-        for name, value in (owner if isinstance(owner, dict) else kept(owner)).items():
+        for name, value in (dict(owner) if isinstance(owner, dict) else kept(owner)).items():
+            if not isinstance(name, str):
+                continue
             where = f"{path}.{name}"
-            if isinstance(value, (str, bytes, int, float)):
-                yield where, value
-            elif isinstance(value, os.PathLike):
-                yield where, os.fspath(value)
+            if (said := _said(value)) is not None:
+                yield where, said
             elif depth < DEEPEST and _looked_into(value):
                 left.append((value, where, depth + 1))
 
 
+def _said(value: Any) -> object:
+    """A number or a text, short and the same in every process; None for anything else."""
+    if type(value) is int:
+        return hash(value)  # it may have more digits than can be written
+    if type(value) in (bool, float):
+        return value
+    if isinstance(value, PurePath):
+        value = str(value)
+    if type(value) not in (str, bytes):
+        return None
+    return value if len(value) <= 2 * ENDS else (len(value), value[:ENDS], value[-ENDS:])
+
+
 def _looked_into(value: Any) -> bool:
-    if isinstance(value, (type, FunctionType, ModuleType)) or hasattr(value, "dtype"):
+    if isinstance(value, (type, FunctionType, ModuleType)) or hasattr(type(value), "dtype"):
         return False
-    return hasattr(value, "__dict__") or (isinstance(value, dict) and len(value) <= OBJECTS)
+    return hasattr(value, "__dict__") or (type(value) is dict and len(value) <= OBJECTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,6 +264,11 @@ def test_entries_that_tell_samples() -> None:
     assert not telling(_Redrawn())
     assert settings(part) == settings(torch.utils.data.Subset(_Views(), [1, 2]))
     assert settings(_Views()) != settings(_Views("b"))
+    long = _Views()
+    long.number, long.text = 10**5000, "a" * 10**8  # type: ignore[attr-defined]
+    began = time.perf_counter()
+    assert settings(long) != settings(_Views())
+    assert time.perf_counter() - began < 0.05
 
 
 def kind_of(values: Any) -> str:
