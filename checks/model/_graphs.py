@@ -80,6 +80,14 @@ def steps_seen(unused: Iterable[tuple[Rank, Iterable[int]]], model: int) -> Step
     return found if whole else Steps(found.first, found.last, found.count, len(since))
 
 
+def seen_by(rank: Rank, model: int, event: UnusedParameters) -> dict[str, int]:
+    """The last step looked at before a record, as evidence: where steps lie between, the set may
+    have changed in one of them."""
+    before = [step for step, _ in _looks(rank, model, set()) if step < event.step]
+    gap = bool(before) and before[-1] < event.step - 1
+    return {"last step looked at before": before[-1]} if gap else {}
+
+
 def _looks(rank: Rank, model: int, wanted: set[int]) -> Iterator[tuple[int, bool]]:
     """The steps that were looked at since a set was recorded, and whether it has all of `wanted`
     and is not empty (the set is recorded when it changes)."""

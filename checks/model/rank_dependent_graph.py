@@ -105,6 +105,7 @@ class RankDependentGraph(Check):
                 "use": [_row(wrapped, part, left) for part in parts],
                 **({"unused_on_all_ranks": models.some(idle, 4)} if idle else {}),
                 "backward": event.backward,
+                **graphs.seen_by(rank, model, event),
                 "find_unused_parameters": event.find_unused,
             },
             at=rank.wall(event.at),

@@ -119,6 +119,7 @@ class UnusedParameter(Check):
                 ],
                 "unused": f"{len(names)} of {len(wrapped.parameters)} parameters",
                 "backward": event.backward,
+                **graphs.seen_by(rank, model, event),
                 "unused in": _share(rank, model, event) + f" ({names[0]})" * bool(later),
                 "find_unused_parameters": event.find_unused,
             },

@@ -182,3 +182,12 @@ def test_steps_that_were_not_looked_at_are_not_counted():
     assert found.steps == Steps(9, 9, 1, 3)
     (found,) = find({0: used, 1: rank(*events, use(14, {4: 3, 5: 3}))})
     assert found.steps == Steps(9, 27, 3, 3)
+
+
+@pytest.mark.parametrize(("first", "before"), [(9, 7), (3, None)])
+def test_the_last_step_that_was_looked_at_before_it(first, before):
+    late = unused([4, 5], backward=first + 1, step=first, find_unused=True)
+    events = [unused([]), late, *steps(30), use(14, {4: 3, 5: 3})]
+    used = rank(unused([]), *steps(30), use(14))
+    (found,) = find({0: used, 1: rank(*events)})
+    assert found.evidence.get("last step looked at before") == before
