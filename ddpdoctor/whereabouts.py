@@ -17,15 +17,15 @@ _PHASES = {
 }
 
 
-def whereabouts(run: Run, rank: Rank) -> str:
+def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     """`in barrier at train.py:31 for 28 s`, or `at train.py:14 in prepare`; empty where it went on
-    until a signal, or ended by itself."""
+    until a signal, or ended by itself; in a `live` run, where it goes on."""
     ring = rank.ring
-    if rank.state not in ("killed", "hung", "lost") or ring is None:
+    if rank.state not in ("killed", "hung", "lost", *(["running"] if live else [])) or ring is None:
         return ""
     stood = _stood(run, rank)
     at = _until(run, rank, ring, stood)
-    if rank.signal and at - ring.progress_at < STOOD_S:
+    if (rank.signal or live) and at - ring.progress_at < STOOD_S:
         return ""
     call = next((c for c in reversed(ring.last_calls) if c.open_at(at)), None)
     if call is not None:

@@ -20,6 +20,7 @@ from rich.text import Text
 from ..diagnose import row
 from ..findings import RankState
 from ..run import Run, fold_ranks, ranks_text
+from ..whereabouts import whereabouts
 from . import emit, is_terminal
 from .facts import RANK_COLUMNS, Grid
 from .terminal import captured, make_console, rank_table, show
@@ -64,7 +65,7 @@ def _status(run: Run, folder: str, over: bool) -> str:
 
 def _table(run: Run, limit: int, width: int, over: bool) -> Table:
     """One row per rank; where they do not fit, ranks in the same place share one."""
-    states = [row(rank) for rank in run.ranks.values()]
+    states = [row(rank, whereabouts(run, rank, live=not over)) for rank in run.ranks.values()]
     groups: dict[object, list[RankState]] = {}
     for one in states:
         key = one.rank if len(states) <= limit else (one.state, one.steps, one.last)

@@ -13,6 +13,7 @@ from tapes import Tape, run_of, stood
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, ExceptionRaised, ProcessEnded, RankSample, Stopped
+from ddpdoctor.render.live import snapshot
 from ddpdoctor.ring import Phase, State
 
 
@@ -72,3 +73,15 @@ def test_a_rank_that_raised_is_not_in_that_backward_any_more(tmp_path: Path) -> 
     raised = ExceptionRaised(at=START + 6, kind="ValueError", message="bad", caught=True)
     assert lost(tmp_path, tape, raised) == "in a backward at train.py:12 for 7 s"
     assert not lost(tmp_path / "x", tape, msgspec.structs.replace(raised, caught=False))
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(7, True), (0.4, False)])
+def test_the_live_table_says_where_ranks_stand(tmp_path: Path, seconds: float, told: bool) -> None:
+    waiting = Tape(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
+    sample = RankSample(at=START + 5 + seconds, rank=1, pid=PID + 1, rss_bytes=1)
+    made = {0: Tape(0, 2).call(line=9), 1: waiting}
+    run = run_of(tmp_path, made, nodes={0: [sample]}, ended=None, outcome=None)
+    run.ranks[1].alive = True
+    table = snapshot(run, "runs/a", 100, 20, styled=False)
+    assert ("in barrier at train.py:31 for 7 s" in table) is told
+    assert "running" in table
