@@ -17,8 +17,6 @@ DEEPEST = 3
 ENDS = 512
 """Characters at either end of a long text that are looked at."""
 
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-
 
 def at_index(dataset: Any) -> frozenset[str]:
     """The attributes of which its `__getitem__` takes the entry at the very index that it is given:
@@ -32,14 +30,17 @@ def at_index(dataset: Any) -> frozenset[str]:
         return frozenset()
     if hasattr(type(dataset), "__getitems__"):
         return frozenset()
-    index = code.co_varnames[1]
+    this, index = code.co_varnames[:2]
     done = list(dis.get_instructions(code))
     if any("STORE" in i.opname and index in _names(i) for i in done):
         return frozenset()
     return frozenset(
-        owner.argval
-        for owner, key, taken in zip(done, done[1:], done[2:], strict=False)
-        if owner.opname in _LOADS and _names(key) == (index,) and _takes(taken)
+        held.argval
+        for owner, held, key, taken in zip(done, done[1:], done[2:], done[3:], strict=False)
+        if held.opname == "LOAD_ATTR"
+        and _names(owner)[-1] == this
+        and _names(key) == (index,)
+        and _takes(taken)
     )
 
 

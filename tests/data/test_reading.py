@@ -235,6 +235,7 @@ class _Views(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Entries by their index, by a random one, and labels that do not tell samples apart."""
 
     shared = torch.arange(40.0)
+    noise: Any = None
 
     def __init__(self, root: str = "a") -> None:
         self.root = Path(root)
@@ -245,7 +246,8 @@ class _Views(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> Any:
         other = random.randrange(len(self))
-        return self.x[index] + self.shared[index], self.drawn[other], self.labels[index]
+        noise = self.noise.drawn[index]
+        return self.x[index] + self.shared[index] + noise, self.drawn[other], self.labels[index]
 
 
 class _Redrawn(_Views):
