@@ -145,14 +145,17 @@ def _wrapped(run: Run) -> Iterator[list[Held]]:
 
 
 def _reduced_by_hand(run: Run) -> Iterator[list[Held]]:
-    """Models of no wrapper whose gradients the ranks of the default group reduce themselves."""
-    found: dict[int, list[Held]] = {}
+    """Models of no wrapper whose gradients the ranks of the default group reduce themselves, as
+    each optimizer held them first, then after parameters were added to it, and so on."""
+    found: dict[tuple[int, int], list[Held]] = {}
     for rank in run.ranks.values():
         reducing = {s.optimizer for s in rank.of(UnwrappedState) if s.exchanged == "gradients"}
+        told: Counter[int] = Counter()
         for event in rank.of(Unwrapped):
             if event.optimizer in reducing:
                 held = Held(rank, event, event.parameters)
-                found.setdefault(event.optimizer, []).append(held)
+                found.setdefault((event.optimizer, told[event.optimizer]), []).append(held)
+                told[event.optimizer] += 1
     yield from (held for held in found.values() if len(held) > 1)
 
 

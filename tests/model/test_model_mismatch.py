@@ -78,3 +78,7 @@ def test_gradients_that_are_reduced_by_hand():
     assert "matched by the order of their calls" in found.cause
     stages = make_run({r: by_hand(o, "point-to-point") for r, o in enumerate(orders)})
     assert codes(stages, CHECK) == []
+    grown = [*by_hand(("head",), "gradients"), *by_hand(("head", "body"), "gradients")]
+    assert codes(make_run({0: grown, 1: grown}), CHECK) == [], "a group was added on every rank"
+    other = [*by_hand(("head",), "gradients"), *by_hand(("head", "neck"), "gradients")]
+    assert codes(make_run({0: grown, 1: other}), CHECK) == ["DDP309 error"]
