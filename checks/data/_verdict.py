@@ -14,7 +14,17 @@ from ddpdoctor.events import Payload
 from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
-from ._content import WHOLE, Row, held_alike, overlap, parts_differ, rows, same_pass, verdict
+from ._content import (
+    WHOLE,
+    Row,
+    held_alike,
+    overlap,
+    parts_differ,
+    rows,
+    same_pass,
+    told_apart,
+    verdict,
+)
 from ._inputs import in_parts
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
 
@@ -231,7 +241,7 @@ def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> 
     answer = verdict(readers)
     if differing and (answer == "unknown" or parts_differ(readers)):
         return "differ"
-    return answer
+    return "differ" if answer == "random" and told_apart(readers) else answer
 
 
 def own_data(readers: list[Reader]) -> bool:

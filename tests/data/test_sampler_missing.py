@@ -86,6 +86,7 @@ def noisy(rank: int, held: Payload, settings: int = 7) -> list[Event]:
     (Payload("files", "text", 100, 5, tells=True), 5, 7, Severity.ERROR),
     (Payload("files", "text", 100, 5, tells=True), 5, 8, Severity.NOTE),  # in another folder
     (Payload("labels", "tensor", 100, 5), 5, 7, Severity.NOTE),
+    (Payload("labels", "tensor", 100, 5), 5, 8, None),  # each is told which of the ranks it is
     (Payload("x", "tensor", 100, 5, tells=True), 6, 7, None),
 ])  # fmt: skip
 def test_augmented_samples_are_known_by_what_they_are_made_of(
