@@ -131,6 +131,7 @@ class DoubleAveraging(Check):
             return
         same = abs(ratio - 1) < 1e-3
         copied = all(e.copied for e in seen.values())
+        divided = same and event.op == "SUM"
         effect = (
             "which changes nothing and costs its time"
             if same
@@ -144,11 +145,13 @@ class DoubleAveraging(Check):
             location=member.rank.location(event.site),
             label="these are equal on all ranks already",
             related=(),
-            summary=f"gradients that DDP has averaged are all-reduced by hand ({event.op}), "
-            f"{effect}",
+            summary=f"gradients that DDP has averaged are all-reduced by hand ({event.op}"
+            f"{' and a division' if divided else ''}), {effect}",
             cause="DDP's backward leaves the mean over the ranks in `.grad`; reducing it again "
             + ("gives the same mean" if same else f"adds {size} equal numbers"),
-            fix="remove the all-reduce: after `loss.backward()` the gradients are averaged",
+            fix="remove the all-reduce"
+            + (" together with the division" if divided else "")
+            + ": after `loss.backward()` the gradients are averaged",
             evidence={"measured_ratio": ratio, "operation": event.op},
             at=event.at,
         )

@@ -116,29 +116,31 @@ class GradScalerSkew(Check):
         fix += "every rank"
         location, label = group.members[number].rank.location(event.site), "not alike on all ranks"
         related: tuple[Related, ...] = ()
-        set_by_hand: tuple[Location, str] | None = None
+        apart: tuple[int, ...] = ()
+        set_by_hand: tuple[Location, tuple[int, ...]] | None = None
         if what == "scale":
             spelled = ", ".join(f"{v:g} on rank {n}" for n, v in values.items() if v is not None)
             summary = f"the loss scale differs between ranks at scaler step {call}: {spelled}"
             cause = "the scalers were made or loaded differently, or did not see the same steps"
             set_by_hand = _set_by_hand(group, events, call)
         else:
-            skipping = tuple(n for n, v in values.items() if v)
-            ranks = skipping if len(ranks) == len(values) else ranks
+            skipping = apart = tuple(n for n, v in values.items() if v)
             summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
             label = f"skipped on {ranks_text(skipping)}"
             cause, fix = _infinite_on_some(group, event.step, skipping)
         if what == "scale" and set_by_hand is None and (loaded := _loaded(group, own)) is not None:
             related = (Related("steps with it", location),) if location else ()
-            location, some = loaded
-            label = cause = f"{ranks_do(some, 'load')} the scaler's state, the others do not"
+            location, apart = loaded
+            label = cause = f"{ranks_do(apart, 'load')} the scaler's state, the others do not"
         if set_by_hand is not None:
             related = (Related("steps with it", location),) if location else ()
-            location, how = set_by_hand
+            location, apart = set_by_hand
+            alone = len(apart) < len(values)
+            how = f"on {ranks_text(apart)} only" if alone else "of its own on each rank"
             label, cause = f"sets the scale {how}", f"`{event.kind}.update` is given a scale {how}"
             fix = "set the same scale on every rank, or leave it to the scaler"
         return self.finding(
-            ranks=ranks,
+            ranks=(apart if len(ranks) == len(values) else ()) or ranks,
             steps=_differing(group, events, event) if what == "scale" else Steps.of([event.step]),
             subjects=(event.kind,),
             location=location,
@@ -157,7 +159,7 @@ class GradScalerSkew(Check):
 
 def _loaded(
     group: Replicas, steps: dict[int, ScalerStep | None]
-) -> tuple[Location, list[int]] | None:
+) -> tuple[Location, tuple[int, ...]] | None:
     """The line that loads a scaler before these steps, and the ranks that do, if not all do."""
     loads: dict[int, list[int]] = {}
     for n, step in steps.items():
@@ -165,7 +167,7 @@ def _loaded(
             mine = [e for e in group.members[n].rank.of(Loaded) if e.what == "scaler"]
             loads[n] = [e.site for e in mine if e.at < step.at]
     count = max(map(len, loads.values()))
-    some = [n for n, sites in loads.items() if sites and len(sites) == count]
+    some = tuple(n for n, sites in loads.items() if sites and len(sites) == count)
     if not some or len(some) == len(loads):
         return None
     spot = group.members[some[0]].rank.location(loads[some[0]][-1])
@@ -194,15 +196,14 @@ def _infinite_on_some(group: Replicas, step: int, skipping: tuple[int, ...]) -> 
 
 def _set_by_hand(
     group: Replicas, events: dict[int, list[ScalerStep]], call: int
-) -> tuple[Location, str] | None:
+) -> tuple[Location, tuple[int, ...]] | None:
     """The line that set the scale right before a call, and on which ranks."""
     latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
     found = {n: e[0].set_site for n, e in latest.items() if e and e[0].set_site >= 0}
     for number, site in found.items():
         spot = group.members[number].rank.location(site)
         if spot is not None:
-            some = len(found) < len(events)
-            return spot, f"on {ranks_text(found)} only" if some else "of its own on each rank"
+            return spot, tuple(found)
     return None
 
 

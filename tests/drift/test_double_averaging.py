@@ -108,6 +108,10 @@ def test_summed_by_hand_again():
 def test_averaged_by_hand_again_changes_nothing(events):
     (finding,) = judge(*events, reduced(0, "AVG"), reduced(1, "AVG"))
     assert finding.severity is Severity.WARNING
+    assert "division" not in finding.fix
+    if events:
+        (summed,) = judge(*events, reduced(0), reduced(1))
+        assert "remove the all-reduce together with the division" in summed.fix
 
 
 def test_copies_that_change_nothing_are_a_note():

@@ -113,6 +113,7 @@ def test_a_scale_that_one_rank_sets_by_hand():
     (finding,) = GradScalerSkew().examine(run)
     assert (finding.location.line, finding.related[0].location.line) == (35, 33)
     assert "rank 0 only" in finding.cause
+    assert finding.ranks == (0,)
     assert "same scale" in finding.fix
 
 
