@@ -91,7 +91,10 @@ class DdpBypassed(Check):
             summary=f"{_applied(title, last)} that went around DistributedDataParallel, "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(title, last),
-            fix=f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the model it "
+            fix="keep what `DistributedDataParallel(...)` returns, and call that; the model it "
+            f"wraps needs a name of its own: no `{wrapper} = {wrapper}.module`"
+            if last.discarded
+            else f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the model it "
             "wraps; move other methods behind `forward`",
             fix_kind=FixKind.CHECK,
             evidence={

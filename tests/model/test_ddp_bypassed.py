@@ -79,6 +79,7 @@ def test_a_wrapper_that_nobody_kept():
     run = make_run({r: rank(bypassed(discarded=True)) for r in (0, 1)})
     (found,) = CHECK.examine(run)
     assert "not kept" in found.cause
+    assert "a name of its own" in found.fix
 
 
 def test_nothing_recorded():
