@@ -58,7 +58,7 @@ class SamplerSeedSkew(Check):
         seeds = {r: e.began.seed for r, e in audit.epochs.items()}
         numbers = {r: e.began.sampler_epoch for r, e in audit.epochs.items()}
         by_seed = len(set(seeds.values())) > 1
-        set_by_all = not by_seed and all(e.began.epochs_set for e in audit.epochs.values())
+        set_by_all = all(e.began.epochs_set for e in audit.epochs.values())
         what = "seed" if by_seed else "epoch"
         given = seeds if by_seed else numbers
         listed = ", ".join(f"{v} on rank {r}" for r, v in sorted(given.items())[:4])
