@@ -37,9 +37,12 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         names: dict[str, list[Member]] = {}
         for number in ranks:
             event = _latest(run.ranks.get(number), model)
-            for name in event.missing if event is not None else ():
-                others = [m for m in holders if m.rank.rank != number and _moves(m, name)]
-                if event is not None and others:
+            if event is None:
+                continue
+            still = [m for m in holders if m.rank.rank != number and _steps_on(m, event.step)]
+            for name in event.missing:
+                others = [m for m in still if _moves(m, name)]
+                if others:
                     lacking[number] = event
                     names.setdefault(name, []).extend(others)
         if lacking:
@@ -52,8 +55,19 @@ def _latest(rank: Rank | None, model: int) -> Ownership | None:
     return events[-1] if events else None
 
 
+def _steps_on(member: Member, step: int) -> bool:
+    """Whether an optimizer took the last of its steps after so many of its process, or then."""
+    told = list(member.rank.of(StepDone))
+    mine = [k for k, e in enumerate(told) if e.optimizer == member.optimizer]
+    return bool(mine) and sum(e.count for e in told[: mine[-1] + 1]) >= step
+
+
 def _moves(member: Member, name: str) -> bool:
-    """Whether this rank's optimizer holds a parameter, and it has changed between two looks."""
+    """Whether this rank's optimizer holds a parameter, which has changed between two looks, and
+    still does at the end."""
+    own = _latest(member.rank, member.model)
+    if own is not None and name in own.missing:
+        return False
     names = [p.name for p in member.wrapped.parameters]
     positions = [names[p] for p in unpack(member.seen.parameters)]
     if name not in positions:
@@ -75,18 +89,26 @@ def _told(
     last = max((e.step for e in steps), default=0)
     verb = "differs" if len(names) == 1 else "differ"
     them = "it" if len(names) == 1 else "them"
+    shared = holders == ranks  # each rank lacks what another holds
+    here, there = ranks_text(holders), ranks_text(ranks)
+    if shared:
+        label, left = "changes only a part of them on each rank", "leaves out a part of them"
+        who = f"each optimizer of {there} changes only a part of them"
+        sent = "what each makes of its own is not sent to the rest"
+    else:
+        label, left = f"changes {them} on {here} only", f"leaves {them} out on {there}"
+        who = f"the optimizer of {here} changes {them}, and on {there} nothing does"
+        sent = f"what that of {here} makes of {them} is not sent to {there}"
     return {
         "severity": Severity.ERROR,
         "ranks": ranks,
         "steps": Steps(0, last, last + 1),
         "subjects": tuple(names),
         "location": spot or made,
-        "label": f"changes {them} on {ranks_text(holders)} only",
-        "related": (Related(f"leaves {them} out on {ranks_text(ranks)}", made),) if made else (),
-        "summary": f"{_causes.some(list(names))} of {kind} {verb} between ranks: the optimizer of "
-        f"{ranks_text(holders)} changes {them}, and on {ranks_text(ranks)} nothing does",
-        "cause": f"the optimizers hold other parameters on each rank, and what that of "
-        f"{ranks_text(holders)} makes of {them} is not sent to {ranks_text(ranks)}: DDP averages "
+        "label": label,
+        "related": (Related(left, made),) if made else (),
+        "summary": f"{_causes.some(list(names))} of {kind} {verb} between ranks: {who}",
+        "cause": f"the optimizers hold other parameters on each rank, and {sent}: DDP averages "
         "gradients, never parameters",
         "fix": "where the optimizer is sharded on purpose: send every parameter, after the step, "
         "from the rank whose optimizer holds it (`dist.broadcast(p.data, owner)`); where it is "

@@ -9,6 +9,7 @@ from ddpdoctor.events import (
     GroupReady,
     ModulesSkipped,
     OptimizerSeen,
+    Ownership,
     ParameterUse,
     Replica,
     StepDone,
@@ -81,7 +82,8 @@ def skipped_of(rank: Rank, model: int) -> list[ModulesSkipped]:
 
 
 def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
-    """Names of parameters that optimizers of other ranks of the model's group hold."""
+    """Names of parameters that optimizers of other ranks of the model's group hold, and not only
+    held for a while."""
     return {
         name
         for other in run.ranks.values()
@@ -89,8 +91,14 @@ def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
         if other is not rank and seen.model == model and rank.rank in seen.ranks
         if seen.optimizer != UNHELD
         if (wrapped := wrap_of(other, model)) is not None
-        for name in names_of(wrapped, unpack(seen.parameters))
+        for name in set(names_of(wrapped, unpack(seen.parameters))) - _in_none(other, model)
     }
+
+
+def _in_none(rank: Rank, model: int) -> set[str]:
+    """Names of parameters that no optimizer of a rank holds in the end."""
+    told = [e for e in rank.of(Ownership) if e.model == model]
+    return set(told[-1].missing) if told else set()
 
 
 def steps_of(rank: Rank, model: int) -> int:

@@ -48,6 +48,31 @@ def test_what_another_rank_changes_and_does_not_send():
     assert list(OptimizerParameterMismatch().examine(run)) == []
 
 
+def test_optimizers_that_each_hold_a_part():
+    run = make_run(
+        {
+            0: rank([0, 2], digests("parameters", MOVING), owned(MISSING)),
+            1: rank([1, 3], digests("parameters", MOVING), owned((NAMES[0], NAMES[2]))),
+        }
+    )
+    (found,) = ParameterDrift().examine(run)
+    assert set(found.subjects) == set(NAMES)
+    assert "each optimizer of ranks 0-1 changes only a part of them" in found.summary
+    assert list(OptimizerParameterMismatch().examine(run)) == []
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_was_held_on_every_rank_and_no_longer_is(seen):
+    """A new optimizer on a copy of the model. One record may end before the look at it."""
+    gone = replace(owned(tuple(NAMES)), step=6)
+    every = rank([0, 1, 2, 3], digests("parameters", MOVING))
+    copied = steps(8, optimizer=1, site=STEP)
+    run = make_run({0: [*every, *copied, gone], 1: [*every, *copied, *([gone] if seen else ())]})
+    assert list(ParameterDrift().examine(run)) == []
+    found = list(OptimizerParameterMismatch().examine(run))
+    assert [f.ranks for f in found] == ([(0, 1)] if seen else [])
+
+
 def test_what_comes_back_is_changed_there_too():
     run = run_of(MOVING, ())
     assert list(ParameterDrift().examine(run)) == []

@@ -117,7 +117,8 @@ def test_a_wrapped_model_that_no_optimizer_holds():
 def test_only_what_an_optimizer_of_another_rank_holds_is_not_missing(optimizer, found):
     copies = Replica(at=0, model=0, optimizer=optimizer, ranks=(0, 1), parameters=pack(range(6)))
     event = owned([f"{layer}.weight" for layer in LAYERS], trained=3, stale=("4x4",) * 3)
-    assert codes(both(event, copies), CHECK) == found
+    run = make_run({0: rank(event, *steps(4)), 1: rank(copies, *steps(4))})
+    assert codes(run, CHECK) == found
 
 
 def test_an_optimizer_that_came_later():
