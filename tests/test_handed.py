@@ -16,6 +16,8 @@ GIVEN = [
     "def f(t, src_rank):\n    return [\n        call(\n            t,\n            src_rank)]",
     "def f(*args, **kwargs):\n    return call(*args, **kwargs)",
     "class A:\n    def f(self, t):\n        call(t, group=self.group)",
+    "class A:\n    @staticmethod\n    def f(t):\n        call(t)",
+    "if sizes:\n    def f(s, t):\n        call(s)",
     "def f(n):\n    x = n\n    x += 1\n    call(torch.zeros(x))",
 ]
 OWN = [
@@ -23,6 +25,8 @@ OWN = [
     "def f(t):\n    call(torch.ones(3))",
     "class A:\n    def f(self):\n        call(self.total)",
     "class A:\n    def f(self, scale):\n        call(scale * self.total)",
+    "class A:\n    def f(this):\n        call(torch.ones(len(this.seen)))",
+    "class A:\n    n = 1\n\n# Its sum.\n    def f(s):\n        t = s.total; call(t)",
     "def f(model):\n    for p in model.parameters():\n        call(p.grad)",
     "def f(t, rank):\n    call(t if rank else t[1:])",
     "def f(t):\n    call(t[dist.get_rank():])",

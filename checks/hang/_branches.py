@@ -11,13 +11,8 @@ from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
 from ._log import Made, lines
+from ._ranked import PAST, on_rank, unquoted
 
-ON_RANK = re.compile(
-    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
-    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
-    r"|\bprimary\b",
-)
-_STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
     r"(?:\w+\.)*(?:(?:get_|n_?|num_)?(?:world_?size|procs?|processes|replicas)"
@@ -28,7 +23,6 @@ _SIZE = re.compile(
 _BESIDE = re.compile(
     r"if|elif|else|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
 )
-PAST = "past "
 _ARMS = ("else:", "elif ", "except", PAST)
 
 
@@ -95,17 +89,6 @@ def condition(made: Made) -> tuple[Place, Enclosing] | None:
     return None
 
 
-def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
-    """The innermost of these statements whose text says that only some ranks enter it."""
-    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
-    return next((e for e in heads if ON_RANK.search(_names(e.text))), None)
-
-
-def _names(text: str) -> str:
-    """A statement without the strings that name no key: `mode == "rank0"` says nothing of ranks."""
-    return _STRING.sub(lambda found: found[0] if found["key"] else "", text)
-
-
 def branch(made: Made) -> tuple[Place, Enclosing] | None:
     """The innermost branch around a call that may part the ranks; all run the same program."""
     for place in made.site.places if made.site else ():
@@ -119,7 +102,7 @@ def branch(made: Made) -> tuple[Place, Enclosing] | None:
 def _on_size(text: str) -> bool:
     """Whether a statement asks for no more than how many ranks there are, or whether there are
     several: that is the same on all of them."""
-    named = (name for name in _NAME.findall(_names(text)) if not _BESIDE.fullmatch(name))
+    named = (name for name in _NAME.findall(unquoted(text)) if not _BESIDE.fullmatch(name))
     sizes = [_SIZE.fullmatch(name) is not None for name in named]
     return bool(sizes) and all(sizes)
 
@@ -220,8 +203,30 @@ def same_lines(m: Made, n: Made) -> bool:
 
 def called_apart(made: Made, others: Iterable[Made]) -> int:
     """How many callers up the outermost line stands, from the caller of a helper down to the call,
-    on which those are not that were led to theirs by other lines."""
+    on which those are not that were led to theirs by other lines; none beyond a branch that may
+    have parted them."""
     rest = [m for m in others if not same_lines(m, made)]
     theirs = {m.location_at(n) for m in rest for n in range(CALLERS)}
-    depths = range(made.helpers, 0, -1)
+    depths = range(min(made.helpers, _branched(made, rest)), 0, -1)
     return next((n for n in depths if rest and made.location_at(n) not in theirs), 0)
+
+
+def _branched(made: Made, rest: list[Made]) -> int:
+    """How many callers up the branch is that leads to a call, `CALLERS` for none: where a condition
+    on the rank does not say who makes it, and the others are not known to enter that branch from
+    other lines."""
+    found = None if condition(made) else branch(made)
+    if found is None or made.site is None:
+        return CALLERS
+    depth = made.site.places.index(found[0])
+    spot, caller = made.location_at(depth), made.location_at(depth + 1)
+    if spot is None or all(_enters(m.rank, spot.file, found[1].line, caller) for m in rest):
+        return CALLERS
+    return depth
+
+
+def _enters(rank: Rank, file: str, line: int, caller: Location | None) -> bool:
+    """Whether a rank has entered the statement at that line, but never from that caller."""
+    sites = [site for site in rank.of(CallSite) if is_inside(rank, site, file, line)]
+    places = (place for site in sites for place in site.places)
+    return bool(sites) and all(rank.location(place.site) != caller for place in places)

@@ -8,6 +8,8 @@ from ddpdoctor.events import CallSite
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, Run
 
+from ._ranked import on_rank
+
 Spot = tuple[str, int]
 """File and line."""
 
@@ -29,9 +31,9 @@ def _spot(location: Location) -> Spot:
 
 
 def helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -> int:
-    """How many of the innermost lines are in helpers: outside of loops there, and led to from
-    several lines, or from a function in another file; also by way of lines that hand on what they
-    were given."""
+    """How many of the innermost lines are in helpers: outside of loops and of conditions on the
+    rank there, and led to from several lines, or from a function in another file; also by way of
+    lines that hand on what they were given."""
     found = 0
     for depth, (place, outer) in enumerate(pairwise(site.places if site else ()), 1):
         here, caller = rank.location(place.site), rank.location(outer.site)
@@ -40,7 +42,7 @@ def helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -
         several = len(callers.get(_spot(here), ())) > 1
         elsewhere = caller.file != here.file and caller.function != "<module>"
         loops = any(around.text.startswith(("for ", "while ")) for around in place.inside)
-        if loops or not (several or elsewhere or place.hands_on):
+        if loops or on_rank(place.inside) or not (several or elsewhere or place.hands_on):
             break
         found = depth
     return found

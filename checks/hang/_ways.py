@@ -9,9 +9,10 @@ from ddpdoctor.events import CallSite, Enclosing, ExceptionPassed, Place, Way
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
-from ._branches import ON_RANK, opener
+from ._branches import opener
 from ._caught import handler
 from ._log import Made
+from ._ranked import ON_RANK
 
 Key = tuple[str, int, str]
 """File, line and function of a loop's head."""

@@ -14,7 +14,6 @@ from ._branches import (
     head_of,
     is_inside,
     leading,
-    on_rank,
     parts,
     unbranched,
     unwrapped,
@@ -23,6 +22,7 @@ from ._caught import caught
 from ._failures import EXIT_RAISED, failure, failures, lost_peer, raised_exit, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
+from ._ranked import on_rank
 from ._scene import Scene, Stand, scene
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for

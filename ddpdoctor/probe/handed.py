@@ -23,7 +23,7 @@ def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
     Args:
         called: the function of the user's that is called there; None where it is one of torch's.
     """
-    node = _definition(code, line) if _arguments(code) else None
+    node = _definition(code, line) if _parameters(code) else None
     call = _call(node, line, called) if node is not None else None
     if node is None or call is None:
         return False
@@ -33,11 +33,32 @@ def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
     return bool(varying) and all(values.given(p) for p in varying)
 
 
-def _arguments(code: CodeType) -> set[str]:
-    """Their names; without the object of a method: what that holds was not given in this call."""
+def _parameters(code: CodeType) -> set[str]:
+    """The names of its arguments."""
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     return {*code.co_varnames[:count]} - {"self", "cls"}
+
+
+def _arguments(node: ast.FunctionDef, code: CodeType) -> set[str]:
+    """The same without the object of a method, whatever it is called: what that holds was not
+    given in this call."""
+    names = _parameters(code)
+    if code.co_argcount and _is_in_class(code) and not any(map(_is_static, node.decorator_list)):
+        names.discard(code.co_varnames[0])
+    return names
+
+
+def _is_static(decorator: ast.expr) -> bool:
+    return _name(decorator) == "staticmethod"
+
+
+def _is_in_class(code: CodeType) -> bool:
+    """Whether the function is defined in the body of a class, as the lines before it say."""
+    lines = linecache.getlines(code.co_filename)
+    before, depth = lines[: code.co_firstlineno - 1], _indent(lines[code.co_firstlineno - 1])
+    outer = (t.lstrip() for t in reversed(before) if t.strip() and _indent(t) < depth)
+    return next((t for t in outer if not t.startswith("#")), "").startswith("class ")
 
 
 def _definition(code: CodeType, line: int) -> ast.FunctionDef | None:
@@ -88,7 +109,7 @@ class _Values:
     """What the variables of a function are made of, up to a line."""
 
     def __init__(self, node: ast.FunctionDef, line: int, code: CodeType) -> None:
-        self._arguments = _arguments(code)
+        self._arguments = _arguments(node, code)
         self._variables = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self._assigned: dict[str, list[ast.expr | None]] = {}
         self._asked: set[str] = set()

@@ -65,12 +65,14 @@ class Tape:
         shadows: bool = False,
         caller: int | Sequence[int] = (),
         hands_on: int = 0,
+        branches: Mapping[int, str] | None = None,
         **arguments: object,
     ) -> Tape:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
         `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
         backend's makes it. With a `caller` it is made in a function that this line calls (the
-        nearest first); the innermost `hands_on` lines hand on what they were given."""
+        nearest first); the innermost `hands_on` lines hand on what they were given, and those in
+        `branches` are under such a statement, on the line before."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
@@ -100,7 +102,7 @@ class Tape:
                          places=() if started else (Place(100 + number, around, hands_on > 0),)),
             ]  # fmt: skip
             for depth, caller in enumerate(callers, 1):
-                self._called_by(caller, hands_on > depth)
+                self._called_by(caller, hands_on > depth, (branches or {}).get(caller, ""))
         index = -1
         if peer < 0 and op != "batch_isend_irecv":
             index = self._next.get(group, 0)
@@ -114,13 +116,16 @@ class Tape:
         self._clock = began + max(lasts, 0.01) + 0.01
         return self
 
-    def _called_by(self, line: int, hands_on: bool) -> None:
+    def _called_by(self, line: int, hands_on: bool, branch: str) -> None:
+        around = (Enclosing(line=line - 1, text=branch),) if branch else ()
         last = self.events.pop()
         assert isinstance(last, CallSite)
         self.events += [
             Site(at=self._clock, id=1000 + line, file=f"{CWD}/train.py", line=line,
                  function="fit", text="call()"),
-            msgspec.structs.replace(last, places=(*last.places, Place(1000 + line, (), hands_on))),
+            msgspec.structs.replace(
+                last, places=(*last.places, Place(1000 + line, around, hands_on))
+            ),
         ]  # fmt: skip
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> Tape:

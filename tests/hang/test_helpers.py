@@ -78,6 +78,48 @@ def test_a_helper_by_way_of_one_that_hands_on(tmp_path: Path) -> None:
     assert "all_reduce (train.py:14, called from :58)" in finding.summary
 
 
+@pytest.mark.parametrize(
+    ("branch", "others", "line"),
+    [
+        ("if self.rank == 0:", None, 48),
+        ("past if self.rank: return", None, 48),
+        ("if self.late:", None, 48),
+        ("if self.late:", 58, 68),
+        ("if self.late:", 68, 48),
+        ("if dist.is_initialized():", None, 68),
+    ],
+)
+def test_a_branch_in_a_helper(tmp_path: Path, branch: str, others: int | None, line: int) -> None:
+    """The caller of it is pointed at only where the others enter that branch from elsewhere."""
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 57)
+        if others:
+            tape.call(line=14, caller=(48, others), hands_on=2, branches={48: branch})
+    made[0].call(line=14, caller=(48, 68), hands_on=2, branches={48: branch}, state=State.BEGUN)
+    made[1].call("DDP backward", 57, state=State.BEGUN)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == line
+    if "rank" in branch:
+        assert "all_reduce (train.py:14, called from :48)" in finding.summary
+
+
+def test_a_branch_on_the_rank_around_the_call_of_a_helper(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 57)
+    branches = {48: "if step % 10 == 0:", 68: "if rank == 0:"}
+    made[0].call(line=14, caller=(48, 68), hands_on=2, branches=branches, state=State.BEGUN)
+    made[1].call("DDP backward", 57, state=State.BEGUN)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made))
+    assert finding.location is not None
+    assert finding.location.line == 68
+    assert ("the branch that leads there", 67) in [
+        (r.label, r.location.line) for r in finding.related
+    ]
+
+
 def test_a_stall_names_the_caller(tmp_path: Path) -> None:
     made = tapes()
     for tape in made.values():
