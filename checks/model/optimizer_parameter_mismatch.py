@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import groupby
 
 import msgspec
 
-from ddpdoctor.events import OptimizerSeen, Ownership, Wrapped
+from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
 
@@ -34,11 +35,12 @@ class OptimizerParameterMismatch(Check):
     parameters that are in no module any more.)
 
     ## How it knows
-    Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, and after the run's first
-    one, the parameters of the model that have gradients are compared with those that all optimizers
-    hold. Of those in none a digest and torch's count of writes are taken; they are told where both
-    are still what they were at the look before and after the first backward, and forgiven where an
-    optimizer holds them in the end. The finding is proven for the steps that were looked at.
+    Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, or from the first step of
+    an optimizer that is made later, and after the run's first one, the parameters of the model that
+    have gradients are compared with those that all optimizers hold. Of those in none a digest and
+    torch's count of writes are taken; they are told where both are still what they were at the look
+    before and after the first backward, and forgiven where an optimizer holds them in the end. The
+    finding is proven for the steps that were looked at.
 
     ## Why it hurts
     The layer stays as it was initialised, or the optimizer polishes a layer that is not used. The
@@ -81,10 +83,11 @@ class OptimizerParameterMismatch(Check):
         chosen = _chosen(wrapped, event)
         old = _before_they_were_made(event)
         earlier = _earlier(rank, event)
-        begin = max(event.begun, event.since if earlier else 0, 0)
+        before, lasted = _in_place_of_another(rank, event)
+        begin = before + max(event.begun, event.since if earlier else 0, 0)
         whose = models.wrap_of(rank, event.whose)
         owner = title_of(rank, whose) if whose else ""
-        last = max(models.steps_of(r, model) for r in seen) - 1
+        last = max(before + lasted, *(models.steps_of(r, model) for r in seen)) - 1
         spot = rank.location(event.site)
         return self.finding(
             severity=Severity.ERROR if event.stale or old or owner or not chosen else Severity.NOTE,
@@ -150,6 +153,23 @@ def _earlier(rank: Rank, event: Ownership) -> bool:
         for number in optimizer.models
         if (before := models.wrap_of(rank, number))
     )
+
+
+def _in_place_of_another(rank: Rank, event: Ownership) -> tuple[int, int]:
+    """The steps that other optimizers took of the model, one after the other, before the one that
+    is named began and left the parameters out, and the steps of that; (0, 0) where none did."""
+    seen = list(rank.of(OptimizerSeen))
+    named = next((o for o in reversed(seen) if o.site == event.site >= 0), None)
+    if named is None:
+        return 0, 0
+    others = {o.optimizer for o in seen if event.model in o.models} - {named.optimizer}
+    steps = [e for e in rank.of(StepDone) if e.optimizer in others]
+    turns = [number for number, _ in groupby(e.optimizer for e in steps)]
+    told = [e for e in rank.of(Ownership) if e.model == event.model and e.at < named.at]
+    lacked = any(not set(event.missing).isdisjoint(e.missing) for e in told)
+    if lacked or len(turns) > len(others) or any(e.at > named.at for e in steps):
+        return 0, 0
+    return sum(e.count for e in steps), rank.steps_of(named.optimizer) if steps else 0
 
 
 def _before_they_were_made(event: Ownership) -> bool:

@@ -19,23 +19,29 @@ from .torch_private import fully_sharded, fully_shards, ready_indices
 
 LOST = "optimizers that hold the wrong parameters"
 
+RENEWED = 16
+"""Times that an optimizer's first step has a model looked at as often as in its first steps."""
+
 
 class Watch:
     """What is known of one model, or of one that `fully_shard` was applied to.
 
     Attributes:
         number: of the model; below 0 where it has no wrapper.
-        began, due: optimizer steps before its first backward, and before the next look at it.
+        began, due: optimizer steps before its first backward, or the first step of an optimizer
+            since, and before the next look at it; `renewed` how often such a step came.
         since: steps of the optimizer that steps, before the first look.
         missing: parameters with gradients that no optimizer holds: name to what they were;
-            `first` what those were after the first backward that no optimizer held then; `begun`
-            steps of the optimizer that stepped at the first look that met each.
+            `first` what those were after the first backward that no optimizer held then, or at the
+            first look that met them where it was renewed before; `begun` steps of the optimizer
+            that stepped at the first look that met each.
         told: what was recorded last.
     """
 
     def __init__(self, number: int, began: int = 0) -> None:
         self.number = number
         self.began = self.due = began
+        self.renewed = 0
         self.since = -1
         self.missing: dict[str, tuple[int, int]] = {}
         self.first: dict[str, tuple[int, int]] = {}
@@ -53,6 +59,12 @@ class Watch:
             return False
         self.due = self.began + max(1, 2 * (step - self.began))
         return True
+
+    def renew(self, step: int) -> None:
+        """An optimizer takes its first step after so many: maybe in the place of another."""
+        if step > self.began and self.renewed < RENEWED:
+            self.renewed += 1
+            self.began = self.due = step
 
 
 _watches: dict[Model, Watch] = {}
@@ -91,6 +103,9 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
 
 def _step_due(active: Recorder, step: Step) -> None:
     """Before the step: the gradients are there."""
+    if step.number == 0:
+        for watch in _watches.values():
+            watch.renew(active.step)
     _look(active, step)
     for module in _sharded_roots() if _due(step.number) else ():
         watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
@@ -123,7 +138,9 @@ def _pulse(active: Recorder, step: Step) -> None:
     if step.number:
         return
     for model, watch in _watches.items():
-        if model.backward_step == active.step - 1 and watch.missing:  # a run may have one step only
+        if watch.renewed or not watch.missing:
+            continue
+        if model.backward_step == active.step - 1:  # a run may have one step only
             _compare(active, model.inner(), watch, optimizers.held(), step)
 
 
@@ -138,6 +155,8 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
         watch.since = step.number
     loose = {n: p for n, p in trained.items() if id(p) not in held}
     state = {n: _state(p) for n, p in loose.items()}
+    if watch.renewed:  # what optimizers take turns at is changed once it is met again
+        watch.first = {**state, **watch.first}
     unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
     watch.missing = state
     watch.begun = {n: watch.begun.get(n, step.number) for n in loose}

@@ -204,6 +204,60 @@ def test_a_model_is_looked_at_in_its_own_first_steps():
     assert [step for step in range(45, 80) if watch.is_due(step)] == [45, 46, 47, 49, 53, 61, 77]
 
 
+def train_with(monkeypatch, net, choose, count=40, every=10):
+    """What is told missing, where every so many steps a new optimizer takes the last one's place.
+    `choose` gives the parameters of each."""
+    told = []
+    monkeypatch.setattr(ownership, "_tell", lambda *args: told.append((args[0].step, args[3])))
+    monkeypatch.setattr(ownership, "_watches", {})
+    monkeypatch.setattr(ownership, "_sharded_roots", list)
+    model = Model(0, net, list(net.parameters()), [])
+    monkeypatch.setattr(models, "live", lambda: [model])
+    for number in range(count):
+        if number % every == 0:
+            mine = list(choose(number // every))
+            optimizer = torch.optim.SGD(mine, lr=0.1)
+            held = {id(p): p for p in mine}
+        monkeypatch.setattr(optimizers, "held", lambda held=held: held)
+        monkeypatch.setattr(optimizers, "made", lambda optimizer=optimizer: [optimizer])
+        active = SimpleNamespace(step=number)
+        net.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        model.backward_step = number
+        ownership._backward_ends(active, SimpleNamespace(models=[model]))
+        step = SimpleNamespace(number=number % every, optimizer=lambda o=optimizer: o)
+        ownership._step_due(active, step)
+        optimizer.step()
+    return told
+
+
+def test_an_optimizer_in_the_place_of_another_is_looked_at_in_its_first_steps(monkeypatch):
+    net = torch.nn.Linear(2, 1)
+    copy = deepcopy(net)
+    parts = [net, net, copy, copy]
+    told = train_with(monkeypatch, net, lambda turn: parts[turn].parameters())
+    assert next(at for at, missing in told if missing) == 21
+    assert told[-1][1] == ["weight", "bias"]
+
+
+def test_optimizers_that_take_turns(monkeypatch):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    told = train_with(monkeypatch, net, lambda turn: net[turn % 2].parameters(), count=60)
+    assert told[-1][1] == []
+
+
+@pytest.mark.parametrize("beside, expected", [(0, Steps(30, 89, 60)), (30, Steps(0, 59, 60))])
+def test_the_steps_of_an_optimizer_in_the_place_of_another(beside, expected):
+    first = OptimizerSeen(at=0, optimizer=0, kind="SGD", site=61, models=(0,), parameters=6)
+    second = OptimizerSeen(at=0, optimizer=1, kind="SGD", site=60, parameters=6)
+    names = [f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")]
+    gone = owned(names, stale=("4x4",), begun=0)
+    later = [*steps(60, optimizer=1), *steps(beside, first=30)]
+    run = make_run({0: rank(first, *steps(30), second, gone, *later)})
+    (found,) = CHECK.examine(run)
+    assert found.steps == expected
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_an_optimizer_whose_trained_model_is_gone(monkeypatch, gone):
     monkeypatch.setattr(ownership, "in_some_module", lambda parameter: not gone)
