@@ -63,6 +63,8 @@ class Watch:
     def renew(self, step: int) -> None:
         """An optimizer takes its first step after so many: maybe in the place of another."""
         if step > self.began and self.renewed < RENEWED:
+            if not self.renewed:  # one made before the examination is known from its step on
+                self.first = {n: s for n, s in self.first.items() if n in self.missing}
             self.renewed += 1
             self.began = self.due = step
 

@@ -240,6 +240,13 @@ def test_an_optimizer_in_the_place_of_another_is_looked_at_in_its_first_steps(mo
     assert told[-1][1] == ["weight", "bias"]
 
 
+def test_what_an_optimizer_from_before_the_examination_held():
+    watch = ownership.Watch(0)
+    watch.first, watch.missing = {"held": (1, 1), "by_hand": (2, 1)}, {"by_hand": (3, 2)}
+    watch.renew(30)
+    assert watch.first == {"by_hand": (2, 1)}
+
+
 def test_optimizers_that_take_turns(monkeypatch):
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     told = train_with(monkeypatch, net, lambda turn: net[turn % 2].parameters(), count=60)
