@@ -13,6 +13,7 @@ from .recorder import Recorder
 
 LOST = "signals that ranks send"
 MOST_TOLD = 16
+"""Signals to other processes; one to its own that nothing handles is the last."""
 
 
 class _Signals:
@@ -47,7 +48,14 @@ def _raises(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
 
 
 def _tell(active: Recorder, pid: int, number: int) -> None:
-    if pid > 0 and number and _signals.told < MOST_TOLD:  # 0 only asks whether it is there
+    if pid <= 0 or not number:  # 0 only asks whether it is there
+        return
+    if pid == os.getpid():
+        if signal.getsignal(number) not in (signal.SIG_DFL, None):
+            return  # the program handles it, and goes on
+    elif _signals.told >= MOST_TOLD:
+        return
+    else:
         _signals.told += 1
-        sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=active.site())
-        active.emit(sent, vital=True)
+    sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=active.site())
+    active.emit(sent, vital=True)

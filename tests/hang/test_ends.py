@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -24,11 +22,10 @@ from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
     RankExiting,
-    SignalSent,
     SpawnEnded,
     ThreadFailed,
 )
-from ddpdoctor.probe import groups, moments, passing, process, signals, spawned
+from ddpdoctor.probe import groups, moments, passing, process, spawned
 from ddpdoctor.probe.patching import restore
 from ddpdoctor.probe.recorder import Recorder, current
 from ddpdoctor.run import Rank
@@ -98,28 +95,6 @@ def test_a_thread_that_fails_is_told_and_ends_nothing(
     assert told == ["no space", "3"], "whoever was to print it does"
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert (leaving.how, leaving.status) == ("return", None)
-
-
-def test_signals_that_are_sent_are_told_with_their_line(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
-    monkeypatch.setattr(current, "recorder", active)
-    signals.install()
-    try:
-        assert pickle.loads(pickle.dumps(os.kill)) is os.kill
-        os.kill(os.getpid(), 0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-        with pytest.raises(TypeError):
-            os.kill(os.getpid())  # type: ignore[call-arg]
-    finally:
-        restore()
-        signal.signal(signal.SIGUSR1, before)
-    told = [(e.pid, e.signal) for e in events(active) if isinstance(e, SignalSent)]
-    assert told == [(os.getpid(), signal.SIGUSR1)] * 2
-    assert len(seen) == 2
 
 
 def _raise(error: BaseException) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_died import RankDied
-from recordings import started
+from recordings import CWD, started
 from tapes import START, WALL, Tape, run_of, stood
 
 from ddpdoctor.diagnose import diagnose
@@ -106,7 +106,7 @@ def test_a_signal_that_a_rank_sends_is_where_it_was_sent(
     for rank, tape in made.items():
         tape.events.insert(0, started(rank, 2, pid=5000 + rank))
     made[sender].events += [
-        Site(at=START + 5, id=77, file="/work/train.py", line=31, function="f", text="os.kill()"),
+        Site(at=START + 5, id=77, file=f"{CWD}/train.py", line=31, function="f", text="os.kill()"),
         SignalSent(at=START + 6, pid=5000 + to, signal=number, site=77),
     ]
     ends = {0: [end(1, START + 6, signal=9)]}

@@ -1,0 +1,61 @@
+"""What the probe writes down of signals that the program sends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.events import SignalSent
+from ddpdoctor.probe import signals
+from ddpdoctor.probe.patching import restore
+from ddpdoctor.probe.recorder import Recorder, current
+from ddpdoctor.runfolder import EventWriter, Lines
+
+
+@pytest.fixture
+def active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    active = Recorder(writer, tmp_path, "rank-0", {})
+    monkeypatch.setattr(current, "recorder", active)
+    signals.install()
+    yield active
+    restore()
+    writer.close()
+
+
+def sent(active: Recorder) -> list[tuple[int, int]]:
+    found = Lines(active.writer.path).events()
+    return [(e.pid, e.signal) for e in found if isinstance(e, SignalSent)]
+
+
+def test_a_signal_that_ends_the_process_is_told(active: Recorder) -> None:
+    number = signal.SIGURG  # which does nothing by itself
+    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
+    assert sent(active) == [(os.getpid(), number)] * 2
+
+
+def test_one_that_the_program_handles_is_not(active: Recorder) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        for _ in range(2 * signals.MOST_TOLD):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(seen) == 2 * signals.MOST_TOLD
+    os.kill(os.getpid(), 0)
+    assert sent(active) == []
+    os.kill(os.getpid(), signal.SIGURG)
+    assert len(sent(active)) == 1, "the others have not used up what may be told"
+
+
+def test_the_functions_stay_what_they_are(active: Recorder) -> None:
+    assert pickle.loads(pickle.dumps(os.kill)) is os.kill
+    with pytest.raises(TypeError):
+        os.kill(os.getpid())  # type: ignore[call-arg]
