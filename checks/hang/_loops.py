@@ -12,6 +12,7 @@ from ddpdoctor.events import CALLERS, CallSite, ExceptionPassed, Place
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank, ranks_text
 
+from ._apart import apart
 from ._branches import condition
 from ._caught import handler
 from ._iterations import Leaver, is_last, iterations_of, skipped_in, steps_taken, until_call
@@ -60,6 +61,8 @@ class Left:
         steps: where they skipped some, for how many of their batches they took a step.
         ways: the statements that cut a round short, or that catch what ends it; as `source` what
             each is under.
+        known: whether all of these ranks did; otherwise some of them, nothing tells which.
+        turn: the branch that shows it, which goes by the number of the round.
     """
 
     ranks: list[int]
@@ -68,6 +71,13 @@ class Left:
     steps: str = ""
     ways: tuple[Location, ...] = ()
     exits: tuple[Location, ...] = ()
+    known: bool = True
+    turn: str = ""
+
+    @property
+    def who(self) -> str:
+        """`rank 1`, `some of ranks 0-3`."""
+        return ranks_text(self.ranks) if self.known else f"some of {ranks_text(self.ranks)}"
 
     @property
     def place(self) -> Location:
@@ -83,14 +93,15 @@ class Left:
     @property
     def cause(self) -> str:
         """`rank 1 left the loop at train.py:8 before the others`."""
-        who = ranks_text(self.ranks)
+        who = self.who
         ways = " or ".join(f"`{w.source}` ({w})" for w in self.ways[:2])
         short = f": {ways} leaves out the rest of one" if ways else ""
         if self.how is How.SKIPPED and self.steps:
             batches = f"{who} took a step for only {self.steps} batches"
             return f"{batches} in the loop at {self.loop}{short}"
         if self.how is How.SKIPPED:
-            return f"{who} skipped rounds of the loop at {self.loop}{short}"
+            shown = f"; `{self.turn}` goes by the number of the round" if self.turn else ""
+            return f"{who} skipped rounds of the loop at {self.loop}{short}{shown}"
         if self.how is How.FEWER:
             return f"{who} had fewer rounds of `{self.loop.source}` ({self.loop})"
         if self.how is How.RAISED:
@@ -103,10 +114,12 @@ class Left:
 
     @property
     def label(self) -> str:
-        who = ranks_text(self.ranks)
+        who = self.who
         if self.how is How.RAISED:
             return f"{who} caught an exception here"
         if self.how is How.SKIPPED:
+            if not self.known:
+                return "the rest of a round is skipped here"
             rounds = "batches in" if self.steps else "rounds of"
             return (
                 f"{who} skipped {rounds} this loop"
@@ -191,6 +204,11 @@ def left_loop(parting: Parting) -> Left | None:
         still = next(m for r, m in parting.made.items() if r not in left.ranks)
         last = next((m for m in parting.before if m.rank.rank in left.ranks), None)
         left = _with_exits(left, last.rank, last.site, still) if last else left
+    if left is not None and left.blames:
+        return left
+    if (rounds := apart(parting)) is not None:
+        skipped = Left(rounds.ranks, rounds.loop, How.SKIPPED, ways=rounds.ways)
+        return replace(skipped, known=rounds.known, turn=rounds.turn)
     usual = parting.left_out and left and left.how is How.UNKNOWN
     again = usual or (left is not None and _came_again(parting, left))
     return None if again else left  # the others are in a later round of the loop
@@ -220,7 +238,11 @@ def blamed(parting: Parting) -> Parting:
     """The same, with those who left the loop as the ranks at fault, where it is known how, unless
     most did, and the call that they left out."""
     left = left_loop(parting)
-    if left is None or not left.blames or 2 * len(left.ranks) > len(parting.made):
+    if left is not None and not left.known:
+        return replace(parting, odd=tuple(left.ranks))
+    if left is None or not left.blames:
+        return parting
+    if 2 * len(left.ranks) > len(parting.made) and not left.turn:
         return parting
     stay = next(made for rank, made in parting.made.items() if rank not in left.ranks)
     place = stay if parting.place.rank.rank in left.ranks else parting.place

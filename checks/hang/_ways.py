@@ -49,7 +49,7 @@ def ways_around(made: Made) -> tuple[Location, ...]:
         found += [
             Location(head.file, way.line, head.function, way.text)
             for way in around.ways
-            if spot is not None and _leaves_out(way, spot.line, place)
+            if spot is not None and leaves_out(way, spot.line, place)
         ]
     return tuple(found)
 
@@ -69,12 +69,12 @@ def ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
         way.line: Location(loop.file, way.line, loop.function, way.text)
         for _, _, around in inside
         for way in around.ways
-        if any(_leaves_out(way, line, place) for line, place in calls)
+        if any(leaves_out(way, line, place) for line, place in calls)
     }
     return tuple(found.values()), any(around.exits for _, _, around in inside)
 
 
-def _leaves_out(way: Way, line: int, place: Place) -> bool:
+def leaves_out(way: Way, line: int, place: Place) -> bool:
     """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
     other_arm = any(
         arm.opener <= way.line < arm.line

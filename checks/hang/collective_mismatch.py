@@ -157,7 +157,10 @@ def _label(parting: Parting) -> str:
 
 def _summary(parting: Parting) -> str:
     number = f"call {parting.index} of {parting.key}"
-    if _fault_of(parting) or (parting.left_out and not parting.extra and not parting.shifted):
+    left = _fault_of(parting)
+    if left is not None and not left.known:
+        return f"ranks are in different rounds of a loop: at {number}, {sides_text(parting)}"
+    if left or (parting.left_out and not parting.extra and not parting.shifted):
         op = parting.place.signature.op
         return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
     if parting.extra:
@@ -182,7 +185,8 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
-        return f"{_caught(parting, left.ranks, left.ways)}{left.cause}; {effect}"
+        known = _caught(parting, left.ranks, left.ways) if left.known else ""
+        return f"{known}{left.cause}; {effect}"
     if parting.left_out:
         made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
         left_it = f"rounds, and left it out in this one{_around(parting)}"

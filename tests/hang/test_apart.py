@@ -1,0 +1,113 @@
+"""DDP601 where a rank skipped a round, and a call that comes in some rounds only shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, run_of, tapes
+
+from ddpdoctor.events import Enclosing, Event, ExceptionPassed, Way
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
+
+HEAD = "for i in range(40):"
+TURN = "if i % 10 == 9:"
+SKIPS = Way(line=22, text="except ValueError:", first=17, last=27)
+TRIED = Enclosing(line=16, text="try:", ways=(SKIPS,))
+
+
+def found(
+    tmp_path: Path,
+    *,
+    head: str = HEAD,
+    turn: str = TURN,
+    way: Way = SKIPS,
+    within: Sequence[Enclosing | tuple[int, str]] = (),
+    around: Sequence[tuple[int, str]] = (),
+    more: dict[int, list[Event]] | None = None,
+) -> Finding:
+    """Rank 1 comes to the call of every tenth round first; the others are in that of all."""
+    made = tapes(3)
+    loop = (Enclosing(line=15, text=head, ways=(way,)), *around)
+    for tape in made.values():
+        for _ in range(4):
+            tape.call("DDP backward", 20, inside=(*within, TRIED, *loop))
+    for rank, tape in made.items():
+        if rank == 1:
+            inside = ((25, turn), *loop) if turn else loop
+            tape.call(line=27, inside=inside, state=State.BEGUN, at=START + 5)
+        else:
+            tape.call("DDP backward", 20, inside=(*within, TRIED, *loop),
+                      state=State.BEGUN, at=START + 5)  # fmt: skip
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, more=more, now=START + 7))
+    return finding
+
+
+def test_some_skipped_a_round(tmp_path: Path) -> None:
+    finding = found(tmp_path)
+    assert finding.ranks == (0, 1, 2)
+    assert finding.location is not None and finding.location.line == 22
+    assert "in different rounds of a loop" in finding.summary
+    assert "some of ranks 0-2 skipped rounds of the loop at train.py:15: `exc" in finding.cause
+    assert "`if i % 10 == 9:` goes by the number of the round" in finding.cause
+    assert "let no rank skip a round alone" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [((1,), (1,)), ((0, 2), (0, 2)), ((0,), (0, 1, 2)), ((0, 1, 2), (0, 1, 2))],
+)
+def test_who_skipped_it_by_what_it_caught(
+    tmp_path: Path, who: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    bad = ExceptionPassed(at=START + 2, where="forward", kind="ValueError", message="x", step=3)
+    finding = found(tmp_path, more={rank: [bad] if rank in who else [] for rank in range(3)})
+    assert finding.ranks == ranks
+    known = len(who) < 3 and who != (0,)
+    assert ("some of ranks" in finding.cause) is not known
+    assert (
+        f"rank {who[0]} caught ValueError: x in the forward of step 3" in finding.cause
+    ) is known
+
+
+@pytest.mark.parametrize(
+    "turn", ["if (i + 1) % args.every == 0:", "if i % every == 0 and i > warm:", "if not i % 2:"]
+)
+def test_branches_that_go_by_the_round(tmp_path: Path, turn: str) -> None:
+    assert "skipped rounds" in found(tmp_path, turn=turn).cause
+
+
+@pytest.mark.parametrize(
+    "head", ["for i, batch in enumerate(loader):", "for i, (x, y) in enumerate(train.loader):"]
+)
+def test_rounds_that_are_numbered(tmp_path: Path, head: str) -> None:
+    assert "skipped rounds" in found(tmp_path / "one", head=head).cause
+    epochs = ((14, "for epoch in range(n):"),)
+    assert "skipped rounds" not in found(tmp_path / "more", head=head, around=epochs).cause
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"turn": "if loss > 3 and i % 10 == 9:"},
+        {"turn": "if i > 9:"},
+        {"turn": "if step % 10 == 9:"},
+        {"turn": "if i % 10 == 9 and rank == 1:"},
+        {"turn": ""},
+        {"head": "for i in range(start, 40):"},
+        {"head": "for i, x in enumerate(loader, start=first):"},
+        {"head": "while i < 40:"},
+        {"way": Way(line=22, text="except ValueError:", first=17, last=21)},
+        {"way": Way(line=23, text="if skip:", first=24, last=27)},
+        {"within": ((19, "if torch.isfinite(loss):"),)},
+        {"within": (Enclosing(line=18, text="past if bad(loss):", opener=17),)},
+        {"within": ((19, "for part in parts:"),)},
+        {"within": (Enclosing(line=19, text="try:",
+                              ways=(Way(line=21, text="except OSError:", first=20, last=20),)),)},
+    ],
+)  # fmt: skip
+def test_it_may_be_in_the_same_round(tmp_path: Path, unlike: dict[str, object]) -> None:
+    assert "skipped rounds" not in found(tmp_path, **unlike).cause  # type: ignore[arg-type]
