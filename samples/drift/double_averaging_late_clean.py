@@ -31,7 +31,8 @@ def main():
             shown = loss.detach().clone()
             dist.all_reduce(shown)
             shown /= dist.get_world_size()
-    print(shown.item())
+    if dist.get_rank() == 0:
+        print(shown.item())
     dist.destroy_process_group()
 
 

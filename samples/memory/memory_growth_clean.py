@@ -34,7 +34,9 @@ class Trainer:
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    print(f"mean loss {Trainer().fit(400):.3f}")
+    mean = Trainer().fit(400)
+    if dist.get_rank() == 0:
+        print(f"mean loss {mean:.3f}")
     dist.destroy_process_group()
 
 
