@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -11,9 +11,10 @@ import msgspec
 
 from ddpdoctor.events import GroupReady, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Confidence, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 from . import _options
+from ._ahead import Ahead, ahead, in_the_end
 
 LOOKS_AT_LEAST = 5
 """Where all but the first step are taken without an exchange."""
@@ -35,7 +36,8 @@ class Copies:
     """One model as every rank of a group trains it; looks that all of them took, ascending.
 
     Attributes:
-        end: the look when the run was over, None where a rank has none.
+        end: the look when the run was over, None where a rank has none, or they took unlike many
+            steps; ends: those that there are.
         part: the group is a part of the world.
     """
 
@@ -43,6 +45,12 @@ class Copies:
     looks: list[Rows]
     end: Rows | None
     part: bool = False
+    ends: Rows = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Elements of the parameters."""
+        return sum(prod(p.shape) for p in next(iter(self.members.values()))[1].parameters)
 
     @property
     def last(self) -> Rows:
@@ -60,6 +68,7 @@ class Parting:
         once: and of those before it, the first one only.
         beside: the ranks of another group, which exchange theirs in every step, where only that
             tells that it is no fault of theirs.
+        ahead: who has left steps out, of which all exchanged the gradients.
     """
 
     copies: Copies
@@ -70,6 +79,7 @@ class Parting:
     stopped: bool = False
     once: bool = False
     beside: tuple[int, ...] = ()
+    ahead: Ahead | None = None
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -143,7 +153,7 @@ def _looked(members: dict[int, tuple[Rank, Unwrapped]], optimizer: int, *, part:
     common = sorted(set.intersection(*(set(t) for t in tables.values())))
     looks = [{n: t[step] for n, t in tables.items()} for step in common]
     whole = len(ends) == len(members) and len({s.step for s in ends.values()}) == 1
-    return Copies(members, looks, ends if whole else None, part)
+    return Copies(members, looks, ends if whole else None, part, ends)
 
 
 def _step(look: Rows) -> int:
@@ -180,9 +190,13 @@ def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
     """Where they part, if that is no fault of what is meant; `others` exchange in every step."""
     every = [*copies.looks, *([copies.end] if copies.end else [])]
     first = next((i for i, look in enumerate(every) if not same(look)), None)
+    if first is None and (late := in_the_end(copies.looks, copies.ends, copies.size)):
+        return Parting(copies, every[-1], copies.ends, {}, "not known", ahead=late)
     if not first or any(same(look) for look in every[first:]):
         return None
     equal, differ, last = every[first - 1], every[first], every[-1]
+    if (skipped := _skipped(copies, equal, differ)) is not None:
+        return skipped
     if any(s.averaged != equal[n].averaged for n, s in last.items()):
         return None  # the parameters themselves are exchanged: local SGD, or set right again
     steps = _step(differ) - _step(equal)
@@ -201,6 +215,17 @@ def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
             beside = next((o for o in goes_on if o.members.keys().isdisjoint(copies.members)), None)
             return replace(found, beside=tuple(beside.members)) if beside else None
     return found if _mostly(differ, last) else None
+
+
+def _skipped(copies: Copies, equal: Rows, differ: Rows) -> Parting | None:
+    """Where they part because some left out a step, the gradients of which all exchanged: what is
+    exchanged then is taken for parameters on those ranks alone."""
+    found = ahead(copies.looks, copies.ends, copies.size)
+    if found is None or found.step not in (_step(equal), _step(differ)):
+        return None
+    if any(s.averaged != equal[n].averaged for n, s in differ.items() if n not in found.ranks):
+        return None
+    return Parting(copies, equal, differ, {}, "not known", ahead=found)
 
 
 def _exchanged_once(copies: Copies) -> Parting | None:
@@ -230,9 +255,9 @@ def _exchanged_once(copies: Copies) -> Parting | None:
 def _little(copies: Copies, first: Rows | None, last: Rows) -> bool:
     """Whether less is exchanged between these looks, or ever since the first step, than could make
     them equal once."""
-    size = sum(prod(p.shape) for p in next(iter(copies.members.values()))[1].parameters)
     return all(
-        s.elements - (first[n].elements if first else 0) < ENOUGH * size for n, s in last.items()
+        s.elements - (first[n].elements if first else 0) < ENOUGH * copies.size
+        for n, s in last.items()
     )
 
 
@@ -293,6 +318,34 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         yield fields | {"ranks": tuple(sorted((*fields["ranks"], *more)))}
 
 
+def _told_ahead(found: Parting, by: Ahead, fields: dict[str, Any]) -> dict[str, Any]:
+    _, event = next(iter(found.copies.members.values()))
+    steps = {n: {"steps": count} for n, count in by.taken.items()}
+    told = f"step {by.step} comes after more exchanges of gradients than there"
+    if by.step < 0:
+        least, most = min(by.taken.values()), max(by.taken.values())
+        told = f"{least} for as many exchanges of gradients, not {most}"
+    return fields | {
+        "steps": None if by.step < 0 else fields["steps"],
+        "ranks": by.ranks,
+        "label": f"left out on {ranks_text(by.ranks)} at least once",
+        "summary": f"{ranks_do(by.ranks, 'skip')} optimizer steps of "
+        f"{event.kind or 'a set of parameters'} that the others take: {told}",
+        "cause": "the ranks exchanged the same gradients by hand, and not all of them applied "
+        "them: their parameters are that many updates apart",
+        "fix": "take the step on every rank; decide what to skip from numbers that are equal on "
+        "all ranks (all-reduce the condition)",
+        "evidence": {
+            "last_equal_at_step": found.steps[0],
+            "exchanged" + ("_before_the_step" if by.step >= 0 else ""): [
+                {"rank": n, "numbers": count, **steps.get(n, {})}
+                for n, count in by.elements.items()
+            ],
+            "looks": len(found.copies.looks),
+        },
+    }
+
+
 def _told(run: Run, found: Parting) -> dict[str, Any]:
     rank, event = next(iter(found.copies.members.values()))
     begin, end = found.steps
@@ -307,7 +360,7 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
     all_of_them = len(minority) == len(found.copies.members)
     who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
     others = "" if all_of_them else " from the other ranks" + " of the group" * found.copies.part
-    return {
+    fields = {
         "severity": Severity.NOTE if over else Severity.ERROR,
         "confidence": Confidence.SUSPECTED if found.once or found.beside else Confidence.PROVEN,
         "ranks": minority,
@@ -342,6 +395,7 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
         },
         "at": min(r.wall(found.differ[n].at) for n, (r, _) in found.copies.members.items()),
     }
+    return _told_ahead(found, found.ahead, fields) if found.ahead else fields
 
 
 def _places(

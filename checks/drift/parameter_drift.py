@@ -48,8 +48,9 @@ class ParameterDrift(Check):
     that never change on others, and of models without a wrapper whose gradients the ranks, all or
     those of a group, exchange by hand: copies that were seen to stay equal so and part; copies that
     differ from the start; gradients that the exchange leaves out in every step, or from one on, or
-    that are applied while an asynchronous exchange of them still runs; updates that an optimizer of
-    the program's own applies on some ranks only.
+    that are applied while an asynchronous exchange of them still runs; steps that some ranks leave
+    out though they exchanged the gradients; updates that an optimizer of the program's own applies
+    on some ranks only.
 
     ## How it knows
     Before each of the first 128 optimizer steps, and then before as many as `--budget` allows (at

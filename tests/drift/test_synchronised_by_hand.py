@@ -101,6 +101,55 @@ def test_a_rate_that_the_ranks_change_at_different_steps():
     assert [place.label for place in found.related] == ["lr is set here", "made here"]
 
 
+def skipping(rank, *, after=100, skips=(), apart=range(0), looks=None, ends=True, alone=0):
+    """States of a rank that exchanges in every round and leaves these steps out; `alone`: numbers
+    that it exchanges besides in each step."""
+    taken, edited = 0, states(rank, apart=apart, count=STEPS - len(skips), looks=looks)
+    rounds = [n for n in range(STEPS) if n not in skips]
+    for row in edited:
+        done = STEPS - 1 if row.last else rounds[row.step]
+        mean = sum(n < done for n in skips)
+        taken = row.step
+        if not row.last or ends:
+            yield msgspec.structs.replace(
+                row, elements=after * done + alone * taken, averaged=mean if done else 0
+            )
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_step_that_a_rank_leaves_out_after_the_exchange(ends):
+    apart = range(6, 13)
+    tables = {
+        n: skipping(n if n == 1 else 0, skips=(5,) if n == 1 else (), apart=apart, ends=ends)
+        for n in range(3)
+    }
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert (found.ranks, found.steps.first, found.location.line) == ((1,), 6, 9)
+    assert found.severity.value == "error"
+    assert found.summary.startswith("rank 1 skips optimizer steps of Net that the others take: st")
+    assert "step 5 comes after more exchanges of gradients" in found.summary
+    assert "not all of them applied them" in found.cause
+
+
+def test_a_step_that_a_rank_leaves_out_after_the_last_look():
+    looks = (0, 1, 2, 4)
+    tables = {0: list(skipping(0, apart=(12,), looks=looks)),
+              1: list(skipping(1, skips=(9,), apart=(11,), looks=looks))}  # fmt: skip
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert (found.ranks, found.steps) == ((1,), None)
+    assert "11 for as many exchanges of gradients, not 12" in found.summary
+    same = [msgspec.structs.replace(e, parameters=1) if e.last else e for e in tables[1]]
+    even = [msgspec.structs.replace(e, parameters=1) if e.last else e for e in tables[0]]
+    assert list(ParameterDrift().examine(run_of({0: even, 1: same}))) == []
+
+
+def test_who_exchanges_more_in_every_step_has_left_nothing_out():
+    apart = range(6, 13)
+    tables = {n: skipping(n, apart=apart, alone=100 * n) for n in range(2)}
+    (found,) = ParameterDrift().examine(run_of(tables))
+    assert "skip" not in found.summary
+
+
 def test_an_exchange_that_stops_midway():
     (found,) = found_in(local=range(8, 12), apart=range(9, 13))
     assert found.severity.value == "error"
