@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-from . import derivatives
+from . import callees, derivatives
 from .digests import given_back, readable
 from .frames import variables
 from .torch_private import node_number, saved, shard
@@ -25,6 +25,7 @@ _IN_SOURCE = {
     "div": r"(?<![/\w])[^/\n#]*[^/\s]\s*/\s*[^/=]",
     "pow": r"\*\*|\bpow\w*\(",
     "linalg_vector_norm": r"norm\(",
+    "log": r"(?<!math\.)(?<!self\.)(?<!wandb\.)(?<!logger\.)\blog_?\(",
 }
 """How operations stand in Python where it is not by their name."""
 
@@ -264,7 +265,8 @@ _MAKERS = ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div", "pow", 
 
 def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
     """(file, line, function) of what may have made numbers non-finite that were finite, in the
-    `forward` that calls the module of that name, before it does: if in one line only."""
+    `forward` that calls the module of that name, before it does, or else in a function that it
+    calls before: if in one line only."""
     owner, _, last = name.rpartition(".")
     codes = _forwards(model.get_submodule(owner), alone=True)
     called = [place for code in codes for place in _matches(code, re.compile(rf"\b{last}\b"))]
@@ -274,7 +276,16 @@ def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
     patterns = [re.compile(_IN_SOURCE.get(o, rf"\b{o}_?\(")) for o in _MAKERS]
     places = {place for code in codes for p in patterns for place in _matches(code, p)}
     found = [place for place in places if place[1] < first]
+    if not found:
+        begun = callees.forwards([model.get_submodule(owner)])
+        helpers = [code for code in callees.called_by(begun) if _is_called(code, codes, first)]
+        found = [place for code in helpers for p in patterns for place in _matches(code, p)]
     return found[0] if len(found) == 1 else None
+
+
+def _is_called(code: CodeType, callers: Iterable[CodeType], before: int) -> bool:
+    named = re.compile(rf"\b{re.escape(code.co_name)}\(")
+    return any(line < before for caller in callers for _, line, _ in _matches(caller, named))
 
 
 def _forwards(module: Any, *, alone: bool = False) -> set[CodeType]:
@@ -304,9 +315,12 @@ def line_of_operation(
     operation: str, module: Any, frame: FrameType | None
 ) -> tuple[str, int, str] | None:
     """(file, line, function) where the user's code uses an operation, if in one place only: in a
-    `forward` of the model, or else in the file that calls backward."""
+    `forward` of the model, or else in what that calls, or in the file that calls backward."""
     pattern = _spelled(operation)
     found = {place for code in _forwards(module) for place in _matches(code, pattern)}
+    if not found and operation not in _COMMON:
+        called = callees.called_by(callees.forwards(module.modules()))
+        found = {place for code in called for place in _matches(code, pattern)}
     if not found and frame is not None and operation not in _COMMON:
         found = set(_in_file(frame, pattern))
     return found.pop() if len(found) == 1 else None

@@ -10,10 +10,41 @@ from .nonfinite_origin import Origin
 from .recorder import Recorder
 
 
-def of_origin(active: Recorder, origin: Origin, live: list[Model], frame: Any, root: Any) -> int:
+def of(
+    active: Recorder,
+    origin: Origin,
+    live: list[Model],
+    frame: Any,
+    root: Any,
+    forward_site: int,
+    beyond: bool,
+    returned: list[int],
+) -> int:
+    """-1 where it is not known.
+
+    Args:
+        frame: of the function that calls the backward of `root`.
+        forward_site: the call of the models.
+        beyond: it came in as a constant after that.
+        returned: by model, torch's number for the first node after it, -1 where that is not known.
+    """
+    if beyond:
+        return _after_the_forward(active, origin, forward_site, frame, root)
+    if origin.entered:
+        return _of_maker(active, live, origin.module, forward_site)
+    site = _of_operation(active, origin, live, frame)
+    if site >= 0 or frame is None or origin.derivative_site >= 0:
+        return site if site >= 0 else origin.derivative_site
+    within = len(returned) == 1 and 0 <= origin.number < returned[0]
+    if within and forward_site >= 0:
+        return forward_site
+    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+
+
+def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
     operation = origin.operation
     if origin.derivative_site >= 0 and not operation:
-        return origin.derivative_site
+        return -1
     for model in live:
         inner = model.inner()
         place = (
@@ -23,12 +54,10 @@ def of_origin(active: Recorder, origin: Origin, live: list[Model], frame: Any, r
         )
         if place is not None:
             return active.sites.place(*place)
-    if frame is None or origin.derivative_site >= 0:
-        return origin.derivative_site
-    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+    return -1
 
 
-def after_the_forward(
+def _after_the_forward(
     active: Recorder, origin: Origin, forward_site: int, frame: Any, root: Any
 ) -> int:
     """The line between the forward and the backward, where one function makes both."""
@@ -39,7 +68,7 @@ def after_the_forward(
     return active.sites.number(frame.f_code, line) if line >= 0 else -1
 
 
-def of_maker(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
+def _of_maker(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
     inner = live[0].inner() if len(live) == 1 and module else None
     place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
     return otherwise if place is None else active.sites.place(*place)

@@ -314,6 +314,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
             )
     origin = nonfinite_origin.trace(root, _names())
     beyond = _beyond(origin, live)
+    returned = [_state.returned.get(model, (-1, None))[0] for model in live]
     return msgspec.structs.replace(
         base,
         operation=origin.operation,
@@ -322,11 +323,9 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         entered=origin.entered,
         beyond=beyond,
         derivative_site=origin.derivative_site,
-        origin_site=nonfinite_sites.of_origin(active, origin, live, frame, root)
-        if not origin.entered
-        else nonfinite_sites.after_the_forward(active, origin, base.forward_site, frame, root)
-        if beyond
-        else nonfinite_sites.of_maker(active, live, origin.module, base.forward_site),
+        origin_site=nonfinite_sites.of(
+            active, origin, live, frame, root, base.forward_site, bool(beyond), returned
+        ),
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +88,73 @@ def test_a_constant_was_made_before_it_came_into_the_graph(monkeypatch: Any) -> 
     place = nonfinite_origin.line_of_maker(net, "first")
     assert place is not None and "x.log()" in linecache.getline(*place[:2])
     assert nonfinite_origin.line_of_maker(net, "last") == place
+
+
+HELPED = """
+import torch
+
+def squash(h):
+    return inner(h)
+
+def inner(h):
+    return torch.log(h)
+
+def other(h):
+    return h.sqrt()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+
+    @staticmethod
+    def lower(x):
+        return 1 / x.{beside}()
+
+    def forward(self, x):
+        x = self.lower(x)
+        return squash(self.first(x))
+"""
+
+
+@pytest.fixture
+def helped(tmp_path: Path, monkeypatch: Any) -> Callable[[str], Any]:
+    """A module whose forward calls functions of its file."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def made(beside: str) -> Any:
+        name = f"helped_by_{beside}"
+        (tmp_path / f"{name}.py").write_text(HELPED.replace("{beside}", beside))
+        net = importlib.import_module(name).Net()
+        monkeypatch.delitem(sys.modules, name)
+        return net
+
+    return made
+
+
+def test_the_line_of_an_operation_in_what_the_forward_calls(helped: Callable[[str], Any]) -> None:
+    from ddpdoctor.probe.nonfinite_origin import line_of_maker, line_of_operation
+
+    place = line_of_operation("log", helped("exp"), None)
+    assert place is not None and place[1:] == (8, "inner")
+    assert line_of_operation("log", helped("log"), None) is None, "in two places"
+    assert line_of_operation("sqrt", helped("abs"), None) is None, "nothing calls it"
+    made = line_of_maker(helped("abs"), "first")
+    assert made is not None and made[1:] == (20, "lower")
+
+
+@pytest.mark.parametrize(("number", "line"), [(3, 7), (9, 40), (-1, 40)])
+def test_where_the_forward_made_it_and_the_line_is_not_known(
+    monkeypatch: Any, number: int, line: int
+) -> None:
+    from ddpdoctor.probe import nonfinite_origin, nonfinite_sites
+
+    monkeypatch.setattr(nonfinite_origin, "line_of_loss", lambda frame, root: 40)
+    active: Any = SimpleNamespace(sites=SimpleNamespace(number=lambda code, line: line))
+    origin = nonfinite_origin.Origin("log", number=number)
+    frame = SimpleNamespace(f_code=None)
+    assert nonfinite_sites.of(active, origin, [], frame, None, 7, False, [5]) == line
 
 
 def test_a_graph_is_followed_without_running_the_program_again() -> None:
