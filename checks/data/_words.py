@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import LoaderSeen
-from ddpdoctor.findings import Evidence, Location, Related
+from ddpdoctor.events import LoaderSeen, OptimizerSeen
+from ddpdoctor.findings import Evidence, Location, Related, Steps
 from ddpdoctor.run import Run, ranks_text
 
 from ._audit import Audit
-from ._loaders import Loader, Reader
+from ._loaders import Epoch, Loader, Reader
 
 
 def no_loader(run: Run) -> str | None:
@@ -40,6 +40,16 @@ def since(reader: Reader, number: int = 0) -> str:
     """Where the loader was another one, or right, before that epoch."""
     late = number > 0 or bool(reader.earlier)
     return f", from step {reader.epochs[number].began.step} on" if late else ""
+
+
+def steps_from(reader: Reader, first: Epoch | None) -> Steps | None:
+    """The steps from an epoch on that begins after others were taken, where one optimizer trains on
+    what the loader gives; None where it comes first, or that is not known."""
+    start, end = first.began.step if first else 0, reader.rank.steps
+    if first is None or not 0 < start < end or len(reader.rank.of(OptimizerSeen)) > 1:
+        return None
+    trained = sum(e.trained for e in reader.epochs if e.began.step >= start)
+    return Steps(start, end - 1, min(end - start, trained)) if trained else None
 
 
 def dataset(reader: Reader) -> str:

@@ -12,7 +12,7 @@ from ddpdoctor.run import Rank, Run
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
 from ._verdict import AGAIN, FROM_EPOCH, MOVING, Fault, faults, of_check
-from ._words import dataset, figures, related, since, some, use, whom
+from ._words import dataset, figures, related, since, some, steps_from, use, whom
 
 
 class DataOverlap(Check):
@@ -97,6 +97,7 @@ class DataOverlap(Check):
             severity=Severity.NOTE if note else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
+            steps=steps_from(reader, reader.epoch(number)),
             subjects=(reader.seen.dataset,),
             location=reader.made_at,
             label="not divided among the workers" if workers else "not divided among the ranks",

@@ -12,7 +12,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
 from ._loaders import Epoch, Loader, Reader, in_order, loaders
-from ._words import dataset, no_loader, related, spelled, whom
+from ._words import dataset, no_loader, related, spelled, steps_from, whom
 
 FEWEST = 4
 """Samples in an epoch whose order can hardly repeat by chance."""
@@ -93,6 +93,7 @@ class SamplerEpochFrozen(Check):
             why += "number of the one before"
         yield self.finding(
             ranks=tuple(frozen),
+            steps=steps_from(reader, _first_repeat(reader)),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="shuffles by seed + epoch, and the epoch never changes"
@@ -183,6 +184,12 @@ def _repeats(reader: Reader) -> int:
     return (
         repeats + _again(reader) + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
     )
+
+
+def _first_repeat(reader: Reader) -> Epoch | None:
+    """The first epoch that had the order of the one before it, where it is one by itself."""
+    trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
+    return next((b for a, b in itertools.pairwise(trained) if _same(a, b)), None)
 
 
 def _again(reader: Reader) -> int:

@@ -9,7 +9,7 @@ from ddpdoctor.run import Run
 
 from ._audit import Audit
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, since, use, whom
+from ._words import dataset, figures, no_loader, related, since, steps_from, use, whom
 
 
 class SamplerMissing(Check):
@@ -73,6 +73,7 @@ class SamplerMissing(Check):
             severity=Severity.NOTE if note else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
+            steps=steps_from(reader, reader.epochs[0]),
             subjects=(reader.seen.dataset,),
             location=spot,
             label="no distributed sampler" if _plain(fault) else "every rank gets the same samples",

@@ -8,7 +8,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones
 
 from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, whom
+from ._words import dataset, figures, no_loader, related, steps_from, whom
 
 
 class SamplerSeedSkew(Check):
@@ -67,6 +67,7 @@ class SamplerSeedSkew(Check):
         why, fix, kind = _advice(by_seed=by_seed, set_by_all=set_by_all)
         return self.finding(
             ranks=odd,
+            steps=steps_from(reader, audit.epochs.get(reader.rank.rank)),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label=f"the {what} differs between ranks",

@@ -86,7 +86,6 @@ class Divergence:
             any tensor that does.
         names: of the tensors that differ; `looked` of the `total` were compared from then on.
         minority: ranks that differ from most others; all ranks where there is no majority.
-        step: optimizer steps of the process at the first moment.
         at: wall clock of the first moment, on the last rank where it is none of a step.
         healed: a later moment at which all tensors were equal again, -1 for none.
         before: the last moment at which they were still equal, as far as they were compared

@@ -165,6 +165,7 @@ class BufferDrift(Check):
         return self.finding(
             severity=severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),
+            steps=_evaluated(group, found),
             subjects=tuple(found.names),
             location=location,
             label=label,
@@ -182,6 +183,19 @@ class BufferDrift(Check):
             | {"next_forward_repairs": "yes" if broadcast else "no"},
             at=found.at,
         )
+
+
+def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
+    """The step of an evaluation while the training goes on."""
+    member = group.any
+    steps = (
+        event.step
+        for event in member.rank.of(Digests)
+        if (event.model, event.kind, event.point) == (member.model, found.kind, "eval")
+        if event.keys[-1:] == (found.first,)
+    )
+    step = next(steps, 0) if found.point == "eval" else 0
+    return Steps.of([step]) if 0 < step <= member.last_step else None
 
 
 SYNC_NORM = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._log import Log, Made, book
@@ -76,6 +76,7 @@ class GroupCreationMismatch(Check):
         )
         return self.finding(
             ranks=parting.odd,
+            steps=_late(parting.place),
             subjects=tuple(_members(members) for members in sides),
             location=parting.location,
             label="other ranks make another group here",
@@ -119,6 +120,7 @@ class GroupCreationMismatch(Check):
         most_ranks = [r for r, n in made.items() if n == most]
         yield self.finding(
             ranks=tuple(without if len(without) <= len(most_ranks) else most_ranks),
+            steps=_late(place),
             subjects=(_members(place.signature.ranks),),
             location=place.location,
             label=f"{ranks_text(without)} never {_verb(without, 'make')} this group",
@@ -142,6 +144,11 @@ _FIX = (
     "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
     "else mine`; or pass `use_local_synchronization=True`"
 )
+
+
+def _late(place: Made) -> Steps | None:
+    """The step of a group that is made while the training goes on."""
+    return Steps.of([place.step]) if place.step > 0 else None
 
 
 def _verb(ranks: list[int], verb: str) -> str:

@@ -9,7 +9,7 @@ from readers import found, loader, prologue, run_of
 from recordings import make_run, site
 
 from ddpdoctor.events import EpochEnded, Event, ForwardInput, StepDone, Wrapped
-from ddpdoctor.findings import Finding
+from ddpdoctor.findings import Finding, Steps
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
 OTHER = FIRST[::-1]
@@ -30,6 +30,14 @@ def test_the_same_order_every_epoch() -> None:
     assert finding.summary.startswith("3 of 3 epochs")
     assert finding.ranks == (0, 1)
     assert finding.location is not None and finding.location.line == 10
+
+
+def test_the_step_since_which_the_order_is_the_same() -> None:
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    began = {"sampler_epoch": [0, 1, 1, 1], "step": [0, 0, 1, 1]}
+    events = loader(0, [OTHER, FIRST, FIRST, FIRST], began=began, **fields)  # type: ignore[arg-type]
+    (finding,) = examine(events)
+    assert finding.steps == Steps(1, 1, 1)
 
 
 def test_a_sampler_of_ones_own() -> None:

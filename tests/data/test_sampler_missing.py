@@ -13,7 +13,7 @@ from recordings import make_run
 
 from ddpdoctor.events import Event, ForwardInput, Payload
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.findings import Finding, Severity, Steps
 
 EVERYTHING = list(range(100))
 BACKWARDS = EVERYTHING[::-1]
@@ -32,6 +32,15 @@ def test_ranks_that_read_the_same_samples() -> None:
     assert finding.location is not None and finding.location.line == 11
     assert "same 100 of 100" in finding.summary
     assert finding.evidence["same order"] is False
+
+
+def test_a_loader_that_comes_late_in_the_training() -> None:
+    late, first = (
+        examine(*(loader(0, [EVERYTHING], content=1, began={"step": n}) for _ in range(2)))
+        for n in (1, 0)
+    )
+    assert late[0].steps == Steps(1, 1, 1)
+    assert first[0].steps is None
 
 
 @pytest.mark.parametrize(("read", "exhausted", "what"), [

@@ -42,6 +42,16 @@ def test_different_at_evaluation():
     assert finding.evidence["next_forward_repairs"] == "no"
 
 
+@pytest.mark.parametrize(("taken", "told"), [(3, 3), (0, None), (10_000, None)])
+def test_the_step_of_an_evaluation(taken, told):
+    looks = {
+        n: [msgspec.structs.replace(at_evaluation(value, 2), step=taken)]
+        for n, value in enumerate((1, 3))
+    }
+    (finding,) = BufferDrift().examine(run_of(looks, broadcast=False))
+    assert (finding.steps and finding.steps.first) == told
+
+
 def test_evaluation_around_the_wrapper_points_at_it():
     run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]})
     (finding,) = BufferDrift().examine(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
 from tapes import START, Tape, run_of, stall
 
-from ddpdoctor.events import RankExiting, Signature
+from ddpdoctor.events import RankExiting, Signature, StepDone
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run
@@ -26,6 +26,17 @@ def test_every_rank_its_own_group(tmp_path: Path) -> None:
         tape.call("new_group", 9, group=NEW, ranks=mine)
     (finding,) = found(run_of(tmp_path, made))
     assert set(finding.subjects) == {"[0, 1]", "[2, 3]"}
+
+
+def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        for step in range(3):
+            tape.call(line=5, step=step)
+        tape.call("new_group", 9, group=NEW, ranks=(0, 1) if rank < 2 else (2, 3), step=3)
+    taken = StepDone(at=START, optimizer=0, step=8, site=-1, wall_s=0.1)
+    (finding,) = found(run_of(tmp_path, made, more={rank: [taken] for rank in made}))
+    assert finding.steps is not None and finding.steps.first == 3
 
 
 def apart(working: bool = False) -> dict[int, Tape]:
