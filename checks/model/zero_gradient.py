@@ -14,30 +14,32 @@ SAMPLES = 4
 
 
 class ZeroGradient(Check):
-    """A gradient is exactly zero in every step, and the weights decay
+    """A gradient is exactly zero in every step, and the weights change
 
     ## What it finds
     Parameters that take part in the loss with a gradient of exactly zero at every step looked at,
-    while the optimizer applies weight decay.
+    which the optimizer changes all the same: by its weight decay, or by the momentum of gradients
+    from before.
 
     ## How it knows
-    Before steps 0, 1, 2, 4, 8 and so on each rank looks whether a gradient has any value but zero,
-    from the second time on only where all were zero before. Four looks or more must agree, and some
-    group of the optimizer must have a weight decay: the largest is shown. The finding is proven for
-    the steps looked at.
+    Before steps 0, 1, 2 and 4 each rank looks whether a gradient has any value but zero, from the
+    second time on only where all were zero before; then before each step up to 128, ever more
+    rarely after that, and when the program ends. All looks must agree. At steps that are powers of
+    two it sees whether the step changes the parameter. The finding is proven for the steps looked
+    at.
 
     ## Why it hurts
-    Nothing is learnt there, and the decay shrinks what was there: a pretrained layer that is cut
-    off fades. The usual ways are a dead activation, a loss weight of zero, a product with a mask
-    that is always zero.
+    Nothing is learnt there, and what was there is lost: a pretrained layer that is cut off fades.
+    The usual ways are a dead activation, a loss weight of zero, a product with a mask that is
+    always zero.
 
     ## How to fix it
     Find what multiplies by zero on the way from the layer to the loss; or freeze the layer.
 
     ## When it stays quiet
-    Embeddings; a gradient that is not zero in one of the steps; no weight decay in any group; fewer
-    than four steps looked at; models of more than 2000 parameters; gradients on a GPU, since
-    looking would make it wait.
+    Embeddings; a gradient that is not zero in one of the steps, as after a warm-up of the loss's
+    weight; parameters that the steps leave as they are; fewer than four steps looked at; models of
+    more than 2000 parameters; gradients on a GPU, since looking would make it wait.
     """
 
     code = "DDP308"
@@ -58,7 +60,7 @@ class ZeroGradient(Check):
         for seen in sorted(every, key=len, reverse=True):
             for rank, event in list(seen.items())[:1]:
                 wrapped = models.wrap_of(rank, event.model)
-                if wrapped is None or not event.weight_decay:
+                if wrapped is None or not (event.weight_decay or event.moved):
                     continue
                 worth = _worth_telling(wrapped, event)
                 if left := [i for i in worth if (event.model, i) not in told]:
@@ -84,8 +86,12 @@ class ZeroGradient(Check):
             label="its gradient is always zero",
             summary=f"the gradient of {models.some(names)} of {title} was exactly "
             f"zero at all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
-            cause=f"{part.title} reaches the loss only through something that is zero; weight "
-            f"decay {event.weight_decay:g} still shrinks it",
+            cause=f"{part.title} reaches the loss only through something that is zero; "
+            + (
+                "the momentum of gradients from before still moves it"
+                if set(left) <= set(event.moved)
+                else f"weight decay {event.weight_decay:g} still shrinks it"
+            ),
             fix="look for a loss weight, a mask or an activation that is zero on its way to the "
             "loss; or freeze it before the wrap",
             fix_kind=FixKind.CHECK,

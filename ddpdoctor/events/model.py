@@ -410,12 +410,14 @@ class CommHook(Event, frozen=True, tag="comm-hook"):
 
 
 class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
-    """Parameters whose gradient was exactly zero at every step looked at so far.
+    """Parameters whose gradient was exactly zero at every step looked at so far, and that a step
+    changed all the same; told again when they are fewer.
 
     Attributes:
         indices: positions in `Wrapped.parameters`.
         samples: steps looked at.
-        weight_decay: the largest of the optimizer's groups.
+        weight_decay: the largest of the optimizer's groups that hold them.
+        moved: those of them whose group has none.
     """
 
     model: int
@@ -424,6 +426,7 @@ class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
     samples: int
     indices: tuple[int, ...] = ()
     weight_decay: float = 0.0
+    moved: tuple[int, ...] = ()
 
 
 def examined(made: int, parameters: int) -> bool:

@@ -1,11 +1,21 @@
-"""DDP308: zero at every step looked at, and decayed."""
+"""DDP308: zero at every step looked at, and decayed or moved."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import pytest
+import torch
 from ddpdoctor.checks.model.zero_gradient import ZeroGradient
 from recordings import make_run, steps
 from wraps import codes, rank, wrap
 
 from ddpdoctor.events import Submodule, ZeroGradients
+from ddpdoctor.events.amp import told_at
+from ddpdoctor.probe import optimizers
+from ddpdoctor.probe import zeros as watcher
+from ddpdoctor.probe.holdings import Holding
 
 CHECK = ZeroGradient()
 
@@ -14,6 +24,66 @@ def zeros(samples=4, decay=0.1, indices=(4, 5)):
     return ZeroGradients(
         at=0, model=0, optimizer=0, step=8, samples=samples, indices=indices, weight_decay=decay
     )
+
+
+def seen(monkeypatch, optimizer, weight, *, steps):
+    """What is told of a run; `weight` is by what the gradients are multiplied at a step."""
+    told: list[ZeroGradients] = []
+    active: Any = SimpleNamespace(emit=told.append)
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    every = list(range(len(parameters)))
+    references = [weakref.ref(p) for p in parameters]
+    model: Any = SimpleNamespace(number=0, expected=every, parameters=references)
+    holding = Holding(model, 0, every)
+    step: Any = SimpleNamespace(holdings=[holding], optimizer=weakref.ref(optimizer))
+    step.known = SimpleNamespace(notes={}, step=step)
+    monkeypatch.setattr(optimizers, "known", lambda: [step.known])
+    monkeypatch.setattr(watcher, "_ends", SimpleNamespace(wake=lambda awake=True: None))
+    for step.number in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, weight(step.number))
+        if told_at(step.number):
+            watcher._step_due(active, step)
+        optimizer.step()
+        watcher._step_ends(active, step)
+    watcher._leaving(active, None)
+    return told
+
+
+def weights(count=2):
+    return [torch.nn.Parameter(torch.ones(3)) for _ in range(count)]
+
+
+def test_a_decay_is_that_of_the_parameters_own_group(monkeypatch):
+    decayed, other = weights()
+    groups = [{"params": [decayed], "weight_decay": 0.1}, {"params": [other]}]
+    told = seen(monkeypatch, torch.optim.SGD(groups, 0.1), lambda step: 0.0, steps=9)
+    assert (told[-1].indices, told[-1].weight_decay, told[-1].moved) == ((0,), 0.1, ())
+
+
+def test_momentum_from_before_moves_it(monkeypatch):
+    optimizer = torch.optim.Adam(weights(), 0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    told = seen(monkeypatch, optimizer, lambda step: 0.0, steps=9)
+    assert (told[-1].moved, told[-1].weight_decay) == ((0, 1), 0.0)
+
+
+def test_nothing_moves_it(monkeypatch):
+    assert seen(monkeypatch, torch.optim.Adam(weights(), 0.1), lambda step: 0.0, steps=40) == []
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [lambda step: step >= 12, lambda step: step == 39, lambda step: (step + 1) % 10 == 0],
+    ids=["a warm-up", "the last step", "each tenth step"],
+)
+def test_a_gradient_that_comes_later(monkeypatch, weight):
+    optimizer = torch.optim.AdamW(weights(), 0.1, weight_decay=0.1)
+    told = seen(monkeypatch, optimizer, weight, steps=40)
+    assert told[0].indices
+    assert told[-1].indices == ()
 
 
 def both(*events, wrapped=None):
@@ -41,6 +111,13 @@ def test_two_optimizers_of_which_each_has_its_own():
 
 def test_without_decay_nothing_is_lost():
     assert codes(both(zeros(decay=0.0)), CHECK) == []
+
+
+def test_the_cause_is_what_changes_them():
+    moved = msgspec.structs.replace(zeros(decay=0.0), moved=(4, 5))
+    (decayed,), (moved_by,) = CHECK.examine(both(zeros())), CHECK.examine(both(moved))
+    assert "decay 0.1" in decayed.cause
+    assert "momentum" in moved_by.cause
 
 
 def test_too_few_steps():
