@@ -33,6 +33,9 @@ SUSPICIOUS_LOSSES = 48 // COUNTED
 FORWARDS_WITHOUT_STEP = 3
 """More of them in a row are evaluation, not accumulation."""
 
+FORWARDS_OF_A_STEP = 64
+"""More of them between two looks for one step are evaluation, too."""
+
 STEPS_BETWEEN = 12
 CHAIN_EVERY = 8
 MOST_CENSUSES = 6
@@ -42,6 +45,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Memory:
+    """
+    Attributes:
+        census_at: steps and forwards before the last census, -1 before the first.
+    """
+
     def __init__(self) -> None:
         self.due = 0.0
         self.pace = SHORTEST_S
@@ -53,7 +61,7 @@ class _Memory:
         self.made: list[Any] = []
         self.censuses = 0
         self.census: dict[int, holders.Held] = {}
-        self.census_at = -1
+        self.census_at = (-1, -1)
         self.told = False
         self.gpu: Any = None
 
@@ -189,10 +197,11 @@ def _grows() -> bool:
 
 
 def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
-    progress = max(active.step, forwards.count())
-    first = _memory.census_at < 0
-    steps = progress - _memory.census_at
-    if not first and steps < max(STEPS_BETWEEN, _memory.census_at // 4):
+    progress = active.step, forwards.count()
+    since = [now - then for now, then in zip(progress, _memory.census_at, strict=True)]
+    evaluates = since[1] > FORWARDS_OF_A_STEP * since[0]
+    last, steps = _memory.census_at[evaluates], since[evaluates]
+    if last >= 0 and steps < max(STEPS_BETWEEN, last // 4):
         return
     if everywhere and _memory.censuses < MOST_CENSUSES:
         _memory.censuses += 1

@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,3 +312,31 @@ def test_a_cache_that_fills_more_and_more_slowly() -> None:
     levels = [300 + 4 * n for n in range(30)]
     assert found(*gains(50, 48, 52), *samples(levels))
     assert not found(*gains(50, 28, 20), *samples(levels))
+
+
+@pytest.mark.parametrize(("each", "gained", "told"), [
+    ((1, 1), 20, True),
+    ((1, 3), 20, True),  # three forwards a step
+    ((0, 1), 20, True),  # evaluation
+    ((1, 3), 4, False),  # with some of the steps only
+    ((0, 1), 4, False),
+])  # fmt: skip
+def test_what_grows_with_the_steps_whatever_forwards_each_takes(
+    monkeypatch: pytest.MonkeyPatch, each: tuple[int, int], gained: int, told: bool
+) -> None:
+    pytest.importorskip("torch")
+    from ddpdoctor.probe import holders, memory
+
+    found: list[tuple[int, int]] = []
+    steps, forwards = (50 * n for n in each)
+    kept = [0]
+    monkeypatch.setattr(memory, "_memory", memory._Memory())
+    monkeypatch.setattr(memory.forwards, "count", lambda: forwards)
+    monkeypatch.setattr(holders, "census", lambda *_: {1: holders.Held(kept[0], True, "list")})
+    monkeypatch.setattr(holders, "name_of", lambda *_: None)
+    monkeypatch.setattr(memory, "_tell", lambda *told: found.append(told[3:]))
+    for _ in range(2):
+        active: Any = SimpleNamespace(step=steps, sites=None)
+        memory._look_for_holder(active, everywhere=True)
+        steps, forwards, kept[0] = steps + 20 * each[0], forwards + 20 * each[1], kept[0] + gained
+    assert found == ([(gained, 20)] if told else [])
