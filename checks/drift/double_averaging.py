@@ -33,7 +33,9 @@ class DoubleAveraging(Check):
     (in the first 64 steps, later as `--budget` allows), without what torch's clipping makes of
     them, and what the program hands to collectives with the gradients; without a wrapper, in four
     steps, what is applied with the mean of what the ranks had. A division counts only where its
-    line names the world size: another 2 does not. The finding is proven.
+    line names the world size, or a name that is given a quotient or a product with it in one place
+    of that file: another 2 does not. By a product it counts where the loss is a mean, or a sum
+    divided by the world size times what it is over. The finding is proven.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and

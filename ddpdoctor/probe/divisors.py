@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+from collections import Counter
 from functools import lru_cache
 from types import CodeType
+from typing import NamedTuple
 
 from .sources import function_of
 
@@ -14,9 +16,26 @@ _SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|d
 _OTHER = re.compile(r"accum|micro|steps|local")
 
 
+class _Names(NamedTuple):
+    """What the names in a file mean.
+
+    Attributes:
+        sizes: they are given the world size.
+        values: what is given to those that are given something in one place only.
+    """
+
+    sizes: frozenset[str]
+    values: dict[str, ast.expr]
+
+    def meaning(self, node: ast.expr) -> ast.expr:
+        """What a name stands for; anything else stands for itself."""
+        names = _names(node)
+        return self.values.get(names.pop(), node) if names else node
+
+
 @lru_cache(maxsize=32)
-def _parsed(file: str) -> tuple[ast.Module, frozenset[str]] | None:
-    """A file's syntax tree, and the names in it that are given the world size."""
+def _parsed(file: str) -> tuple[ast.Module, _Names] | None:
+    """A file's syntax tree, and its names."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
@@ -28,7 +47,21 @@ def _parsed(file: str) -> tuple[ast.Module, frozenset[str]] | None:
                 names |= {n for target in node.targets for n in _names(target)}
             elif isinstance(node, ast.Assign) and len(node.targets) == 1:
                 names |= _unpacked(node.targets[0], node.value, frozenset(names))
-    return tree, frozenset(names)
+    return tree, _Names(frozenset(names), _given_once(tree))
+
+
+def _given_once(tree: ast.Module) -> dict[str, ast.expr]:
+    """What names are given that are given something in one place only, and are no parameters."""
+    places: Counter[str] = Counter()
+    values: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            places.update(_names(node))
+        elif isinstance(node, ast.arg):
+            places[node.arg] += 1
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            values |= dict.fromkeys(_names(node.targets[0]), node.value)
+    return {name: value for name, value in values.items() if places[name] == 1}
 
 
 def _unpacked(target: ast.expr, value: ast.expr, names: frozenset[str]) -> set[str]:
@@ -79,9 +112,9 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
             continue
         if not node.lineno <= line <= (node.end_lineno or node.lineno):
             continue
-        for divisor in _divisors(node):
-            for factor in _factors(divisor) if product else [divisor]:
-                if _is_size(factor, names):
+        for divisor in _divisors(node, names):
+            for factor in _factors(names.meaning(divisor)) if product else [divisor]:
+                if _is_size(factor, names.sizes):
                     return ast.unparse(factor)[:80]
     return ""
 
@@ -103,8 +136,8 @@ def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
         given = {n for t in targets if isinstance(t, ast.expr) for n in _names(t)}
         if statement not in here and not given & roots:
             continue
-        for divisor in (d for node in ast.walk(statement) for d in _divisors(node)):
-            if _is_size(divisor, names):
+        for divisor in (d for node in ast.walk(statement) for d in _divisors(node, names)):
+            if _is_size(divisor, names.sizes):
                 return statement.lineno, ast.unparse(divisor)[:80]
     return -1, ""
 
@@ -116,12 +149,28 @@ def _factors(node: ast.expr) -> list[ast.expr]:
     return []
 
 
-def _divisors(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div):
-        return [node.right if isinstance(node, ast.BinOp) else node.value]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
+    """What a node divides by, also where it multiplies by a name for a quotient."""
+    if isinstance(node, ast.BinOp):
+        operation, operands = node.op, [node.left, node.right]
+    elif isinstance(node, ast.AugAssign):
+        operation, operands = node.op, [node.value]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr in ("div", "div_", "true_divide"):
             return list(node.args)
         if node.func.attr in ("mul", "mul_"):
-            return [d for a in node.args for d in _divisors(a)]
+            return [d for a in node.args for d in _divisors(names.meaning(a), names)]
+        return []
+    else:
+        return []
+    if isinstance(operation, ast.Div):
+        return operands[-1:]
+    if isinstance(operation, ast.Mult):
+        quotients = [names.meaning(o) for o in operands if _names(o)]
+        return [d for q in quotients for d in _quotient(q)]
     return []
+
+
+def _quotient(node: ast.expr) -> list[ast.expr]:
+    """What a quotient divides by."""
+    return [node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from math import isfinite
+from collections.abc import Sequence
+from math import isfinite, prod
 from types import CodeType
 from typing import Any
 
@@ -175,7 +176,7 @@ def _look(
             break
         node = ahead[0]
     if divided and not undone:
-        _suspect(active, backward, divided, reduction == "mean")
+        _suspect(active, backward, divided, _averaging(node, reduction))
     if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
         weight /= divisor_of(ahead[0]) or 1.0
         unread |= _of_a_device(ahead[0])
@@ -196,15 +197,32 @@ def _reduction(node: Any) -> str:
     return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
 
 
+def _averaging(node: Any, reduction: str) -> int:
+    """By what the one number that a node makes is divided to be a mean; 0 where it is no number of
+    many, or that is unknown."""
+    if reduction != "sum":
+        return int(reduction == "mean")
+    sizes = list(_sizes_reduced(node))
+    if node.name().startswith("Nll"):
+        del sizes[1:2]  # classes, of which each place has one
+    return prod(sizes) if sizes else 0
+
+
 def _rows(node: Any) -> int:
     """The leading size of what a node reduces; 0 where unknown."""
+    sizes = _sizes_reduced(node)
+    return int(sizes[0]) if sizes else 0
+
+
+def _sizes_reduced(node: Any) -> Sequence[int]:
+    """The sizes of what a node reduces; none where unknown."""
     sizes = getattr(node, SIZES, None)
     if sizes is None:
         try:
             sizes = saved(node, "_saved_self").shape
         except (LookupError, AttributeError):
-            return 0
-    return int(sizes[0]) if sizes else 0
+            return ()
+    return tuple(int(size) for size in sizes)
 
 
 def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
@@ -241,9 +259,10 @@ def _number(node: Any) -> Any:
 
 
 def _suspect(
-    active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaged: bool
+    active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
 ) -> None:
-    """Numbers that equal the world size, or a multiple: only the lines can tell which is that."""
+    """Numbers that equal the world size, or a multiple: only the lines can tell which is that.
+    `averaging` as in `_averaging`."""
     cleared = _losses.cleared.setdefault(backward.site, set())
     divisors = tuple(divisor for _, divisor, _ in divided)
     if backward.site in _losses.told or divisors in cleared:
@@ -271,8 +290,8 @@ def _suspect(
         )
         size = _group_size(model)
         expression = divided_by_world_size(file, int(line)) if divisor == size else ""
-        if not expression and averaged:
-            # A sum over what was gathered is rightly divided by how much that is.
+        # A sum over what was gathered is rightly divided by how much that is.
+        if not expression and averaging and (averaging == 1 or divisor == averaging * size):
             expression = divided_by_world_size(file, int(line), product=True)
         if expression:
             active.emit(

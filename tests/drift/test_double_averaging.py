@@ -172,6 +172,21 @@ def test_lines_that_divide_by_something_else(line, tmp_path):
     assert not divided_by_world_size(str(path), 2)
 
 
+@pytest.mark.parametrize("given, line, named", [
+    ("share = 1.0 / dist.get_world_size()", "loss = loss * share", True),
+    ("self.share = 1 / world", "loss *= self.share", True),
+    ("share = 1 / world", "p.grad.mul_(share)", True),
+    ("share = 1 / accum", "loss = loss * share", False),
+    ("share = 1 / world; share = 1 / accum", "loss = loss * share", False),
+    ("share = 1 / world; share += 1", "loss = loss * share", False),
+    ("share = 1 / world\ndef scaled(loss, share):", "    return loss * share", False),
+])  # fmt: skip
+def test_a_name_for_a_quotient(given, line, named, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"{given}\n{line}\n")
+    assert bool(divided_by_world_size(str(path), given.count("\n") + 2)) is named
+
+
 def test_a_product_with_the_world_size(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("(loss / (2 * accum * world)).backward()\n(loss / (2 * accum)).backward()\n")
@@ -179,7 +194,46 @@ def test_a_product_with_the_world_size(tmp_path):
     assert not divided_by_world_size(str(path), 2, product=True)
 
 
-def suspecting(monkeypatch, lines, written, *loops):
+def test_a_name_for_a_product_with_the_world_size(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("whole = size * world; part = size * accum\nloss / whole\nloss / part\n")
+    assert divided_by_world_size(str(path), 2, product=True) == "world"
+    assert not divided_by_world_size(str(path), 3, product=True)
+    assert not divided_by_world_size(str(path), 2)
+
+
+@pytest.mark.parametrize(("divisor", "told"), [(16.0, True), (8.0, False), (32.0, False)])
+def test_a_sum_divided_by_more_than_it_is_over(monkeypatch, divisor, told):
+    """16 is that of the eight on each of two ranks; eight may be of all that was gathered."""
+    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    given = []
+    monkeypatch.setattr(losses, "_suspect", lambda *all_: given.append(all_))
+    loss = torch.ones(8, requires_grad=True).sum() / divisor
+    model = SimpleNamespace(number=0, expected=[], parameters=[])
+    losses._look(None, None, loss.grad_fn, [model])
+    monkeypatch.undo()
+    ((_, _, divided, averaging),) = given
+    lines = (None, ['File "train.py", line 5, in main'])
+
+    def written(file, line, product=False):
+        return "world" * product
+
+    found = suspecting(
+        monkeypatch, lines, written, *[[d for _, d, _ in divided]] * 2, averaging=averaging
+    )
+    assert bool(found) is told
+
+
+def test_what_the_mean_of_a_sum_is_divided_by():
+    x = torch.ones(4, 3, requires_grad=True)
+    classes = torch.nn.functional.cross_entropy(x, torch.zeros(4).long(), reduction="sum")
+    squares = torch.nn.functional.mse_loss(x, torch.zeros(4, 3), reduction="sum")
+    for loss, averaging in ((classes, 4), (squares, 12), (x.sum(), 12)):
+        assert losses._averaging(loss.grad_fn, "sum") == averaging
+    assert losses._averaging(x.mean().grad_fn, "mean") == 1
+
+
+def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     """What is told of divisions, outermost first, that the lines make: in two backwards, or in
     those of the loops that divide by such numbers."""
     made = iter(lines)
@@ -194,7 +248,7 @@ def suspecting(monkeypatch, lines, written, *loops):
     for step, divisors in enumerate(loops or [[2.0] * (len(lines) // 2)] * 2, 4):
         active = SimpleNamespace(step=step, emit=told.append, sites=sites)
         divided = [(None, divisor, model) for divisor in divisors]
-        losses._suspect(active, backward, divided, averaged=True)
+        losses._suspect(active, backward, divided, averaging)
     return told
 
 
@@ -250,7 +304,7 @@ def test_without_a_second_backward_the_function_says_what_divides(
     )
     frame = SimpleNamespace(f_code=code, f_lineno=3)
     backward, model = SimpleNamespace(site=3, frame=frame), SimpleNamespace(number=0)
-    losses._suspect(active, backward, [(None, 2.0, model)], averaged=True)
+    losses._suspect(active, backward, [(None, 2.0, model)], averaging=1)
     assert not told
     losses._leaving(active, None)
     (event,) = told
