@@ -9,7 +9,7 @@ from ddpdoctor.run import Run, fold_ranks
 
 from ._audit import Audit, audits
 from ._loaders import Loader, in_order, loaders
-from ._verdict import own_data, partitioned
+from ._verdict import of_check, own_data, partitioned
 from ._words import use
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
@@ -23,10 +23,12 @@ LISTED = 8
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
     audited = audits(run)
+    apart = of_check(run, "dataset-mismatch")
     rows: list[tuple[str, ...]] = []
     for loader, ranks, made in audited[:LOADERS]:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
-        rows += _rows(loader, made, own)
+        unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
+        rows += _rows(loader, made, own or unlike)
     told = {id(loader) for loader, _, _ in audited}
     for loader in loaders(run):
         if id(loader) not in told and len(rows) < LOADERS * ROWS:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import OptimizerSeen
-from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, Steps
+from ddpdoctor.findings import Check, Confidence, Evidence, Finding, Location, Severity, Steps
 from ddpdoctor.run import Run
 
+from ._audit import Audit
 from ._verdict import Fault, of_check
 from ._words import datasets, figures, no_loader, related, whom
 
@@ -94,9 +95,14 @@ class DatasetMismatch(Check):
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
             **_why(kind, lengths, reordered=reordered),
-            evidence={**fault.evidence, "lengths": lengths, **figures(audit)},
+            evidence={**fault.evidence, "lengths": lengths, **_positions(audit)},
             at=reader.rank.wall(audit.at),
         )
+
+
+def _positions(audit: Audit) -> Evidence:
+    """What is counted are positions, which stand for other samples on each rank."""
+    return {("positions seen" if k == "seen" else k): v for k, v in figures(audit).items()}
 
 
 def _steps(fault: Fault) -> Steps | None:

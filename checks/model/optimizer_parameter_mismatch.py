@@ -55,7 +55,8 @@ class OptimizerParameterMismatch(Check):
     parameters that are updated by hand; an optimizer or group that is added later. It is a note
     where most of a model is left out and the rest looks chosen: it is what is nearest to the loss
     (only a head is trained), or no more than a tenth of the model (adapters, a prompt). That does
-    not count where a parameter group is empty, or what the optimizer holds is mostly frozen.
+    not count where a parameter group is empty, what the optimizer holds is mostly frozen, or what
+    it leaves out was frozen at an earlier wrap of the model and is not now.
     """
 
     code = "DDP307"
@@ -83,6 +84,7 @@ class OptimizerParameterMismatch(Check):
         chosen = _chosen(wrapped, event)
         old = _before_they_were_made(event)
         earlier = _earlier(rank, event)
+        thawed = chosen and _unfrozen(rank, wrapped, event)
         before, lasted = _in_place_of_another(rank, event)
         begin = before + max(event.begun, event.since if earlier else 0, 0)
         whose = models.wrap_of(rank, event.whose)
@@ -90,7 +92,9 @@ class OptimizerParameterMismatch(Check):
         last = max(before + lasted, *(models.steps_of(r, model) for r in seen)) - 1
         spot = rank.location(event.site)
         return self.finding(
-            severity=Severity.ERROR if event.stale or old or owner or not chosen else Severity.NOTE,
+            severity=Severity.ERROR
+            if event.stale or old or owner or thawed or not chosen
+            else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
@@ -105,9 +109,15 @@ class OptimizerParameterMismatch(Check):
                 ),
             ),
             summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(event, kind, earlier, owner),
+            cause=f"{event.kind} was built while they were frozen: they were unfrozen before "
+            f"{kind} was wrapped again, and no optimizer was given them"
+            if thawed
+            else _cause(event, kind, earlier, owner),
             fix=f"build it from `{models.names_in_code(rank, wrapped)[0]}.parameters()`"
             if owner and wrapped
+            else "give the optimizer what is unfrozen: `optimizer.add_param_group({'params': "
+            "unfrozen})`, or build it anew then"
+            if thawed
             else "make the optimizer anew for every model, from its `model.parameters()`"
             if earlier
             else "build the optimizer last, from `model.parameters()`"
@@ -152,6 +162,25 @@ def _earlier(rank: Rank, event: Ownership) -> bool:
         if event.model not in optimizer.models
         for number in optimizer.models
         if (before := models.wrap_of(rank, number))
+    )
+
+
+def _unfrozen(rank: Rank, wrapped: Wrapped | None, event: Ownership) -> bool:
+    """Whether an earlier wrap of the model found frozen all that the optimizer, which stepped
+    before this one, leaves out."""
+    if wrapped is None:
+        return False
+    made = [o.at for o in rank.of(OptimizerSeen) if o.site == event.site >= 0]
+    names = [(p.name, p.shape) for p in wrapped.parameters]
+    return (
+        bool(made)
+        and min(made) < wrapped.at
+        and any(
+            set(event.missing) <= {p.name for p in before.parameters if not p.trainable}
+            for before in rank.of(Wrapped)
+            if before.at < wrapped.at and before.kind == wrapped.kind
+            if [(p.name, p.shape) for p in before.parameters] == names
+        )
     )
 
 

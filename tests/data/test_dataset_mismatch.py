@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 
@@ -40,6 +41,18 @@ def test_a_random_split_of_each_rank() -> None:
     (finding,) = examine(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
     assert finding.severity is Severity.ERROR
     assert "random_split" in finding.cause
+
+
+def test_what_is_counted_are_positions() -> None:
+    run = run_of(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
+    (finding,) = found(DatasetMismatch(), run)
+    assert str(finding.evidence["positions seen"]).startswith("100 once")
+    ((table,), (same,)) = (
+        audit_table(run_of(part(0, payload("indices", 1, 5)), part(1, payload("indices", n, 5))))
+        for n in (2, 1)
+    )
+    assert table.rows[0][3:6] == ("100 (each rank its own)", "-", "-")
+    assert same.rows[0][3:6] == ("100", "100", "0")
 
 
 def test_a_filter_of_each_rank_is_no_random_split() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ddpdoctor.checks.model.optimizer_parameter_mismatch import OptimizerParameterMismatch
+from msgspec.structs import replace
 from recordings import make_run, site, steps
 from wraps import LAYERS, codes, rank, wrap
 
@@ -65,6 +66,31 @@ MOST = ["body.weight", "body.bias", "head.weight", "head.bias"]
 )
 def test_most_is_left_out_and_the_rest_is_nearest_to_the_loss(more, found):
     assert codes(both(owned(MOST, **more)), CHECK) == [found]
+
+
+@pytest.mark.parametrize(
+    "frozen, stepped, found",
+    [
+        (MOST, 2, "DDP307 error"),
+        (MOST[:2], 2, "DDP307 note"),  # the rest was left out from the start
+        (MOST, 8, "DDP307 note"),  # the optimizer came after the unfreezing
+    ],
+)
+def test_most_is_left_out_since_it_was_unfrozen(frozen, stepped, found):
+    def listed(still):
+        names = [p.name for p in wrap().parameters]
+        return tuple(Tensor(name=n, shape=(4,), dtype="float32", trainable=n not in still)
+                     for n in names)  # fmt: skip
+
+    line = site(60, "train.py", 6, "optimizer = Adam(...)")
+    again = replace(wrap(model=1, listed=listed(())), at=5)
+    made = OptimizerSeen(at=stepped, optimizer=0, kind="Adam", site=60, models=(1,))
+    events = [line, again, made, owned(MOST, outer=True, model=1), *steps(9)]
+    first = replace(wrap(listed=listed(frozen)), at=1)
+    run = make_run({r: rank(*events, wrapped=first) for r in (0, 1)})
+    assert codes(run, CHECK) == [found]
+    (finding,) = CHECK.examine(run)
+    assert ("was built while they were frozen" in finding.cause) is found.endswith("error")
 
 
 def test_most_is_left_out_and_the_rest_is_a_small_part_of_the_model():
