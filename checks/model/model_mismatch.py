@@ -8,12 +8,26 @@ from dataclasses import dataclass
 
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
 
 TOLD = 12
 """Rows of the table of differences."""
+
+PROPERTIES = {
+    "shape": "of the same shapes",
+    "dtype": "of the same dtypes",
+    "trainable": "frozen alike",
+}
+FIXES = {
+    "shape": "give the layers the same sizes on every rank: a size that is counted from data must "
+    "be counted over all of it, or on rank 0 and broadcast, before the model is built",
+    "dtype": "convert the model to the same dtype on every rank before it is wrapped: "
+    "`model.to(dtype)`",
+    "trainable": "freeze the same parameters on every rank, or on none, before the wrap",
+}
+"""What to do, by what differs where the names do not."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class ModelMismatch(Check):
 
     ## How to fix it
     Build the model from the same arguments on every rank, and register layers in a fixed order:
-    `for name in sorted(names)`.
+    `for name in sorted(names)`. Compute sizes from all of the data, or on rank 0 and broadcast
+    them; convert to one dtype, freeze on every rank or on none, before the wrap.
 
     ## When it stays quiet
     Parameters in `_ddp_params_and_buffers_to_ignore`; models of different groups (pipeline stages,
@@ -79,6 +94,8 @@ class ModelMismatch(Check):
         if other.check == "first-failure":
             text = str(other.evidence)
             return "same model across" in text or "to match sizes" in text or "onnection" in text
+        if other.check == "rank-died":  # gloo, of collectives that do not fit together
+            return "SIGABRT" in other.subjects
         return other.check in (
             "gradient-drift", "parameter-drift", "buffer-drift", "rank-missing", "stall",
             "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
@@ -95,7 +112,8 @@ class ModelMismatch(Check):
         odd = there if first < len(there.parameters) else here
         if (frozen := _at(here.parameters, first)) is not None and not frozen.trainable:
             odd = here
-        what = _difference(_at(here.parameters, first), _at(there.parameters, first))
+        cause, fix = _cause(here, there)
+        what = _difference(held, here, there, first)
         kind = here.origin.kind or "the model"
         origin = "wrapped here" if isinstance(odd.origin, Wrapped) else "made here"
         return self.finding(
@@ -109,9 +127,8 @@ class ModelMismatch(Check):
             summary=f"{kind} is not the same model on all ranks: parameter {first} is "
             f"{_told(_at(here.parameters, first))} on rank {here.rank.rank} and "
             f"{_told(_at(there.parameters, first))} on rank {there.rank.rank}",
-            cause=_cause(here, there),
-            fix="build the model from the same arguments, in the same order, on every rank: "
-            "`for name in sorted(names)`, not `for name in set(names)`",
+            cause=cause,
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
                 "differences": f"{len(places)} of "
@@ -175,7 +192,8 @@ def _differences(here: Sequence[Tensor], there: Sequence[Tensor]) -> list[int]:
     return [i for i in range(max(len(here), len(there))) if differ(i)]
 
 
-def _difference(one: Tensor | None, other: Tensor | None) -> str:
+def _difference(held: list[Held], here: Held, there: Held, place: int) -> str:
+    one, other = _at(here.parameters, place), _at(there.parameters, place)
     if one is None or other is None:
         return "not on every rank"
     if one.name != other.name:
@@ -184,7 +202,11 @@ def _difference(one: Tensor | None, other: Tensor | None) -> str:
         return f"shape {_shape(one)} against {_shape(other)}"
     if one.dtype != other.dtype:
         return f"{one.dtype} against {other.dtype}"
-    return "frozen on some ranks, trained on others"
+    ranks: dict[bool, list[int]] = {True: [], False: []}
+    for each in held:
+        if (parameter := _at(each.parameters, place)) is not None:
+            ranks[parameter.trainable].append(each.rank.rank)
+    return f"frozen on {ranks_text(ranks[False])}, trained on {ranks_text(ranks[True])}"
 
 
 def _told(parameter: Tensor | None) -> str:
@@ -198,21 +220,37 @@ def _shape(parameter: Tensor) -> str:
     return "x".join(map(str, parameter.shape)) or "scalar"
 
 
-def _cause(here: Held, there: Held) -> str:
+def _cause(here: Held, there: Held) -> tuple[str, str]:
+    """Why they differ, and what to change."""
     names, others = ([p.name for p in held.parameters] for held in (here, there))
-    if set(names) == set(others):
-        if names != others:
-            return (
-                "the same layers were registered in another order (from a set, a directory "
-                "listing, a hash): "
-            ) + (
-                "DDP broadcasts and reduces by position, so it mixes them"
-                if isinstance(here.origin, Wrapped)
-                else "collectives are matched by the order of their calls, so that gradients "
-                "reduced in the order of the parameters are mixed"
-            )
-        return "the layers have the same names but not the same shapes, dtypes or flags"
-    return "the ranks built the model from different arguments or by different branches"
+    if set(names) != set(others):
+        return (
+            "the ranks built the model from different arguments or by different branches",
+            "build the model from the same arguments, by the same branches, on every rank: what "
+            "decides on a layer must not be a rank's own",
+        )
+    if names != others:
+        effect = (
+            "DDP broadcasts and reduces by position, so it mixes them"
+            if isinstance(here.origin, Wrapped)
+            else "collectives are matched by the order of their calls, so that gradients reduced "
+            "in the order of the parameters are mixed"
+        )
+        return (
+            "the same layers were registered in another order (from a set, a directory listing, a "
+            f"hash): {effect}",
+            "register layers in the same order on every rank: `for name in sorted(names)`, not "
+            "`for name in set(names)`",
+        )
+    unlike = _unlike(here, there)
+    properties = " and ".join(PROPERTIES[name] for name in unlike)
+    return f"the layers are the same in the same order, but not {properties}", FIXES[unlike[0]]
+
+
+def _unlike(here: Held, there: Held) -> list[str]:
+    """Of what kind the differences are between equal lists of names."""
+    pairs = list(zip(here.parameters, there.parameters, strict=True))
+    return [n for n in PROPERTIES if any(getattr(p, n) != getattr(q, n) for p, q in pairs)]
 
 
 def _made_at(held: Held, place: int) -> Location | None:

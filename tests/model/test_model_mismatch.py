@@ -1,6 +1,7 @@
 """DDP309: lists of parameters compared by position."""
 
 import msgspec
+import pytest
 from ddpdoctor.checks.model.model_mismatch import ModelMismatch
 from recordings import make_run, steps
 from wraps import codes, group, parameters, rank, sites, wrap
@@ -34,12 +35,38 @@ def test_other_shapes():
     bigger = [msgspec.structs.replace(p, shape=(9, 9)) for p in parameters()[2:3]]
     (found,) = find(wrap(), wrap(listed=(*parameters()[:2], *bigger, *parameters()[3:])))
     assert "shape 4x4 against 9x9" in found.label
+    assert "shapes" in found.cause
+    assert "counted" in found.fix
     assert found.location.line == 11
 
 
 def test_frozen_here_and_trained_there():
     (found,) = find(wrap(), wrap(listed=parameters(frozen=("body",))))
-    assert "frozen" in found.label
+    assert found.label.endswith("frozen on rank 1, trained on rank 0")
+    assert "freeze" in found.fix
+
+
+def test_another_dtype():
+    double = tuple(msgspec.structs.replace(p, dtype="float64") for p in parameters())
+    (found,) = find(wrap(), wrap(listed=double))
+    assert "dtypes" in found.cause
+    assert "model.to(dtype)" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("layers", "fix"),
+    [(("body", "aux", "head"), "sorted(names)"), (("body", "head"), "branches")],
+)
+def test_the_help_fits_what_differs(layers, fix):
+    (found,) = find(wrap(), wrap(layers))
+    assert fix in found.fix
+
+
+def test_gloo_aborts_of_what_does_not_fit():
+    (found,) = find(wrap(), wrap(listed=parameters()[:-1]))
+    for subject, explained in (("SIGABRT", True), ("SIGKILL", False)):
+        died = msgspec.structs.replace(found, check="rank-died", subjects=(subject,))
+        assert CHECK.explains(found, died) is explained
 
 
 def test_equal_models():
