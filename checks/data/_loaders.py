@@ -184,11 +184,11 @@ class Loader:
         place = self.first.made_at
         return str(place) if place else f"loader {self.first.seen.loader}"
 
-    def of(self, ranks: Iterable[int]) -> list[Reader]:
-        """Readers of these ranks that got any batch."""
-        return [
-            self.readers[r] for r in sorted(ranks) if r in self.readers and self.readers[r].read
-        ]
+    def of(self, ranks: Iterable[int], *, begun: bool = False) -> list[Reader]:
+        """Readers of these ranks that got any batch, as far as that is on record; with `begun`,
+        also those that are in an iteration now."""
+        found = [self.readers[r] for r in sorted(ranks) if r in self.readers]
+        return [r for r in found if r.read or (begun and r.epochs[-1].ended is None)]
 
 
 def in_order(ended: EpochEnded) -> bool:
@@ -325,13 +325,13 @@ def _restarted(old: Reader, new: Reader) -> bool:
 # --- which ranks divide the data among them -----------------------------------------------------
 
 
-def partners(run: Run, loader: Loader) -> list[frozenset[int]]:
+def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
     """Sets of ranks that ought to read different data: those that average gradients together.
 
     Empty where that cannot be told: nothing is averaged, or parameters are sharded in a way that
-    may need equal inputs (tensor parallelism).
+    may need equal inputs (tensor parallelism). `begun`: as in `Loader.of`.
     """
-    members = {r for r, reader in loader.readers.items() if reader.read}
+    members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
     if wrapped:
         sets = set(wrapped.values())

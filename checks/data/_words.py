@@ -11,6 +11,12 @@ from ddpdoctor.run import Run, ranks_text
 from ._audit import Audit
 from ._loaders import Epoch, Loader, Reader
 
+SHORTEST = (
+    "stop all ranks after the shortest (`n = torch.tensor(len(loader), device=device)`, "
+    "`dist.all_reduce(n, op=dist.ReduceOp.MIN)`, `for batch in islice(loader, n.item()):`)"
+)
+"""What to do where each rank has data of its own, some more of it than others."""
+
 
 def no_loader(run: Run) -> str | None:
     return None if run.any(LoaderSeen) else "no DataLoader was iterated"

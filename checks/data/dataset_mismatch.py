@@ -10,7 +10,7 @@ from ddpdoctor.run import Run
 
 from ._audit import Audit
 from ._verdict import Fault, of_check
-from ._words import datasets, figures, no_loader, related, whom
+from ._words import SHORTEST, datasets, figures, no_loader, related, whom
 
 
 class DatasetMismatch(Check):
@@ -94,7 +94,7 @@ class DatasetMismatch(Check):
             + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            **_why(kind, lengths, reordered=reordered),
+            **_why(kind, lengths, reordered=reordered, sampled=reader.seen.distributed),
             evidence={**fault.evidence, "lengths": lengths, **_positions(audit)},
             at=reader.rank.wall(audit.at),
         )
@@ -114,10 +114,12 @@ def _steps(fault: Fault) -> Steps | None:
     return Steps(first, end - 1, end - first)
 
 
-def _why(kind: str, lengths: dict[int, int], *, reordered: bool) -> dict[str, str]:
+def _why(kind: str, lengths: dict[int, int], *, reordered: bool, sampled: bool) -> dict[str, str]:
+    """`sampled`: a distributed sampler divides what each rank holds."""
     chosen = kind in ("indices", "choice")
-    if chosen and len(set(lengths.values())) > 1:  # a random split is equally long everywhere
-        told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
+    unlike = len(set(lengths.values())) > 1
+    told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
+    if chosen and unlike:  # a random split is equally long everywhere
         return {
             "cause": f"each rank chose for itself which samples it keeps: {told}",
             "fix": "choose them by what is the same on all ranks, or on one rank and send the "
@@ -141,6 +143,14 @@ def _why(kind: str, lengths: dict[int, int], *, reordered: bool) -> dict[str, st
         return {
             "cause": "`random_split` (or another random choice) was made by each rank for itself",
             "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+        }
+    if unlike and sampled:
+        return {
+            "cause": f"each rank has listed or made the entries for itself ({told}), and the "
+            "sampler gives it a share of these only",
+            "fix": "where each rank is to read a shard of its own, leave the `DistributedSampler` "
+            f"out and {SHORTEST}; where all are to hold the same, list it on one rank and send the "
+            "list to the others (`dist.broadcast_object_list`)",
         }
     return {
         "cause": "each rank has listed or made the entries for itself",

@@ -13,11 +13,21 @@ from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 from ._loaders import Epoch, Loader, Reader, loaders, partners
-from ._words import dataset, no_loader, related
+from ._words import SHORTEST, dataset, no_loader, related
 
 AHEAD = "steps before the next epoch"
 PLAIN = ("RandomSampler", "SequentialSampler")
 LOST = ("closed by peer", "Timed out", "reset by peer")
+
+JOIN = (
+    "train inside `with Join([model]):`, which covers no collective of your own and does not copy "
+    "the optimizer's state"
+)
+
+AFTERWARDS = (
+    "communicate nothing in the loop: add up totals and counts, `all_reduce` them once after it, "
+    "and call `model.module` in place of the wrapped model; or give every rank equally many batches"
+)
 
 
 class UnevenBatches(Check):
@@ -40,8 +50,10 @@ class UnevenBatches(Check):
 
     ## How to fix it
     Give every rank equally many samples (`DistributedSampler` pads or drops) and the same
-    `batch_size`, stop all ranks after the shortest, or train inside `with Join([model]):`. `Join`
-    does not copy the optimizer's state from the rank with more batches to the others.
+    `batch_size`. Where each rank reads a shard of its own, stop all ranks after the shortest
+    (`all_reduce` of `len(loader)` with `ReduceOp.MIN`), or train inside `with Join([model]):`.
+    `Join` covers no collective of your own, and does not copy the optimizer's state from the rank
+    with more batches to the others. In evaluation, `all_reduce` once after the loop.
 
     ## When it stays quiet
     Equal counts; loops inside `Join`, or that all ranks leave after equally many batches, since
@@ -62,8 +74,8 @@ class UnevenBatches(Check):
             return
         for loader in loaders(run):
             if loader.trains or _communicates(loader):
-                for ranks in partners(run, loader):
-                    yield from self._judge(run, loader, loader.of(ranks))
+                for ranks in partners(run, loader, begun=True):
+                    yield from self._judge(run, loader, loader.of(ranks, begun=True))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "hyperparameter-skew":
@@ -94,13 +106,14 @@ class UnevenBatches(Check):
                 continue
             counts = _known(epochs) or _consumed(epochs)
             if counts:
-                told = self._tell(run, readers, number, epochs, counts)
+                told = self._tell(run, loader, readers, number, epochs, counts)
                 yield replace(told, steps=_steps(loader, readers, number, counts))
                 return
 
     def _tell(
         self,
         run: Run,
+        loader: Loader,
         readers: list[Reader],
         number: int,
         epochs: dict[int, Epoch],
@@ -115,14 +128,11 @@ class UnevenBatches(Check):
         reader = next(r for r in readers if not undivided or r.rank.rank in undivided)
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
         lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
-        by = "" if reader.seen.iterable else " (`DistributedSampler`)"
         lost = "" if unlike or _known(epochs) else _lost([run.ranks[r] for r in shortest])
         sizes = _sizes(epochs, counts)
         ahead = _ahead(readers, shortest, number + 1)
         began = next(iter(epochs.values())).began
         which = f"the epoch from step {began.step} on" if reader.turn.before else f"epoch {number}"
-        fix = f"give every rank equally many samples{by}, stop all after {least} batches, or train "
-        fix += "inside `with Join([model]):`, which does not copy the optimizer's state"
         if sizes:
             cause = f"the ranks' batches differ in size: batch_size {_listed(sizes)}"
             fix = "the same batch_size on every rank"
@@ -137,15 +147,9 @@ class UnevenBatches(Check):
                 "let no rank go on alone after an exception: give another sample in its place "
                 "(`__getitem__`), or let it end the run"
             )
-        elif reader.seen.batch_sampler:
-            cause = f"{reader.seen.batch_sampler} makes more batches on some ranks than on others"
-            fix = f"let {reader.seen.batch_sampler} make equally many on every rank, by what all "
-            fix += f"ranks know, stop all after {least} batches, or train inside `with "
-            fix += "Join([model]):`, which does not copy the optimizer's state"
-        elif unlike:
-            cause = f"the data sets differ in length ({_listed(lengths)})"
         else:
-            cause = f"{_giver(reader)} gives some ranks more than others"
+            cause = _cause(reader, lengths if unlike else {})
+            fix = _fix(reader, least, unlike=unlike) if loader.trains else AFTERWARDS
         return self.finding(
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
             ranks=odd_ones(equal_ranks(sizes)) if sizes else undivided or shortest,
@@ -163,7 +167,7 @@ class UnevenBatches(Check):
             fix=fix,
             evidence={
                 "batches": told,
-                "delivered": {r: e.batches for r, e in epochs.items()},
+                "delivered": {r: e.batches for r, e in epochs.items() if e.batches},
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),
                 **({"lengths": lengths} if lengths else {}),
@@ -266,6 +270,37 @@ def _giver(reader: Reader) -> str:
     """What decides how many batches there are: torch's own sampler of an iterable has no end."""
     seen = reader.seen
     return seen.dataset if seen.iterable else seen.sampler or "the data set"
+
+
+def _cause(reader: Reader, lengths: dict[int, int]) -> str:
+    """Why ranks have different numbers of batches; `lengths` of data sets that differ in that."""
+    if reader.seen.batch_sampler:
+        return f"{reader.seen.batch_sampler} makes more batches on some ranks than on others"
+    if lengths:
+        return f"the data sets differ in length ({_listed(lengths)})"
+    return f"{_giver(reader)} gives some ranks more than others"
+
+
+def _fix(reader: Reader, least: int, *, unlike: bool) -> str:
+    """What to change in a training; `unlike`: the data sets differ in length."""
+    seen = reader.seen
+    if seen.batch_sampler:
+        return (
+            f"let {seen.batch_sampler} make equally many on every rank, by what all ranks know, "
+            f"stop all after {least} batches, or {JOIN}"
+        )
+    if unlike and seen.distributed:
+        return (
+            f"let {seen.sampler} divide the same data set on every rank; where each rank reads a "
+            f"shard of its own, leave {seen.sampler} out and {SHORTEST}, or {JOIN}"
+        )
+    if unlike:
+        return (
+            f"{SHORTEST}, cut the shards of the ranks to one length, or {JOIN}; a "
+            "`DistributedSampler` would divide each shard once more"
+        )
+    by = "" if seen.iterable else " (`DistributedSampler`)"
+    return f"give every rank equally many samples{by}, stop all after {least} batches, or {JOIN}"
 
 
 def _known(epochs: dict[int, Epoch]) -> dict[int, int]:

@@ -146,8 +146,8 @@ class Left:
         if self.how is How.DRY:
             return (
                 "give every rank the same number of batches (`DistributedSampler`, "
-                "`drop_last=True`), or train inside `with Join([model]):`, which does not copy "
-                "the optimizer's state"
+                "`drop_last=True`), or train inside `with Join([model]):`, which covers no "
+                "collective of your own and does not copy the optimizer's state"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
         if self.how is How.FEWER:

@@ -69,6 +69,20 @@ def test_a_filter_of_each_rank_is_no_random_split() -> None:
     assert "random_split" not in f"{finding.cause} {finding.fix}"
 
 
+def test_shards_of_other_lengths_that_a_sampler_divides_once_more() -> None:
+    shards = (
+        loader(
+            0, [EVERYTHING[r : 80 - 16 * r : 2]], distributed=True, replicas=2, sampler_rank=r,
+            total_size=80 - 16 * r, length=80 - 16 * r,
+            payloads=(payload("tensor", r + 1, length=80 - 16 * r),),
+        )
+        for r in range(2)
+    )  # fmt: skip
+    (finding,) = examine(*shards)
+    assert "80 on rank 0, 64 on rank 1" in finding.cause
+    assert "leave the `DistributedSampler` out" in finding.fix
+
+
 def test_the_parts_of_one_split_are_one_finding() -> None:
     def both(rank: int) -> list[Event]:
         digest = payload("indices", rank + 1, rank + 5, name="indices")

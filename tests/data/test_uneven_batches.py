@@ -56,6 +56,15 @@ def test_data_that_is_only_later_fewer_on_one_rank() -> None:
     assert "88 on rank 1" in finding.cause
 
 
+def test_shards_of_each_rank_are_not_to_be_divided_once_more() -> None:
+    (finding,) = examine(part(36, ended=False, length=36), part(24, length=24))
+    assert finding.fix.startswith("stop all ranks after the shortest")
+    share = {"sampler": "DistributedSampler", "distributed": True}
+    ranks = part(36, ended=False, length=72, **share), part(24, length=48, **share)
+    (finding,) = examine(*ranks)
+    assert "leave DistributedSampler out" in finding.fix
+
+
 def test_batches_of_different_sizes() -> None:
     ranks = part(24, ended=False, batch_size=3), part(24, batch_size=5)
     (finding,) = examine(*ranks)
@@ -101,6 +110,18 @@ def test_evaluation() -> None:
 
 def test_evaluation_that_communicates_for_every_batch() -> None:
     assert examine(part(36, trains=False, ends={"exhausted": False}), part(24, trains=False))
+
+
+def test_an_evaluation_of_which_a_killed_rank_left_no_more_than_its_begin() -> None:
+    def begun(*, communicates: bool) -> list[Finding]:
+        ends = {"collectives": 6 if communicates else 1}
+        killed = part(36, trains=False, ended=False)
+        return examine(killed, part(24, trains=False, ends=ends), ended={0: -6, 1: 1})
+
+    (finding,) = begun(communicates=True)
+    assert finding.evidence["delivered"] == {1: 6}
+    assert "once after it" in finding.fix and "Join" not in finding.fix
+    assert not begun(communicates=False)
 
 
 def test_loops_that_were_left_before_the_difference() -> None:
