@@ -30,6 +30,7 @@ UNKNOWN = -1
 
 What = tuple[object, ...]
 Text = tuple[str, ...]
+Spots = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Made:
 
     Attributes:
         what: everything that must agree between the ranks.
-        text: the lines that led to it, as written, innermost first.
+        text: the lines that led to it, as written, innermost first; spots: which these are.
         call: its slot in the ring, while it was there.
         helpers: how many callers up the line stands that tells this call from others: those
             beneath are in helpers.
@@ -67,6 +68,7 @@ class Made:
     text: Text
     call: Call | None = None
     helpers: int = 0
+    spots: Spots = ()
 
     @property
     def location(self) -> Location | None:
@@ -122,12 +124,14 @@ class Segment:
     """`repeat` times the same calls, from index `first` on.
 
     Attributes:
-        tokens: of calls and their lines, `UNKNOWN` where these need not be the other ranks'.
+        tokens: of calls and what their lines read, `UNKNOWN` where these need not be the other
+            ranks'; places: of calls and their lines themselves, the same.
     """
 
     first: int
     whats: tuple[int, ...]
     tokens: tuple[int, ...]
+    places: tuple[int, ...]
     codes: tuple[tuple[int, int], ...]
     repeat: int = 1
     step: int = -1
@@ -170,6 +174,7 @@ class Book:
         self.logs: dict[GroupKey, dict[int, Log]] = {}
         self._whats: dict[What, int] = {}
         self._tokens: dict[tuple[What, Text], int] = {}
+        self._places: dict[tuple[What, Spots], int] = {}
         self._known: dict[int, dict[tuple[int, int], Made]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._callers = callers(run)
@@ -285,7 +290,13 @@ class Book:
             else self._tokens.setdefault((m.what, m.text), len(self._tokens))
             for m, what in zip(made, whats, strict=True)
         )
-        log.segments.append(Segment(first, whats, tokens, codes, repeat, step, every, call))
+        places = tuple(
+            UNKNOWN
+            if token == UNKNOWN
+            else self._places.setdefault((m.what, m.spots), len(self._places))
+            for m, token in zip(made, tokens, strict=True)
+        )
+        log.segments.append(Segment(first, whats, tokens, places, codes, repeat, step, every, call))
 
     def _made(self, rank: Rank, signature: int, site: int, group: int) -> Made:
         """What stands behind two numbers of a rank, without index."""
@@ -304,6 +315,7 @@ class Book:
                 _what(meant, self.key(rank, group)),
                 text,
                 helpers=helpers(rank, where, self._callers),
+                spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
             )
         return known[signature, site]
 
@@ -423,9 +435,10 @@ def _what(signature: Signature, key: GroupKey | None) -> What:
 
 def lines(rank: Rank, site: CallSite | None) -> Text:
     """The lines that led to a call, as written, innermost first."""
-    found = []
-    for place in site.places if site else ():
-        spot = rank.location(place.site)
-        if spot is not None:
-            found.append(spot.source.strip() or f"{spot.file}:{spot.line}")
-    return tuple(found)
+    found = _spots(rank, site)
+    return tuple(spot.source.strip() or f"{spot.file}:{spot.line}" for spot in found)
+
+
+def _spots(rank: Rank, site: CallSite | None) -> list[Location]:
+    found = (rank.location(place.site) for place in (site.places if site else ()))
+    return [spot for spot in found if spot is not None]

@@ -13,6 +13,7 @@ from ._branches import arms, begins_round
 from ._log import Book, GroupKey, Log, Made, book, first_difference
 from ._mismatch import WINDOW, Parting, judge
 from ._scene import scene
+from ._turned import turned
 
 NEAR = 4
 """So many calls after the one in which they differ the ranks may stop because of it."""
@@ -21,6 +22,8 @@ _FAULTS = 8
 _TIMES = 2000
 """So often it is looked on."""
 _REACH = 1024
+_LOOKS = 64
+"""So many differences that mean nothing are passed over at once."""
 
 Marks = tuple[object, ...]
 
@@ -127,6 +130,43 @@ def _next(
     Args:
         judged: what was found at calls that were marked so.
     """
+    found = _by_what_they_are(known, key, logs, start, judged)
+    until = found.index if found else None
+    return _by_their_lines(known, key, logs, start, until, judged) or found
+
+
+def _by_their_lines(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    start: int,
+    until: int | None,
+    judged: dict[Marks, Parting | None],
+) -> Parting | None:
+    """The first before that call, of those that show in nothing but the numbers of the lines."""
+    first, *others = (logs[r] for r in sorted(logs))
+    for _ in range(_LOOKS):
+        apart = (first_difference(first, o, lambda s: s.places, start) for o in others)
+        index = min((i for i in apart if i is not None), default=None)
+        if index is None or (until is not None and index >= until):
+            break
+        marks = tuple(m and (m.what, m.spots) for m in _there(known, logs, index))
+        if marks not in judged:
+            judged[marks] = turned(known, key, logs, index)
+        if (parting := judged[marks]) is not None:
+            return _again(known, logs, parting, index)
+        start = index + 1
+    return None
+
+
+def _by_what_they_are(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    start: int,
+    judged: dict[Marks, Parting | None],
+) -> Parting | None:
+    """The first that shows in what is called, or in what the lines read."""
     first, *others = (logs[r] for r in sorted(logs))
     hard = (first_difference(first, o, lambda s: s.whats, start) for o in others)
     soft = (first_difference(first, o, lambda s: s.tokens, start) for o in others)
@@ -138,9 +178,13 @@ def _next(
         if marks not in judged:
             judged[marks] = _judged(known, key, logs, index, end)
         if (parting := judged[marks]) is not None:
-            made = known.meant(logs[parting.place.rank.rank], index)
-            return replace(parting, index=index, steps=(made.step,) if made else ())
+            return _again(known, logs, parting, index)
     return None
+
+
+def _again(known: Book, logs: dict[int, Log], parting: Parting, index: int) -> Parting:
+    made = known.meant(logs[parting.place.rank.rank], index)
+    return replace(parting, index=index, steps=(made.step,) if made else ())
 
 
 def _judged(
@@ -152,11 +196,15 @@ def _judged(
 
 def _marks(known: Book, logs: dict[int, Log], index: int) -> Marks:
     """On which lines every rank is, and whose calls agree."""
-    made = [known.meant(log, index) for log in logs.values()]
+    made = _there(known, logs, index)
     whats: dict[object, int] = {}
     return tuple(
         (m.signature.op, m.text, whats.setdefault(m.what, len(whats))) if m else None for m in made
     )
+
+
+def _there(known: Book, logs: dict[int, Log], index: int) -> list[Made | None]:
+    return [known.meant(log, index) for log in logs.values()]
 
 
 def _joined(before: Parting, parting: Parting) -> Parting:

@@ -35,8 +35,9 @@ class CollectiveMismatch(Check):
     Collectives pair by their order in the group, not by their line. Ranks that are in different
     ones at the same number: one in `barrier` while the others are in `all_reduce`, a collective
     that only some ranks make (`if rank == 0:` around it), two collectives in another order, the
-    last also where shapes agree and nothing hangs. Also ranks that wait for each other in
-    collectives of different groups.
+    last also where shapes agree and nothing hangs, even on lines that read alike, if every rank
+    makes the same calls in every round. Also ranks that wait for each other in collectives of
+    different groups.
 
     ## How it knows
     Every rank writes down each collective before it makes it, in a file that outlives the process:
@@ -57,8 +58,9 @@ class CollectiveMismatch(Check):
 
     ## When it stays quiet
     Point-to-point calls; the two arms of `if rank == 0: broadcast(...) else: broadcast(...)`, which
-    are different lines but the same call; the calls that a rank makes at the end of torch's `Join`
-    while others still have inputs; ranks outside the group; a rank that is only behind.
+    are different lines but the same call, also where the ranks take turns in them; the calls that a
+    rank makes at the end of torch's `Join` while others still have inputs; ranks outside the group;
+    a rank that is only behind.
     """
 
     code = "DDP601"

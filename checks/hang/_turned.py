@@ -1,0 +1,72 @@
+"""The same calls of the same lines, made in another order: nothing but the numbers of these lines
+may tell that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ._branches import arms, condition
+from ._log import Book, GroupKey, Log, Made, Spots
+from ._mismatch import WINDOW, Parting
+
+ROUNDS = 3
+"""So often the ranks make them, each time in the same two orders."""
+_LONGEST = 16
+"""Calls of one round at most."""
+
+Pair = tuple[Made, Made]
+
+
+def turned(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Parting | None:
+    """The parting at a call that comes from other lines, where all ranks make the same calls of the
+    same lines in every round, and always in the same two orders."""
+    made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
+    sides: dict[Spots, list[int]] = {}
+    for rank, one in made.items():
+        sides.setdefault(one.spots, []).append(rank)
+    if len(sides) < 2:
+        return None
+    most, other, *_ = sorted(sides.values(), key=lambda side: (-len(side), side))
+    pairs = []
+    for n in range(index, index + WINDOW):
+        m, o = known.meant(logs[other[0]], n), known.meant(logs[most[0]], n)
+        if m is None or o is None or m.what != o.what:
+            break
+        pairs.append((m, o))
+    if not (width := _width(pairs)):
+        return None
+    odd = [r for r in made if len(other) == len(most) or r not in most]
+    place = made[other[0]]
+    before = tuple(m for r in made if (m := known.meant(logs[r], index - 1)) is not None)
+    return Parting(
+        key, index, made, (), True, False, tuple(sorted(odd)), place, before=before, width=width
+    )
+
+
+def _width(pairs: list[Pair]) -> int:
+    """How many calls a round takes; 0 where it is not the same calls, or not always these orders,
+    or one may stand for the other."""
+    orders: Counter[tuple[tuple[Spots, ...], ...]] = Counter()
+    part: list[Pair] = []
+    for m, o in pairs:
+        part.append((m, o))
+        if len({x.step for pair in part for x in pair}) > 1 or len(part) > _LONGEST:
+            return 0
+        ours, theirs = tuple(x.spots for x, _ in part), tuple(x.spots for _, x in part)
+        if Counter(ours) != Counter(theirs):
+            continue
+        if ours != theirs:
+            orders[ours, theirs] += 1
+            if len(orders) > 1 or any(_in_turn(*pair) for pair in part):
+                return 0
+        part = []
+    return len(next(iter(orders))[0]) if orders.total() >= ROUNDS else 0
+
+
+def _in_turn(m: Made, o: Made) -> bool:
+    """Whether two calls may be meant for each other, so that a rank takes its turn in one of them
+    while the others are in the other one; barriers carry nothing."""
+    if m.spots == o.spots:
+        return False
+    carries = m.signature.op not in ("barrier", "DDP()")
+    return not carries or any((arms(m, o), condition(m), condition(o)))

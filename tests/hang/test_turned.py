@@ -1,0 +1,105 @@
+"""Calls in another order on lines that read alike: what is a fault, and what may be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, Tape, run_of, tapes
+
+from ddpdoctor.events import Enclosing, Event, StepDone
+from ddpdoctor.findings import Finding, Steps
+from ddpdoctor.run import Run
+
+LOSS, COUNT = 8, 18
+LOOP = Enclosing(line=4, text="for x in loader:")
+IF = Enclosing(line=7, text="if mine:")
+ELSE = Enclosing(line=17, text="else:  # if mine:", opener=7)
+ON_RANK = Enclosing(line=7, text="if turn == rank:")
+TRAINED: dict[int, list[Event]] = {
+    r: [StepDone(at=START, optimizer=0, step=5, site=-1, wall_s=0.1)] for r in range(3)
+}
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CollectiveMismatch().examine(run))
+
+
+def reduced(tape: Tape, *lines: int, step: int = 0, op: str = "all_reduce", **around: int) -> None:
+    for line in lines:
+        tape.call(op, line, "call(t)", inside=(LOOP,), step=step, **around)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("caller", [(), 30], ids=["on their own", "called from one line"])
+def test_two_lines_that_read_alike_in_every_step(
+    tmp_path: Path, caller: int | Sequence[int]
+) -> None:
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(6):
+            lines = (COUNT, LOSS) if rank == 2 and step > 1 else (LOSS, COUNT)
+            reduced(tape, *lines, step=step, caller=caller)  # type: ignore[arg-type]
+    (finding,) = found(run_of(tmp_path, made, more=TRAINED))
+    assert "another order" in finding.summary
+    assert finding.ranks == (2,)
+    assert finding.location is not None
+    assert finding.location.line == COUNT
+    assert finding.steps == Steps(2, 5, 4)
+
+
+def test_two_lines_that_read_alike_without_steps(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * 3)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0, 1)
+    assert finding.evidence["times"] == 3
+
+
+def test_behind_a_barrier_that_has_a_line_of_its_own_on_each_rank(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        tape.call("barrier", 2 + rank, "dist.barrier()")
+        reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * 3)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.evidence["call_number"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(IF, ELSE), (ON_RANK, LOOP)], ids=["two arms", "a turn of the rank"]
+)
+def test_each_rank_takes_its_turn(tmp_path: Path, first: Enclosing, second: Enclosing) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for turn in (0, 1) * 4:
+            mine = turn == rank
+            line, head = (LOSS, first) if mine else (COUNT, second)
+            tape.call(line=line, text="call(t)", inside=(head, LOOP) if head != LOOP else (LOOP,))
+    assert found(run_of(tmp_path, made)) == []
+
+
+def test_each_rank_is_on_one_of_the_lines_in_a_step(tmp_path: Path) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        for step in range(6):
+            reduced(tape, COUNT if (step + rank) % 2 else LOSS, step=step)
+    assert found(run_of(tmp_path, made, more=TRAINED)) == []
+
+
+def test_each_rank_goes_by_its_own_data(tmp_path: Path) -> None:
+    made = tapes()
+    orders = ((0, 1, 0, 0, 1, 1, 0, 1, 0, 1), (1, 0, 0, 1, 1, 0, 1, 0, 1, 0))
+    for rank, tape in made.items():
+        reduced(tape, *(COUNT if kind else LOSS for kind in orders[rank]))
+    assert found(run_of(tmp_path, made)) == []
+
+
+@pytest.mark.parametrize("op", ["barrier", "all_reduce"])
+def test_what_carries_nothing_and_what_comes_seldom(tmp_path: Path, op: str) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        rounds = 6 if op == "barrier" else 2
+        reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * rounds, op=op)
+    assert found(run_of(tmp_path, made)) == []
