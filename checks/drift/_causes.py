@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpdoctor.events import ProbeTrouble, StepDone
+from ddpdoctor.events import OptimizerSeen, ProbeTrouble, StepDone
 from ddpdoctor.findings import Finding, Location, Related, Steps
 from ddpdoctor.run import Run, fold_ranks, groups_text, ranks_text
 
@@ -152,6 +152,14 @@ def _steps(group: Replicas, found: Divergence) -> Steps | None:
     every = max(m.last_step for m in group.members.values()) - steps.first + 1
     whole = found.compared >= every
     return steps if whole else Steps(steps.first, steps.last, steps.count, found.compared)
+
+
+def of_optimizer(group: Replicas) -> str:
+    """` of Adam (train.py:12)`, whose steps are counted; empty where the rank has no other one."""
+    rank, number = group.any.rank, group.any.optimizer
+    every = {e.optimizer: e for e in rank.of(OptimizerSeen)}
+    spot = rank.location(every[number].site) if number in every else None
+    return f" of {every[number].kind} ({spot})" if spot and len(every) > 1 else ""
 
 
 def may_follow(effect: Finding, cause: Finding, later: int) -> bool:

@@ -119,7 +119,7 @@ class OptimizerStateDrift(Check):
             **_causes.told(group, first, cause),
             summary=f"the optimizer's {what} of {_causes.some(first.names)} "
             f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
-            f"first seen at step {first.first}",
+            f"first seen at step {first.first}{_causes.of_optimizer(group)}",
             evidence={"loaded": loaded is not None, "of_its_own": own or loaded is not None}
             | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
             | cause.evidence

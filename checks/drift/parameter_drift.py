@@ -197,6 +197,7 @@ class ParameterDrift(Check):
         begun = f"{'averaging backward' if unheld else 'step'} {found.first}"
         if unseen := found.unseen:
             begun = f"some {'backward' if unheld else 'step'} between {unseen[0]} and {found.first}"
+        begun += "" if unheld else _causes.of_optimizer(group)
         when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
         when["again"] = when["eval"]
         if cause.trained:

@@ -35,6 +35,17 @@ def test_loaded_on_one_rank():
     assert "the others do not" in finding.cause
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_whose_steps_are_counted_is_said_where_there_are_several_optimizers(count):
+    made = [OptimizerSeen(at=0, optimizer=n, kind="Adam", site=LINE) for n in range(count)]
+    moved = [digests("parameters", {2: [1, 1, 1, 1], 3: [1, 1, 1, n]}) for n in range(2)]
+    run = run_of({n: [*made, state(1, 2, 3 + n, 4), moved[n]] for n in range(2)})
+    (told,), (later,) = OptimizerStateDrift().examine(run), ParameterDrift().examine(run)
+    of_which = " of Adam (train.py:33)" if count > 1 else ""
+    assert told.summary.endswith(f"first seen at step 2{of_which}")
+    assert later.summary.endswith(f"from step 3{of_which} on")
+
+
 def test_parameters_that_drift_after_it_are_its_consequence():
     moved = [digests("parameters", {2: [1, 1, 1, 1], 3: [1, 1, 1, n]}) for n in range(2)]
     run = run_of({0: [LOAD, state(1, 2, 3, 4), moved[0]], 1: [state(1, 2, 9, 4), moved[1]]})
