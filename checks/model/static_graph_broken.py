@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from ddpdoctor.events import StaticGraphBroken as Record
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.events import Wrapped
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
+
+ACCUMULATES = (
+    "`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP learns its "
+    "schedule in the first iteration, which did not synchronise",
+    "leave out `static_graph=True`, or let the first micro-batch of the run synchronise",
+)
+CHANGES = (
+    "the forward does not use the same parameters, equally often, in every step",
+    "leave out `static_graph=True`; where parameters are unused in some steps: "
+    "`DDP(..., find_unused_parameters=True)`",
+)
 
 
 class StaticGraphBroken(Check):
@@ -17,22 +29,25 @@ class StaticGraphBroken(Check):
     ## What it finds
     A model wrapped with `static_graph=True` whose backward torch refused because the graph changed
     or because `no_sync` came first, or - without any error - whose backwards no longer communicate
-    although they should.
+    although they should. Also where every step is the same, and a part of what the forward returns
+    does not reach the loss.
 
     ## How it knows
     torch's own errors are recorded as they come out of a forward or a backward. In every backward
     of such a model that should synchronise, the count of its group's collectives is compared before
-    and after: where it stands still, nothing was averaged. The finding is proven.
+    and after: where it stands still, nothing was averaged. What it did not reach is compared with
+    what the first one reached without a gradient. The finding is proven.
 
     ## Why it hurts
     With the option DDP learns in the first iteration which gradients to wait for, and trusts that
     for ever. Where the graph changes, gradients are applied without being averaged; torch notices
-    a step later, or not at all.
+    a step later, or not at all. That first iteration leads the backward to every output of the
+    forward, also to one that the loss does not use: DDP then waits for its parameters in vain.
 
     ## How to fix it
     Leave `static_graph=True` out; where parameters are unused in some steps,
     `find_unused_parameters=True`. With gradient accumulation let the first backward of the run
-    synchronise.
+    synchronise. What never reaches the loss: freeze it before the wrap, or do not return it.
 
     ## When it stays quiet
     Graphs that are static, also with parameters that are never used, also under re-entrant
@@ -69,42 +84,59 @@ class StaticGraphBroken(Check):
         first, last = events[0], events[-1]
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
+        promised = next((e.promised for e in events if e.promised), ())
         accumulates = bool(last.unsynced) and first.kind != "changed"
         silent = max(e.silent for e in events)
+        places = [("a forward under no_sync", last.unsynced_site)]
+        if not promised:
+            places.append(("the forward that differs", first.forward_site))
+        cause, fix = (
+            _beside_the_loss(rank, wrapped, promised)
+            if promised
+            else (ACCUMULATES if accumulates else CHANGES)
+        )
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(e.step for e in events),
             subjects=(title_of(rank, wrapped),),
             location=rank.location(wrapped.site),
             label="promises a static graph",
-            related=models.related(
-                rank,
-                (
-                    ("a forward under no_sync", last.unsynced_site),
-                    ("the forward that differs", first.forward_site),
-                ),
-            ),
+            related=(*models.related(rank, places), *_made(rank, wrapped, promised)),
             summary=_summary(title_of(rank, wrapped), first, silent),
-            cause="`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP "
-            "learns its schedule in the first iteration, which did not synchronise"
-            if accumulates
-            else "the forward does not use the same parameters, equally often, in every step",
-            fix="leave out `static_graph=True`"
-            + (
-                ", or let the first micro-batch of the run synchronise"
-                if accumulates
-                else "; where "
-                "parameters are unused in some steps: `DDP(..., find_unused_parameters=True)`"
-            ),
+            cause=cause,
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
                 "seen as": [e.kind for e in events],
                 "backwards without communication": silent,
                 "synchronising backwards": last.backward,
                 "forwards under no_sync": last.unsynced,
+                **({"waits for": list(models.names_of(wrapped, promised))} if promised else {}),
             },
             at=rank.wall(first.at),
         )
+
+
+def _beside_the_loss(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -> tuple[str, str]:
+    """Cause and help where a part of the output does not reach the loss."""
+    parts = models.parts_of(wrapped, promised)
+    _, inner = models.names_in_code(rank, wrapped)
+    titles = models.some(part.title for part in parts)
+    code = parts[0].code(inner)
+    return (
+        f"what {titles} returned does not reach the loss; in the first iteration of a static graph "
+        "torch leads the backward to every output of the forward, so that DDP took it for used, "
+        "and waits for its gradient since",
+        f"to keep it unused, freeze it before the wrap: `{code}.requires_grad_(False)`; or let its "
+        "output take part in the loss in every step; where it does in some steps only: "
+        "`DDP(..., find_unused_parameters=True)` in place of `static_graph=True`",
+    )
+
+
+def _made(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -> Iterator[Related]:
+    for part in models.parts_of(wrapped, promised)[:1]:
+        if (spot := models.made_at(rank, wrapped, part)) is not None:
+            yield Related("its output does not reach the loss", spot)
 
 
 def _events(rank: Rank, model: int) -> list[Record]:

@@ -381,6 +381,8 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
             backward that should have synchronised did not communicate; at powers of two).
         silent: such backwards so far.
         unsynced: forwards under `no_sync` so far; `unsynced_site` the line of the last.
+        promised: what this backward did not reach, where the first one reached all of it without a
+            gradient: torch led that one to every output of the forward, and waits since.
     """
 
     model: int
@@ -392,6 +394,7 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
     unsynced_site: int = -1
     site: int = -1
     forward_site: int = -1
+    promised: tuple[int, ...] = ()
 
 
 class CommHook(Event, frozen=True, tag="comm-hook"):

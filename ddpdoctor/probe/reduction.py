@@ -31,6 +31,9 @@ PARAMETER = re.compile(r"Parameter at index (\d+)(?: with name (\S+))?")
 _silent: Counter[Model] = Counter()
 """Backwards of models with a static graph that should have averaged gradients and did not."""
 
+_hollow: dict[Model, set[int]] = {}
+"""What the first averaging backward of such a model reached without a gradient."""
+
 _static = Subscriptions()
 
 
@@ -38,6 +41,7 @@ def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _silent.clear()
+    _hollow.clear()
     around(
         DistributedDataParallel, "register_comm_hook", after=_hooked, before=_hooking, lost=HOOKS
     )
@@ -83,11 +87,18 @@ def _backward_failed(active: Recorder, backward: Backward) -> None:
 
 def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
+        if not model.static_graph:
+            continue
         silent = model.number not in backward.synced
-        if model.static_graph and silent and backward.expected_sync[model.number]:
+        if not silent and model not in _hollow:
+            firing = next((k.firing for k in backward.looks if k.model is model), None)
+            _hollow[model] = firing.counts.keys() - firing.given if firing is not None else set()
+        if silent and backward.expected_sync[model.number]:
             _silent[model] += 1
             if _silent[model] & (_silent[model] - 1) == 0:
-                _tell_static(active, model, "silent", backward.site)
+                untouched = backward.untouched.get(model.number, ())
+                promised = untouched if _hollow.get(model, set()).issuperset(untouched) else ()
+                _tell_static(active, model, "silent", backward.site, promised)
 
 
 def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
@@ -95,7 +106,9 @@ def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
         _tell_static(active, model, "changed" if CHANGED in text else "asserted", site)
 
 
-def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
+def _tell_static(
+    active: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
+) -> None:
     active.emit(
         StaticGraphBroken(
             at=time.monotonic(),
@@ -108,6 +121,7 @@ def _tell_static(active: Recorder, model: Model, kind: str, site: int) -> None:
             unsynced_site=model.unsynced_site,
             site=site,
             forward_site=model.forward_site,
+            promised=promised,
         ),
         vital=True,
     )
