@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
-import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, GetSetDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from .frames import variables
 from .sites import Sites
@@ -28,14 +28,19 @@ LONG_CHAIN = 40
 MOST_PARTS, DEEPEST = 16, 2
 """Parts of an entry that are looked at, and how far down."""
 
-MOST_NAMED, DEEPEST_SUM = 64, 3
-"""Larger dictionaries hold no single sums; how far down from a name these are looked for, as in
+MOST_NAMED, DEEPEST_NAME = 64, 3
+"""Larger dictionaries hold no single sums; how far down from a name what grows is looked for, as in
 `trainer.meters["loss"].sum`."""
+
+MOST_MODULES = 256
+"""Modules that are gone through at most, from the top, in search of the program's own."""
 
 _IN_PYTHON = 1 << 9
 """Flag of types that a class statement makes; others' objects have nothing to look into."""
 
 _CONTAINERS = (list, dict, set, deque)
+
+_Test = Callable[[ast.AST], bool]
 
 
 @dataclass(frozen=True)
@@ -119,18 +124,23 @@ class AtHand(NamedTuple):
 
 def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[AtHand]:
     """What the user's running code has names for, and so far down what that holds by name; the
-    frame's own first, and of these what is nearest."""
+    frame's own first, and of these what is nearest. The program's own modules are as near as the
+    model that they are parts of."""
+    met: dict[int, int] = {}
     while frame is not None:
         if sites.kind(frame.f_code) == "user":
             for scope in (variables(frame), frame.f_globals):
                 level = [
                     AtHand(name, value, frame)
                     for name, value in list(scope.items())
-                    if not name.startswith("__") and not isinstance(value, (type(sys), type))
+                    if not name.startswith(("__", ".")) and not isinstance(value, (type(sys), type))
                 ]
                 yield from level
-                for _ in range(depth):
-                    level = [part for one in level for part in _inside(one)]
+                for left in range(depth, 0, -1):
+                    level += _own_modules(level, met)
+                    new = [one for one in level if met.get(id(one.value), 0) < left]
+                    met.update((id(one.value), left) for one in new)
+                    level = [part for one in new for part in _inside(one)]
                     yield from level
         frame = frame.f_back
 
@@ -141,11 +151,11 @@ def _inside(one: AtHand) -> list[AtHand]:
         if dict.__len__(held) > MOST_NAMED:
             return []
         return [
-            AtHand(f"{one.name}[{k if type(k) is not str else repr(k)}]", v, one.frame)
+            AtHand(f"{one.name}[{k if type(k) is not str else repr(k)}]", v, one.frame, one.owner)
             for k, v in list(dict.items(held))
             if type(k) in (str, int)
         ]
-    if made.__module__.partition(".")[0] == "torch":  # nothing of the program's
+    if _is_torchs(made):  # nothing of the program's
         return []
     found = list(_attributes(held).items())
     if issubclass(made, sys.modules["torch"].nn.Module):
@@ -153,21 +163,44 @@ def _inside(one: AtHand) -> list[AtHand]:
     return [AtHand(f"{one.name}.{k}", v, one.frame, made) for k, v in found]
 
 
+def _own_modules(level: list[AtHand], met: dict[int, int]) -> list[AtHand]:
+    """The modules below models that are of a class of the program's and were not met yet."""
+    module_type = sys.modules["torch"].nn.Module
+    attributes_of = vars(module_type)["__dict__"].__get__
+    below = [one for one in level if issubclass(type(one.value), module_type)]
+    count = len(below)
+    for module in below:
+        children = attributes_of(module.value).get("_modules")
+        if not issubclass(type(children), dict):  # TorchScript has its own way
+            continue
+        for key, child in list(children.items()):
+            fresh = id(child) not in met and issubclass(type(child), module_type)
+            if fresh and len(below) < MOST_MODULES:
+                name = f".{key}" if key.isidentifier() else f"[{key}]"
+                met[id(child)] = 0
+                below.append(AtHand(module.name + name, child, module.frame))
+    return [one for one in below[count:] if not _is_torchs(type(one.value))]
+
+
+def _is_torchs(made: type) -> bool:
+    return made.__module__.partition(".")[0] == "torch"
+
+
 def at_hand(frame: FrameType | None, sites: Sites) -> Iterator[Any]:
     """What the user's running code has names for, and what that holds by name."""
-    return (one.value for one in named(frame, sites))
+    return (one.value for one in named(frame, sites, DEEPEST))
 
 
-def name_of(target: int, frame: FrameType | None, sites: Sites) -> AtHand | None:
+def name_of(target: int, frame: FrameType | None, sites: Sites, depth: int = 1) -> AtHand | None:
     """What the user's running code calls an object."""
-    return next((one for one in named(frame, sites) if id(one.value) == target), None)
+    return next((one for one in named(frame, sites, depth) if id(one.value) == target), None)
 
 
 def long_chain(frame: FrameType | None, sites: Sites) -> tuple[AtHand | None, int]:
     """What sums up losses together with their graphs, and how many."""
     import torch
 
-    for one in named(frame, sites, DEEPEST_SUM):
+    for one in named(frame, sites, DEEPEST_NAME):
         if issubclass(type(one.value), torch.Tensor) and one.value.grad_fn is not None:
             length = _additions(one.value.grad_fn)
             if length >= LONG_CHAIN:
@@ -191,53 +224,87 @@ _ADDING = {"append", "appendleft", "extend", "add", "insert", "update", "setdefa
 
 def place_that_grows(one: AtHand, sites: Sites) -> tuple[str, int, str]:
     """File, line and function of what adds to it; the line that runs where there is none."""
-    last = re.split(r"[.\[]", one.name)[-1].strip("'\"]")
     code = one.frame.f_code
-    # Rather in the function that runs than elsewhere in the file.
-    lines = _that_add(code.co_filename, last)
-    line = min(lines, key=lambda n: (n < code.co_firstlineno, n), default=0)
-    if line:
-        return code.co_filename, line, code.co_name
     owner = one.owner or type(one.value)
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    if file and sites.kind_of(file) == "user" and (lines := _that_add(file, last)):
-        return file, min(lines), owner.__name__
+    for is_it in _ways_to_say(one.name):
+        # Rather in the function that runs than elsewhere in the file.
+        lines = _that_add(code.co_filename, is_it)
+        line = min(lines, key=lambda n: (n < code.co_firstlineno, n), default=0)
+        if line:
+            return code.co_filename, line, lines[line]
+        if file and sites.kind_of(file) == "user" and (lines := _that_add(file, is_it)):
+            return file, min(lines), lines[min(lines)]
     return code.co_filename, one.frame.f_lineno, code.co_name
 
 
-def _that_add(file: str, name: str) -> list[int]:
-    """The lines of a file that add to something of that name."""
+def _ways_to_say(name: str) -> list[_Test]:
+    """What tells the expressions that may be meant where something is called `name`:
+    `meter.sums["loss"]` may be anyone's `["loss"]`, or `sums[k]` for every k."""
+    try:
+        whole = ast.parse(name, mode="eval").body
+    except SyntaxError:
+        return []
+    if isinstance(whole, ast.Subscript):
+        keyed = partial(_is_keyed, key=_last(whole))
+        return [keyed, partial(_is_entry, of=_last(whole.value))]
+    return [partial(_is, name=_last(whole))]
+
+
+def _last(node: ast.AST) -> Any:
+    """The name or key that an expression ends in."""
+    if isinstance(node, ast.Subscript):
+        return node.slice.value if isinstance(node.slice, ast.Constant) else None
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+
+def _that_add(file: str, is_it: _Test) -> dict[int, str]:
+    """The lines of a file that add to something, and the function of each."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return []
-    nodes = (n for n in ast.walk(tree) if isinstance(n, (ast.expr, ast.stmt)))
-    return [node.lineno for node in nodes if _adds(node, name)]
+        return {}
+    found: dict[int, str] = {}
+    inside: list[tuple[ast.AST, str]] = [(tree, "<module>")]
+    for node, function in inside:
+        if _adds(node, is_it):
+            found[node.lineno] = function
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = node.name
+        inside += [(child, function) for child in ast.iter_child_nodes(node)]
+    return found
 
 
-def _adds(node: ast.AST, name: str) -> bool:
+def _adds(node: ast.AST, is_it: _Test) -> TypeGuard[ast.expr | ast.stmt]:
     if isinstance(node, ast.Call):
         call = node.func
-        return isinstance(call, ast.Attribute) and call.attr in _ADDING and _is(call.value, name)
+        return isinstance(call, ast.Attribute) and call.attr in _ADDING and is_it(call.value)
     if isinstance(node, ast.AugAssign):
-        return _is(node.target, name)
+        return is_it(node.target)
     if isinstance(node, ast.Assign):
         value = node.value
-        summed = isinstance(value, ast.BinOp) and (_is(value.left, name) or _is(value.right, name))
+        summed = isinstance(value, ast.BinOp) and (is_it(value.left) or is_it(value.right))
         return any(
-            (isinstance(t, ast.Subscript) and _is(t.value, name)) or (summed and _is(t, name))
+            (isinstance(t, ast.Subscript) and is_it(t.value)) or (summed and is_it(t))
             for t in node.targets
         )
     return False
 
 
-def _is(node: ast.AST, name: str) -> bool:
+def _is(node: ast.AST, name: Any) -> bool:
     """Whether an expression ends in that name: `name`, `self.name`, `x["name"]`, `name[k]`."""
-    if isinstance(node, ast.Name):
-        return node.id == name
-    if isinstance(node, ast.Attribute):
-        return node.attr == name
     if isinstance(node, ast.Subscript):
-        key = node.slice
-        return (isinstance(key, ast.Constant) and key.value == name) or _is(node.value, name)
-    return False
+        return _is_keyed(node, name) or _is(node.value, name)
+    return isinstance(node, (ast.Name, ast.Attribute)) and _last(node) == name
+
+
+def _is_keyed(node: ast.AST, key: Any) -> bool:
+    """Whether an expression ends in that key: `x["key"]`."""
+    return isinstance(node, ast.Subscript) and key is not None and _last(node) == key
+
+
+def _is_entry(node: ast.AST, of: Any) -> bool:
+    """Whether an expression is some entry of a dictionary: `of[k]`, `of.setdefault(k, [])`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("get", "setdefault") and _is(node.func.value, of)
+    return isinstance(node, ast.Subscript) and _last(node) is None and _is(node.value, of)

@@ -218,7 +218,7 @@ def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
     }
     if grown:
         key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
-        one = holders.name_of(key, sys._getframe(1), active.sites)
+        one = holders.name_of(key, sys._getframe(1), active.sites, holders.DEEPEST_NAME)
         _tell(active, one, now[key], grown[key], steps)
 
 

@@ -201,6 +201,66 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     assert adds(one) == "self.kept.append(thing)"
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.sites import Sites
+
+    class Task(torch.nn.Module):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[object] = []
+
+        def forward(self, x: Any) -> Any:
+            self.outputs.append(x.detach())
+            return x
+
+    task = Task()
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 1), task) if deep else task
+    layers.register_module("none", None)
+    trainer = Result(torch.nn.DataParallel(layers), None)
+    for n in range(20):
+        task(torch.ones(n))
+    key = id(task.outputs)
+    del task, layers
+    sites = Sites(lambda event: None)
+    assert key in holders.census(holders.at_hand(sys._getframe(), sites))
+    one = holders.name_of(key, sys._getframe(), sites, holders.DEEPEST_NAME)
+    assert one is not None
+    assert one.name == f"trainer.first.module{'[1]' if deep else ''}.outputs"
+    assert one.owner is Task and trainer.rest is None
+    assert adds(one) == "self.outputs.append(x.detach())"
+
+
+class Sums:
+    def __init__(self) -> None:
+        self.kinds: dict[str, list[object]] = {}
+
+    def see(self, **values: object) -> None:
+        for kind, value in values.items():
+            self.kinds[kind] = self.kinds.get(kind, [])
+            self.kinds[kind].append(value)
+
+
+def test_what_grows_under_a_key_is_added_to_under_any() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.sites import Sites
+
+    sums, mean = Sums(), 0.0
+    for _ in range(20):
+        sums.see(mean=torch.zeros(3), other=1)
+        mean += 0.5
+    sites = Sites(lambda event: None)
+    (key,) = holders.census([sums.kinds["mean"]])
+    one = holders.name_of(key, sys._getframe(), sites, holders.DEEPEST_NAME)
+    assert one is not None and one.name == "sums.kinds['mean']"
+    assert adds(one) == "self.kinds[kind].append(value)"
+    *_, function = holders.place_that_grows(one, sites)
+    assert function == "see"
+
+
 def adds(one: Any) -> str:
     """The line that adds to it."""
     from ddpdoctor.probe import holders
@@ -212,7 +272,7 @@ def adds(one: Any) -> str:
 
 class Result:
     def __init__(self, *parts: object) -> None:
-        self.loss, self.rest = parts
+        self.first, self.rest = parts
 
 
 @pytest.mark.parametrize("entry", [
