@@ -20,7 +20,7 @@ from ._ways import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
 
 _COUNTED = re.compile(r"for (\w+) in range\([\w.]+\):")
 _NUMBERED = re.compile(r"for (\w+), .+ in (?:\w+\.)*(?:tqdm\()?enumerate\((?!.*\bstart\b)[^,]+\):")
-_SETTINGS = re.compile(r"(?:%|==|!=|>=?|<=?)\s*[A-Za-z_][\w.]*")
+_SETTINGS = re.compile(r"%\s*[A-Za-z_][\w.]*|==\s*[A-Za-z_][\w.]*\s*-\s*1\b")
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -47,12 +47,13 @@ def apart(parting: Parting) -> Apart | None:
     if any(condition(made) for made in parting.made.values()):
         return None
     for key, head in _loops_of_all(parting):
-        turn = _by_round(parting, key, head)
+        name = _number(head)
+        turn = _by_round(parting, key, name)
         if turn is None:
             continue
         here = {r for r, m in parting.made.items() if is_inside(m.rank, m.site, key[0], turn.line)}
         rest = {*parting.made} - here
-        ways = _ways(parting, key, rest)
+        ways = tuple(w for w in _ways(parting, key, rest) if not _reads_only(w.source, name))
         if rest and ways and _comparable(parting, key, head):
             skipped = _skipped(parting, ways, head)
             known = skipped in (here, rest)
@@ -71,27 +72,34 @@ def _loops_of_all(parting: Parting) -> Iterator[tuple[Key, Location]]:
         yield from ((k, head) for k, head in every[0].items() if all(k in e for e in every))
 
 
-def _by_round(parting: Parting, key: Key, loop: Location) -> Enclosing | None:
-    """The branch in a loop that some ranks are in, and which goes by the number of the round."""
+def _number(loop: Location) -> str:
+    """What the program calls the number of a round, empty where the loop counts none."""
     counted = _COUNTED.match(loop.source) or _NUMBERED.match(loop.source)
-    if counted is None:
-        return None
+    return counted[1] if counted else ""
+
+
+def _by_round(parting: Parting, key: Key, name: str) -> Enclosing | None:
+    """The branch in a loop that some ranks are in, and which goes by the number of the round."""
     return next(
         (
             around
             for made in parting.made.values()
             for around in _within(made, key)
-            if around.text.startswith("if ") and _goes_by(around.text, counted[1])
+            if around.text.startswith("if ") and _goes_by(around.text, name)
         ),
         None,
     )
 
 
 def _goes_by(text: str, name: str) -> bool:
-    """Whether a condition reads nothing but that number, and what it is compared with or divided
-    by: `if (i + 1) % args.every == 0:`."""
+    """Whether a condition reads nothing but that number, and what it is divided by:
+    `if (i + 1) % args.every == 0:`."""
+    return "%" in text and name in _WORD.findall(text) and _reads_only(text, name)
+
+
+def _reads_only(text: str, name: str) -> bool:
     rest = {*_WORD.findall(_SETTINGS.sub("", text.partition("#")[0]))}
-    return "%" in text and name in rest and rest <= {name, "if", "and", "or", "not"}
+    return rest <= {name, "if", "elif", "and", "or", "not"}
 
 
 def _within(made: Made, key: Key) -> Iterator[Enclosing]:

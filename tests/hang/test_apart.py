@@ -74,7 +74,8 @@ def test_who_skipped_it_by_what_it_caught(
 
 
 @pytest.mark.parametrize(
-    "turn", ["if (i + 1) % args.every == 0:", "if i % every == 0 and i > warm:", "if not i % 2:"]
+    "turn",
+    ["if (i + 1) % args.every == 0:", "if i % every == every - 1 and i > 5:", "if not i % 2:"],
 )
 def test_branches_that_go_by_the_round(tmp_path: Path, turn: str) -> None:
     assert "skipped rounds" in found(tmp_path, turn=turn).cause
@@ -94,6 +95,8 @@ def test_rounds_that_are_numbered(tmp_path: Path, head: str) -> None:
     [
         {"turn": "if loss > 3 and i % 10 == 9:"},
         {"turn": "if i > 9:"},
+        {"turn": "if i % 4 == mine:"},
+        {"way": Way(line=22, text="if i < 5:", first=17, last=27)},
         {"turn": "if step % 10 == 9:"},
         {"turn": "if i % 10 == 9 and rank == 1:"},
         {"turn": ""},
