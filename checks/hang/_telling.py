@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Evidence, Location, Related
+from ddpdoctor.findings import Evidence, Finding, Location, Related
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
 from ._branches import branch, condition, head_of, leading
@@ -34,6 +34,12 @@ def each_once(found: Iterable[Parting]) -> list[Told]:
 def _calls(parting: Parting) -> object:
     calls = frozenset((m.signature.op, m.location, m.text) for m in parting.made.values())
     return calls, parting.place.text, parting.differs, parting.shifted, parting.extra
+
+
+def never_made(other: Finding) -> bool:
+    """Whether it tells of a group that some ranks never made, as who has failed or left does. Who
+    makes another group in its place has not."""
+    return other.check == "group-creation-mismatch" and "groups_made" in other.evidence
 
 
 def odd_of(told: Told) -> tuple[int, ...]:

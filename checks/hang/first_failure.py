@@ -41,6 +41,7 @@ from ._failures import (
     translate,
     unseen,
 )
+from ._telling import never_made
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 
@@ -114,8 +115,8 @@ class FirstFailure(Check):
             return False
         if other.check == "data-stall":  # a worker that died is why its own rank raised
             return not set(mine.ranks) & set(other.ranks)
-        return other.check in ("rank-missing", "rank-exited-early", "rank-died", "stall",
-                               "rendezvous-stall", "group-creation-mismatch")  # fmt: skip
+        effects = "rank-missing", "rank-exited-early", "rank-died", "stall", "rendezvous-stall"
+        return other.check in effects or never_made(other)
 
     def _tell(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
         first = own[0]

@@ -30,6 +30,7 @@ from ._failures import (
     whereabouts,
 )
 from ._scene import scene
+from ._telling import never_made
 from ._waiting import victims
 
 GIB = 1 << 30
@@ -115,8 +116,8 @@ class RankDied(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         effects = ("rank-missing", "rank-exited-early", "first-failure", "stall", "data-stall",
-                   "rendezvous-stall", "group-creation-mismatch")  # fmt: skip
-        return other.check in effects
+                   "rendezvous-stall")  # fmt: skip
+        return other.check in effects or never_made(other)
 
     def _tell(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]

@@ -24,6 +24,7 @@ from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
 from ._ranked import on_rank
 from ._scene import Scene, Stand, scene
+from ._telling import never_made
 from ._usual import HISTORY
 from ._waiting import gone, unanswered, victims, waiting_for
 from ._ways import may_end
@@ -89,12 +90,12 @@ class RankExitedEarly(Check):
         if left:
             yield self._tell(now, left, waiting)
         elif lost := _lost(run, now):
-            left = [s for s in now.stands.values() if s.gone and _well(s.rank)]
+            left = [s for s in _peers(now, lost) if _well(s.rank)]
             if left:
                 yield self._tell(now, left, lost)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check in ("rank-missing", "stall", "group-creation-mismatch"):
+        if other.check in ("rank-missing", "stall") or never_made(other):
             return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
             early = other.evidence.get("the_same_values_first_on_ranks")
@@ -229,15 +230,38 @@ def _fix(only: Only | None, loop: Left | None, left: Rank, leaves: str, waiting:
 
 
 def _lost(run: Run, now: Scene) -> list[Stand]:
-    """Ranks that lost their peers in communication that is not on record as a call, where nothing
-    else failed."""
+    """Ranks that lost their peers in communication of which the record does not tell who lacked,
+    where nothing else failed: it is no call, or one of a wrapped model, or a message."""
     found = failures(run)
     if not now.failed or any(f.kind != "lost" for f in found):
         return []
     return [
         now.stands[f.rank.rank]
         for f in found
-        if f.exception and lost_peer(f.exception) and f.rank.default_group
+        if f.exception
+        and lost_peer(f.exception)
+        and f.rank.default_group
+        and not _met(now.stands[f.rank.rank])
+    ]
+
+
+def _met(stand: Stand) -> bool:
+    """Whether a rank was in a collective of its program that no member of the group lacks."""
+    call, made = stand.call, stand.made
+    return (
+        call is not None
+        and call.index >= 0
+        and bool(made and not made.signature.op.startswith("DDP"))
+    )
+
+
+def _peers(now: Scene, lost: list[Stand]) -> list[Stand]:
+    """Who may have left them: the members of the groups in which they lost a rank."""
+    keys = [s.key for s in lost]
+    return [
+        s
+        for s in now.stands.values()
+        if s.gone and any(key is None or s.rank.rank in key.ranks for key in keys)
     ]
 
 

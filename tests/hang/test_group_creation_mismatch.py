@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import START, Tape, run_of, stall
 
+from ddpdoctor.diagnose import fold
 from ddpdoctor.events import RankExiting, Signature, StepDone
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
@@ -112,3 +114,18 @@ def test_a_rank_whose_record_ends_before_its_calls(tmp_path: Path) -> None:
         tape.call("new_group", 9, group=NEW, ranks=(0, 1))
     made[1].events = [e for e in made[1].events if not isinstance(e, Signature)]
     assert found(run_of(tmp_path, made)) == []
+
+
+def test_what_fails_after_groups_in_another_order_follows_from_it(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        tape.call("new_group", 9, group=NEW, ranks=(0, 1) if rank < 2 else (2, 3))
+        if rank < 3:
+            tape.call(line=11, state=State.BEGUN, at=START + 5)
+    more = {3: [RankExiting(at=START + 6, how="return")]}
+    run = run_of(tmp_path, made, more=more, nodes={0: [stall(START + 40, START + 5)]})
+    checks = RankExitedEarly(), GroupCreationMismatch()
+    every = [finding for check in checks for finding in check.examine(run)]
+    assert len(every) == 2
+    (root,) = fold(every, {check.name: check for check in checks})
+    assert root.check == "group-creation-mismatch"

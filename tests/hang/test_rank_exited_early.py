@@ -203,3 +203,17 @@ def test_what_the_program_called_to_leave_is_named(tmp_path: Path, how: str) -> 
     called = how == "sys.exit"
     assert ("left by `sys.exit` with status 0, without that call" in finding.cause) is called
     assert ("call `sys.exit` on all ranks in the same round" in finding.fix) is called
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "DDP backward"])
+def test_only_members_of_the_group_that_is_waited_in(tmp_path: Path, op: str) -> None:
+    """Rank 0 lost its partner in a call that both have begun; ranks 2 and 3 have their own."""
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        tape.group(1, str(rank // 2 + 1), (0, 1) if rank < 2 else (2, 3))
+        state = State.DONE if rank else State.FAILED
+        tape.call(op, 9, group=1, state=state, at=START + 2, lasts=0.1 if rank else 4)
+    raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
+    ends = {r: [RankExiting(at=START + 5, how="return")] for r in range(1, 4)}
+    said = found(run_of(tmp_path, made, more={0: [raised], **ends}, ended={0: 1}))
+    assert [f.ranks for f in said] == ([(1,)] if op.startswith("DDP") else [])
