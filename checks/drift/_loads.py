@@ -77,7 +77,7 @@ def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
         text=f"every rank loads {THINGS[what]}, and they are not the same"
         if everybody
         else f"{ranks_do(ranks, 'load')} {THINGS[what]}, the others do not",
-        fix=_fix(what),
+        fix=_fix(what, _under_way(group, ranks[0], found[ranks[0]][-1])),
         label="what is loaded differs between ranks",
         location=spot,
         ranks=ranks,
@@ -94,6 +94,7 @@ def by_some(group: Replicas, what: str, some: OfSome, until: float, steps: range
         if more not in (what, "weights") and (line := _with_it(group, more, ranks, until, steps))
     }
     thing = " and ".join(THINGS[each] for each in (what, *beside))
+    under_way = _under_way(group, ranks[0], some.event)
     facts: dict[str, object] = {ONLY_ON: list(ranks)}
     if beside:
         facts["loaded_with_them"] = " and ".join(THINGS[more] for more in beside)
@@ -106,7 +107,7 @@ def by_some(group: Replicas, what: str, some: OfSome, until: float, steps: range
         label = f"only {ranks_do(ranks, 'come')} here"
     return Cause(
         text,
-        "load on every rank alike" if some.others else _fix(what, bool(beside)),
+        "load on every rank alike" if some.others else _fix(what, under_way, bool(beside)),
         label,
         group.members[ranks[0]].rank.location(some.event.site),
         ranks,
@@ -137,9 +138,18 @@ def reloads(group: Replicas, what: str, after: float) -> bool:
     )
 
 
-def _fix(what: str, beside: bool = False) -> str:
+def _under_way(group: Replicas, number: int, event: Loaded) -> bool:
+    """Whether a rank loads when the training of these copies has begun."""
+    return _parting.own_step(group.members[number], event.step) > 0
+
+
+def _fix(what: str, under_way: bool, beside: bool = False) -> str:
     if what == "weights":
-        fix = "load on every rank, or before `DistributedDataParallel(...)`, which copies rank 0's"
+        fix = "load on every rank, or "
+        if under_way:
+            fix += "into a copy of the model where one rank alone needs it (to evaluate, say)"
+        else:
+            fix += "before `DistributedDataParallel(...)`, which copies rank 0's"
         return fix + "; the optimizer's state on every rank: it is never copied" * beside
     return "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
 

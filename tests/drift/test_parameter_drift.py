@@ -299,6 +299,13 @@ def test_loaded_on_several_ranks():
     assert finding.cause.startswith("ranks 1-3 load weights")
 
 
+@pytest.mark.parametrize(("step", "fix"), [(0, "before `Dis"), (1, "into a copy of the model")])
+def test_what_to_do_about_a_load_depends_on_when_it_comes(step, fix):
+    run = run_of({0: [load(step=step), last(True)], 1: [last(False)]})
+    (finding,) = ParameterDrift().examine(run)
+    assert f"load on every rank, or {fix}" in finding.fix
+
+
 @pytest.mark.parametrize(
     ("lines", "ranks", "line", "text"),
     [
