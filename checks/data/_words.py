@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import LoaderSeen, OptimizerSeen
+from ddpdoctor.events import LoaderSeen, OptimizerSeen, ProbeTrouble
 from ddpdoctor.findings import Evidence, Location, Related, Steps
 from ddpdoctor.run import Run, ranks_text
 
@@ -17,9 +17,17 @@ SHORTEST = (
 )
 """What to do where each rank has data of its own, some more of it than others."""
 
+FOLLOWING = "what each rank read from its DataLoaders"
+"""What is lost where loaders could not be followed, as the probe names it."""
+
 
 def no_loader(run: Run) -> str | None:
-    return None if run.any(LoaderSeen) else "no DataLoader was iterated"
+    """Why nothing is known of loaders, None where something is."""
+    if run.any(LoaderSeen):
+        return None
+    if any(t.lost == FOLLOWING for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
+        return "the doctor failed to follow the DataLoaders"
+    return "no DataLoader was iterated"
 
 
 def whom(run: Run, ranks: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from ddpdoctor.run import Rank, Run
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
 from ._verdict import AGAIN, FROM_EPOCH, MOVING, Fault, faults, of_check
-from ._words import dataset, figures, related, since, some, steps_from, use, whom
+from ._words import dataset, figures, no_loader, related, since, some, steps_from, use, whom
 
 
 class DataOverlap(Check):
@@ -56,12 +56,12 @@ class DataOverlap(Check):
     severity = Severity.ERROR
 
     def unobserved(self, run: Run) -> str | None:
-        if run.any(LoaderSeen) or any(
+        if (reason := no_loader(run)) is None or any(
             any(e.digest for e in r.of(ForwardInput)) or any(e.alone for e in r.of(Averaged))
             for r in run.ranks.values()
         ):
             return None
-        return "no DataLoader was iterated, and no input of a trained model was in host memory"
+        return f"{reason}, and no input of a trained model was in host memory"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = any(faults(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
+from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble, StepDone
 from ddpdoctor.findings import Check, Finding, Location, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
@@ -52,7 +52,8 @@ class DataBound(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(LoaderSeen):
-            return "no DataLoader was iterated"
+            failed = run.any(ProbeTrouble)
+            return "no DataLoader was seen" if failed else "no DataLoader was iterated"
         fewest = WARM_UP + FEWEST
         if not any(len(_steps(r)) >= FEWEST for r in run.ranks.values()):
             return f"fewer than {fewest} steps"

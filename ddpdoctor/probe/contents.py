@@ -258,10 +258,18 @@ def digest(part: Any, row: int | None) -> tuple[int, int]:
     if isinstance(part, (str, bytes, int, float)):
         text = part if isinstance(part, bytes) else str(part).encode()
         return zlib.crc32(text[:WINDOW]), zlib.crc32(text[: 64 * WINDOW])
+    if holds_objects(part):
+        entry = part if row is None else part[row]
+        return digest(entry.tolist() if holds_objects(entry) else entry, None)
     if hasattr(part, "tobytes") and hasattr(part, "dtype"):
         content = (part if row is None else part[row]).tobytes()
         return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: 64 * WINDOW])
     return 0, 0
+
+
+def holds_objects(part: Any) -> bool:
+    """Whether it is an array of numpy's whose bytes are addresses."""
+    return bool(getattr(getattr(part, "dtype", None), "hasobject", False))
 
 
 def _of_rows(tensor: Any, count: int) -> list[int]:

@@ -21,6 +21,7 @@ from .samplers import innermost, integer, length, weak
 from .torch_private import sequence_number
 
 LOST = "what each rank read from its DataLoaders"
+LOST_ENTRIES = "what the data sets of some DataLoaders are made of"
 
 WATCHED = 2
 """Epochs, per line that makes loaders, in which the random generators are watched."""
@@ -182,7 +183,10 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     if number is None:
         number = _data.loaders[loader] = len(_data.epochs_begun)
         _data.epochs_begun[number] = 0
-        sampler = innermost(loader)
+        sampler, made_of = innermost(loader), None
+        if kept(nth, halvings(nth, IDENTIFIED)):
+            told = "data.made_of", LOST_ENTRIES
+            made_of = run_hook(active, *told, samplers.made_of, loader.dataset)
         seen = samplers.loader_seen(
             loader,
             sampler,
@@ -190,7 +194,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
             made=(made, nth),
             loop=site,
             sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
-            closely=kept(nth, halvings(nth, IDENTIFIED)),
+            made_of=made_of or samplers.MadeOf(),
         )
         active.emit(seen, vital=True)
     for other in [r for r in _data.readings.values() if r.loader == number and r.open]:

@@ -7,11 +7,12 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 from ..events import Layer, Payload
 from ..events.pack import pack
-from .contents import digest
+from .contents import digest, holds_objects
 from .entries import at_index, kept
 
 MOST = 12
@@ -131,7 +132,7 @@ def _sized(value: Any) -> bool:
 def _length(of: Any) -> int:
     try:
         return len(of)
-    except (TypeError, NotImplementedError):
+    except Exception:  # of the user's class
         return -1
 
 
@@ -140,7 +141,7 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
     if not length:
         yield Payload(name=name, kind=kind, length=0, order=0)
         return
-    tensor = hasattr(values, "dtype")
+    tensor = hasattr(values, "dtype") and not holds_objects(values)
     stride = max(1, -(-length // WHOLE))
     rows = range(0, length, stride)
     if kind == "indices":
@@ -178,10 +179,10 @@ def _chosen(values: Any, stride: int) -> bool:
         numbers = values[::stride].tolist()
     else:
         numbers = values[::stride]
-        if not all(isinstance(v, int) or type(v).__module__ == "numpy" for v in numbers):
+        if not all(isinstance(v, Integral) for v in numbers):  # numpy's are such, too
             return False
     distinct = set(numbers)
-    if len(distinct) < len(numbers) or not all(hasattr(v, "__index__") for v in numbers):
+    if len(distinct) < len(numbers):
         return False
     span = int(max(distinct)) - int(min(distinct)) + 1
     return len(distinct) ** 2 > 2 * UNLIKELY * span

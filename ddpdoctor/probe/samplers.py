@@ -6,12 +6,27 @@ import dis
 import inspect
 import time
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..events import LoaderSeen, SamplerRefused
+from ..events import Layer, LoaderSeen, Payload, SamplerRefused
 from . import entries, identity
+from .recorder import Recorder
 
 _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
+
+
+class MadeOf(NamedTuple):
+    """What a data set is made of; as in `LoaderSeen`."""
+
+    payloads: tuple[Payload, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    settings: int = 0
+
+
+def made_of(active: Recorder, dataset: Any) -> MadeOf:
+    """A look into containers of the user's, of any kind: it may fail, and the loader is recorded
+    all the same."""
+    return MadeOf(identity.payloads(dataset), identity.layers(dataset), entries.settings(dataset))
 
 
 def loader_seen(
@@ -22,9 +37,9 @@ def loader_seen(
     made: tuple[int, int],
     loop: int,
     sampler_site: int,
-    closely: bool,
+    made_of: MadeOf,
 ) -> LoaderSeen:
-    """What to record of a loader; `closely`: with what its data set is made of."""
+    """What to record of a loader."""
     iterable = loader._dataset_kind == 1
     shuffle = getattr(sampler, "shuffle", None)
     epoch_name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
@@ -56,12 +71,12 @@ def loader_seen(
         replacement=getattr(sampler, "replacement", False) is True,
         sampler_site=sampler_site,
         made=made[1],
-        payloads=identity.payloads(loader.dataset) if closely else (),
-        layers=identity.layers(loader.dataset) if closely else (),
+        payloads=made_of.payloads,
+        layers=made_of.layers,
         batch_sampler=_own_batches(loader),
         epoch_name=epoch_name,
         sets_epoch=_sets_epoch(type(sampler)),
-        settings=entries.settings(loader.dataset) if closely else 0,
+        settings=made_of.settings,
         batches_given=given,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.events import EpochEnded, LoaderSeen
+from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble
 from ddpdoctor.probe import data, moments, patching
 from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.runfolder import EventWriter, Lines
@@ -79,3 +79,19 @@ def test_data_sets_of_loaders_that_are_made_anew_are_looked_at_now_and_then(
     assert looked[: data.IDENTIFIED] == list(range(data.IDENTIFIED))
     for begin in (8, 16, 32, 64):
         assert 2 <= sum(begin <= n < 2 * begin for n in looked) <= 6
+
+
+def test_a_data_set_that_cannot_be_looked_into(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(dataset: object) -> None:
+        raise TypeError("unhashable type")
+
+    monkeypatch.setattr(data.samplers.identity, "payloads", broken)
+    list(utils.DataLoader(utils.TensorDataset(torch.arange(32)), 8))
+    data._close_all(recorder, None)
+    events = list(Lines(tmp_path / "rank-0.jsonl").events())
+    (seen,) = (e for e in events if isinstance(e, LoaderSeen))
+    (ended,) = (e for e in events if isinstance(e, EpochEnded))
+    assert (seen.length, seen.payloads, ended.samples) == (32, (), 32)
+    assert [e.lost for e in events if isinstance(e, ProbeTrouble)] == [data.LOST_ENTRIES]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ddpdoctor.events import LoaderSeen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.probe import identity
-from ddpdoctor.probe.samplers import epoch_of, innermost, loader_seen
+from ddpdoctor.probe.samplers import MadeOf, epoch_of, innermost, loader_seen
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -22,10 +23,10 @@ def clean() -> Iterator[None]:
     identity.forget()
 
 
-def seen(loader: object) -> LoaderSeen:
-    sampler = innermost(loader)
+def seen(loader: Any) -> LoaderSeen:
+    looked = MadeOf(identity.payloads(loader.dataset), identity.layers(loader.dataset))
     return loader_seen(
-        loader, sampler, number=0, made=(-1, 0), loop=-1, sampler_site=-1, closely=True
+        loader, innermost(loader), number=0, made=(-1, 0), loop=-1, sampler_site=-1, made_of=looked
     )
 
 

@@ -286,6 +286,25 @@ def test_whole_numbers_that_select_samples() -> None:
     }
 
 
+def test_lists_and_arrays_of_anything() -> None:
+    np = pytest.importorskip("numpy")
+    rows = [np.arange(3.0) + n for n in range(8)]
+    assert kind_of(rows) == "tensor"
+    assert kind_of([{"x": r, "y": r[:1]} for r in rows]) == "tensor"
+    assert kind_of([np.array(n) for n in range(1, 9)]) == "tensor"
+    files = np.array([f"{n}.png" for n in range(8)], dtype=object)
+    ragged = np.empty(8, dtype=object)
+    ragged[:] = [np.arange(n + 1) for n in range(8)]
+    assert [kind_of(files), kind_of(ragged), kind_of(np.stack([files, files], 1))] == [
+        "text", "tensor", "tensor",
+    ]  # fmt: skip
+    again = np.array([f"{n}.png" for n in range(8)], dtype=object)
+    for one, other in ((files, again), (np.stack([files], 1), np.stack([again], 1))):
+        same = [next(iter(payloads(_Column(v)))) for v in (one, other)]
+        assert same[0].order == same[1].order, "no addresses"
+    assert not payloads(_Column([object() for _ in range(8)]))
+
+
 def test_numbers_that_do_not() -> None:
     drawn = random.Random(0)
     assert kind_of([drawn.randrange(10) for _ in range(64)]) == "other", "labels"

@@ -11,7 +11,7 @@ from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ForwardInput, Payload
+from ddpdoctor.events import Event, ForwardInput, Payload, ProbeTrouble
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity, Steps
 
@@ -277,6 +277,13 @@ def test_hardly_any_data(indices: list[int]) -> None:
 
 def test_nothing_was_iterated() -> None:
     assert SamplerMissing().unobserved(run_of([], [])) == "no DataLoader was iterated"
+
+
+def test_loaders_that_could_not_be_followed() -> None:
+    from ddpdoctor.probe.data import LOST
+
+    run = run_of([ProbeTrouble(at=1, part="data", error="TypeError()", lost=LOST)], [])
+    assert SamplerMissing().unobserved(run) == "the doctor failed to follow the DataLoaders"
 
 
 def test_the_loader_is_joined_by_its_lines_not_by_its_number() -> None:
