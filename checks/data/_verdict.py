@@ -114,6 +114,8 @@ def _indexed(
         worst = max(made, key=lambda a: len(a.shared))
         surplus = len(worst.shared) > _padding(readers) and not _by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
+            if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
+                return Fault("sampler-rank-mismatch", loader, everyone, readers, worst)
             moving = _moving(made)
             return Fault("data-overlap", loader, worst.sharing, readers, worst, evidence=moving)
         return None

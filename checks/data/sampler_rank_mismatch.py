@@ -42,14 +42,16 @@ class SamplerRankMismatch(Check):
     Ranks read the same part, or parts that nobody reads are left over.
 
     ## How to fix it
-    Leave both out, torch asks the group: `DistributedSampler(dataset)`. For a sub-group, name
-    them: `num_replicas=dist.get_world_size(group), rank=dist.get_rank(group)`.
+    Leave both out, torch asks the group: `DistributedSampler(dataset)`. For a sub-group, or a
+    sampler of one's own, name them: `num_replicas=dist.get_world_size(group),
+    rank=dist.get_rank(group)`.
 
     ## When it stays quiet
-    Samplers that divide the data over a sub-group that exists, over the data-parallel ranks of a
-    mesh (ranks of one tensor-parallel group share their part on purpose), over the ranks in
-    another order, or over more ranks than average gradients where more than a few numbers go
-    between these; evaluation of everything on every rank with `num_replicas=1`.
+    Samplers that divide the data over a sub-group that exists (not where more ranks than it has
+    average gradients and train on the same samples), over the data-parallel ranks of a mesh (ranks
+    of one tensor-parallel group share their part on purpose), over the ranks in another order, or
+    over more ranks than average gradients where more than a few numbers go between these;
+    evaluation of everything on every rank with `num_replicas=1`.
     """
 
     code = "DDP502"
@@ -130,11 +132,35 @@ class SamplerRankMismatch(Check):
             + since(reader),
             cause=f"{len(audit.epochs)} ranks average their gradients; each needs a rank of its "
             f"own below num_replicas={len(audit.epochs)}"
-            + (f", the same on {ranks_text(beside)} if these share one model" if beside else ""),
-            fix=FIX_SMALLER if smaller else FIX,
+            + (f", the same on {ranks_text(beside)} if these share one model" if beside else "")
+            + _of_another(reader, len(audit.epochs)),
+            fix=_fix(reader, smaller=smaller),
             evidence={"(num_replicas, rank)": given, **figures(audit)},
             at=reader.rank.wall(reader.epochs[0].began.at),
         )
+
+
+def _fix(reader: Reader, *, smaller: bool) -> str:
+    """What to tell the sampler; `smaller`: not all ranks average their gradients together."""
+    if reader.seen.sampler == "DistributedSampler":
+        return FIX_SMALLER if smaller else FIX
+    group = "group" if smaller else ""
+    return (
+        f"give {reader.seen.sampler} `dist.get_world_size({group})` as its number of replicas and "
+        f"`dist.get_rank({group})` as its rank"
+        + (", `group` being the one over which the gradients are averaged" if smaller else "")
+    )
+
+
+def _of_another(reader: Reader, averaging: int) -> str:
+    """Which group of this rank the sampler's numbers are of, where that is a smaller one."""
+    given = reader.seen.replicas, reader.seen.sampler_rank
+    groups = (g.ranks for g in reader.rank.of(GroupReady) if g.member and len(g.ranks) > 1)
+    mine = (r for r in groups if (len(r), sorted(r).index(reader.rank.rank)) == given)
+    found = next((ranks for ranks in mine if len(ranks) < averaging), None)
+    return (
+        f"; what it was told are the numbers of the group of {ranks_text(found)}" if found else ""
+    )
 
 
 def _odd(fault: Fault) -> Reader:

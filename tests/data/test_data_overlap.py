@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
+from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import found, loader, prologue, run_of
 from recordings import make_run
 
@@ -357,8 +358,11 @@ def test_ranks_that_are_given_the_same_part_on_purpose(
 
 def test_a_part_for_each_place_in_a_node_where_all_ranks_are_averaged() -> None:
     run = divided(lambda r: (r // 2 * 2, r // 2 * 2 + 1), *sums(0), place="%")
-    (finding,) = found(DataOverlap(), run)
+    assert not found(DataOverlap(), run)
+    (finding,) = found(SamplerRankMismatch(), run)
     assert finding.ranks == (0, 1, 2, 3)
+    assert finding.cause.endswith("the numbers of the group of ranks 2-3")
+    assert "leave both out" in finding.fix
 
 
 def test_shares_that_overlap_within_a_group_that_divides_the_data() -> None:

@@ -32,10 +32,9 @@ def sampled(replicas: int, rank: int, **more: object) -> list[Event]:
         distributed=True,
         replicas=replicas,
         sampler_rank=rank,
-        sampler="DistributedSampler",
         sampler_site=1,
         total_size=100,
-        **more,  # type: ignore[arg-type]
+        **{"sampler": "DistributedSampler", **more},  # type: ignore[arg-type]
     )
 
 
@@ -48,6 +47,12 @@ def test_a_constant_rank() -> None:
     assert finding.severity is Severity.ERROR
     assert finding.location is not None and finding.location.line == 10
     assert "50 samples read by several ranks, 50 by none" in finding.summary
+
+
+def test_a_sampler_of_one_s_own_is_told_the_numbers() -> None:
+    """It need not ask the group where they are left out."""
+    (finding,) = examine(*(sampled(2, 0, sampler="Mine", own_order=True) for _ in range(2)))
+    assert finding.fix.startswith("give Mine `dist.get_world_size()` as its number")
 
 
 def test_the_devices_of_one_node_instead_of_the_world() -> None:
