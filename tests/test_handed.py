@@ -58,6 +58,22 @@ def test_what_a_function_hands_on(tmp_path: Path, text: str, name: str) -> None:
     assert hands_on(code, line, called) is (text in GIVEN)
 
 
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("def f(group):\n    return dist.new_group(sorted(group))", True),
+        ("def f(a, b):\n    return dist.new_group([a, b])", True),
+        ("def f(r):\n    return dist.new_group([r - 1, r])", False),
+        ("def f(r):\n    pair = r // 2\n    return dist.new_group([pair, r])", False),
+    ],
+)
+def test_ranks_of_a_group_that_are_computed_there(tmp_path: Path, text: str, given: bool) -> None:
+    path = tmp_path / "helper.py"
+    path.write_text(HEAD + text)
+    code = functions(compile(path.read_text(), str(path), "exec"))[-1]
+    assert hands_on(code, len(path.read_text().splitlines()), None) is given
+
+
 def test_without_its_source() -> None:
     code = compile("def f(t):\n    call(t)", "<made>", "exec").co_consts[0]
     assert not hands_on(code, 2, None)

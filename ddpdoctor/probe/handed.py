@@ -14,6 +14,8 @@ LINES_LIMIT = 100
 _CHOICES = (ast.IfExp, ast.BoolOp, ast.Compare)
 _APART = ("group", "async_op")
 """Arguments that say nothing of what is sent."""
+_LISTS_RANKS = "new_group"
+"""What is computed for this is not what was given: the ranks of each group are to be listed."""
 
 
 def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
@@ -30,7 +32,9 @@ def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
     values = _Values(node, line, code)
     passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _APART)]
     varying = [p for p in passed if not _is_constant(p)]
-    return bool(varying) and all(values.given(p) for p in varying)
+    if not varying or not all(values.given(p) for p in varying):
+        return False
+    return not (called is None and _name(call.func) == _LISTS_RANKS and values.computed)
 
 
 def _parameters(code: CodeType) -> set[str]:
@@ -106,13 +110,18 @@ def _name(node: ast.AST) -> str:
 
 
 class _Values:
-    """What the variables of a function are made of, up to a line."""
+    """What the variables of a function are made of, up to a line.
+
+    Attributes:
+        computed: of those that were asked for, whether any is the result of an operator.
+    """
 
     def __init__(self, node: ast.FunctionDef, line: int, code: CodeType) -> None:
         self._arguments = _arguments(node, code)
         self._variables = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self._assigned: dict[str, list[ast.expr | None]] = {}
         self._asked: set[str] = set()
+        self.computed = False
         values: dict[ast.expr, ast.expr] = {}
         for n in ast.walk(node):
             if isinstance(n, ast.Assign):
@@ -132,6 +141,7 @@ class _Values:
         parts = list(ast.walk(value))
         names = {n.id for n in parts if isinstance(n, ast.Name)}
         own = names & (self._variables | self._assigned.keys())
+        self.computed |= any(isinstance(n, ast.BinOp) for n in parts)
         chosen = any(isinstance(n, _CHOICES) for n in parts)
         if not own or chosen or any("rank" in _name(n) for n in parts[1:]):
             return False
