@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import EpochEnded, ForwardInput, StepDone
+from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
 from ._loaders import Epoch, Loader, Reader, in_order, loaders
 from ._words import dataset, no_loader, related, spelled, steps_from, whom
@@ -176,8 +176,8 @@ def _repeats(reader: Reader) -> int:
     trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
     whole = [e for e in trained if e.exhausted]
     left = [e for e in trained if not e.exhausted]
-    repeats = sum(_same(a, b) for a, b in itertools.pairwise(whole))
-    again = sum(_same(a, b) for a, b in itertools.pairwise(left))
+    repeats = sum(_same(reader, a, b) for a, b in itertools.pairwise(whole))
+    again = sum(_same(reader, a, b) for a, b in itertools.pairwise(left))
     if own and not any(e.batches > FEWEST_BATCHES for e in trained):
         return 0  # the same again and again, to see whether a model can learn it
     # A single batch taken twice may be a look at its shape.
@@ -189,7 +189,7 @@ def _repeats(reader: Reader) -> int:
 def _first_repeat(reader: Reader) -> Epoch | None:
     """The first epoch that had the order of the one before it, where it is one by itself."""
     trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
-    return next((b for a, b in itertools.pairwise(trained) if _same(a, b)), None)
+    return next((b for a, b in itertools.pairwise(trained) if _same(reader, a, b)), None)
 
 
 def _again(reader: Reader) -> int:
@@ -200,9 +200,23 @@ def _again(reader: Reader) -> int:
     return sum(e.again for e in ended if e.samples > FEWEST * e.again)
 
 
-def _same(old: Epoch, new: Epoch) -> bool:
+def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
+    """Whether another model is trained in `new`: one was wrapped since; where none ever is, all
+    optimizers that step took their first step there."""
+    start, wrapped = new.began.at, rank.of(Wrapped)
+    if wrapped:
+        return any(old.began.at < e.at < start for e in wrapped)
+    first = {e.optimizer: e.at for e in rank.of(OptimizerSeen)}
+    steps = (e.optimizer for e in rank.of(StepDone) if start < e.at <= _end(new))
+    taken = [first.get(optimizer, 0.0) for optimizer in steps]
+    return min(taken, default=0.0) > start
+
+
+def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
     a, b = old.ended, new.ended
     if a is None or b is None or old.began.sampler_epoch is None:
+        return False
+    if _begins_anew(reader.rank, old, new):
         return False
     if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
         return False

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import pytest
 from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
 from readers import found, loader, prologue, run_of
 from recordings import make_run, site
 
-from ddpdoctor.events import EpochEnded, Event, ForwardInput, StepDone, Wrapped
+from ddpdoctor.events import (
+    EpochBegan,
+    EpochEnded,
+    Event,
+    ForwardInput,
+    OptimizerSeen,
+    StepDone,
+    Wrapped,
+)
 from ddpdoctor.findings import Finding, Steps
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
@@ -130,6 +140,31 @@ def test_a_training_that_begins_anew_with_a_new_model() -> None:
     ]  # fmt: skip
     run = make_run({r: [*prologue(2), *trials[0], *trials[1]] for r in range(2)})
     assert not found(SamplerEpochFrozen(), run)
+
+
+def searched(first: int, *, wrapped: bool, epochs: int = 1) -> list[Event]:
+    """One of several trainings over one loader, whose sampler's epoch stays 0."""
+    model = Wrapped(at=0, model=first, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=-1)  # fmt: skip
+    optimizer = OptimizerSeen(at=0, optimizer=first, kind="SGD", site=-1)
+    seen, *events = loader(0, [FIRST] * (first + epochs), began={"sampler_epoch": 0}, shuffle=True,
+                           distributed=True)  # fmt: skip
+    since = [i for i, e in enumerate(events) if isinstance(e, EpochBegan)][first]
+    began, *rest = events[since:]
+    steps = [msgspec.structs.replace(e, optimizer=first) if isinstance(e, StepDone) else e
+             for e in rest]  # fmt: skip
+    return [*([] if first else [seen]), *([model] if wrapped else []), began, optimizer, *steps]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_loader_for_several_trainings_of_one_epoch(wrapped: bool) -> None:
+    trials = [e for n in range(3) for e in searched(n, wrapped=wrapped)]
+    run = make_run({r: [*prologue(2, wrapped=False), *trials] for r in range(2)})
+    assert not found(SamplerEpochFrozen(), run)
+    longer = [*trials, *searched(3, wrapped=wrapped, epochs=2)]
+    run = make_run({r: [*prologue(2, wrapped=False), *longer] for r in range(2)})
+    (finding,) = found(SamplerEpochFrozen(), run)
+    assert finding.summary.startswith("1 of 5 epochs")
 
 
 def test_one_iterator_for_all_epochs_whose_sampler_begins_anew() -> None:
