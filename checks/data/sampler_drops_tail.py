@@ -37,8 +37,10 @@ class SamplerDropsTail(Check):
     samples are never learned from.
 
     ## How to fix it
-    Leave `drop_last` out where every sample must count, and sum counts instead of averaging
-    averages; or shuffle, so that each epoch leaves out others.
+    In evaluation, read each sample once with `sampler=range(rank, len(dataset), world_size)`, and
+    sum totals and counts once after the loop: without `drop_last` alone, the sampler would hand
+    some samples to two ranks. In training, leave `drop_last` out where every sample must count; or
+    shuffle, so that each epoch leaves out others.
 
     ## When it stays quiet
     Shuffled training that leaves out less than a tenth of the data per epoch, or other samples in
@@ -93,11 +95,26 @@ class SamplerDropsTail(Check):
             summary=f"{count} of {dataset(reader)} are never seen in "
             f"an epoch of {use(loader)}" + (f" (indices {some(missing)})" if missing else ""),
             cause=made,
-            fix="leave `drop_last` out where every sample must count"
-            + ("" if _shuffled(audit) else ", or shuffle"),
+            fix=_fix_training(audit) if loader.trains else _fix_evaluation(reader, by_loader),
             evidence={**figures(audit), "never seen, for example": spelled(missing)},
             at=reader.rank.wall(audit.epochs[min(audit.epochs)].began.at),
         )
+
+
+def _fix_training(audit: Audit) -> str:
+    shuffle = "" if _shuffled(audit) else ", or shuffle"
+    return f"leave `drop_last` out where every sample must count{shuffle}"
+
+
+def _fix_evaluation(reader: Reader, by_loader: int) -> str:
+    """Without `drop_last` a sampler would hand some samples to two ranks, unless they go round."""
+    seen = reader.seen
+    sums = "sum totals and counts over the ranks once after the loop"
+    if not seen.distributed or not (seen.sampler_drop_last or seen.length % seen.replicas):
+        return f"leave `drop_last` out, and {sums}"
+    without = ", without `drop_last` on the loader" if by_loader else ""
+    once = "`sampler=range(rank, len(dataset), world_size)`"
+    return f"read each sample once with {once}{without}, and {sums}"
 
 
 def _dropped(reader: Reader) -> int:

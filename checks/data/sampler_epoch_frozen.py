@@ -181,9 +181,11 @@ def _repeats(reader: Reader) -> int:
     if own and not any(e.batches > FEWEST_BATCHES for e in trained):
         return 0  # the same again and again, to see whether a model can learn it
     # A single batch taken twice may be a look at its shape.
-    return (
-        repeats + _again(reader) + (again if again > 1 or any(e.batches > 1 for e in left) else 0)
-    )
+    repeats += again if again > 1 or any(e.batches > 1 for e in left) else 0
+    beneath = _again(reader)
+    in_turn = (e for e in trained if e.exhausted or e.batches > 1)
+    most = max(repeats, sum(_same(reader, a, b) for a, b in itertools.pairwise(in_turn)))
+    return most + beneath if repeats or beneath else 0
 
 
 def _first_repeat(reader: Reader) -> Epoch | None:

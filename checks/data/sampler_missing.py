@@ -99,7 +99,12 @@ def _maker(fault: Fault) -> Location | None:
 
 def _plain(fault: Fault) -> bool:
     """Whether the sampler chooses nothing that a `DistributedSampler` would not."""
-    return fault.readers[0].seen.sampler in ("SequentialSampler", "RandomSampler")
+    sampler, audit = fault.readers[0].seen.sampler, fault.audit
+    assert audit is not None
+    whole = audit.complete and not audit.never and not audit.again_within
+    return sampler in ("SequentialSampler", "RandomSampler") or (
+        sampler == "SubsetRandomSampler" and whole
+    )
 
 
 def _draws_shares(fault: Fault) -> bool:

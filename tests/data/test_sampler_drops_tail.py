@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.data.sampler_drops_tail import SamplerDropsTail
 from readers import found, loader, run_of
 
@@ -40,6 +41,26 @@ def test_evaluation_that_leaves_one_out() -> None:
     (finding,) = examine(42, trains=False)
     assert finding.summary.startswith("1 of Photos (43)")
     assert finding.evidence["never seen, for example"] == "42"
+
+
+@pytest.mark.parametrize(
+    ("more", "fix"),
+    [
+        ({}, "read each sample once with `sampler=range(rank, len(dataset), world_size)`, and"),
+        ({"drop_last": True, "batch_size": 5}, "world_size)`, without `drop_last` on the loader,"),
+    ],
+)
+def test_what_an_evaluation_is_to_do_instead(more: dict[str, object], fix: str) -> None:
+    """Without `drop_last` alone, or shuffled, its metric would be off all the same."""
+    (finding,) = examine(42, trains=False, **more)
+    assert fix in finding.fix and "shuffle" not in finding.fix
+
+
+def test_an_evaluation_in_which_only_the_loader_drops() -> None:
+    """The samples go round the ranks: no sampler pads."""
+    drops = {"drop_last": True, "sampler_drop_last": False, "total_size": 42, "batch_size": 5}
+    (finding,) = examine(40, trains=False, length=42, **drops)
+    assert finding.fix.startswith("leave `drop_last` out, and sum")
 
 
 def test_training_in_order_leaves_out_the_same_every_time() -> None:

@@ -82,6 +82,14 @@ def test_epochs_that_were_left_early_are_compared_by_how_they_begin() -> None:
     assert examine(epochs(FIRST, FIRST[:5], FIRST[:6], ends=left))
 
 
+def test_an_epoch_that_was_left_early_counts_among_the_others() -> None:
+    left = {"exhausted": [True, True, False]}
+    (finding,) = examine(epochs(FIRST, FIRST, FIRST[:5], ends=left))
+    assert finding.summary.startswith("3 of 3 epochs")
+    (finding,) = examine(epochs(FIRST, FIRST, OTHER[:5], numbers=[0, 0, 1], ends=left))
+    assert finding.summary.startswith("1 of 3 epochs")
+
+
 def test_a_look_at_the_first_batch_before_training() -> None:
     peek = {"exhausted": [False, True, True]}
     assert not examine(epochs(FIRST[:4], FIRST, OTHER, numbers=[0, 0, 1], ends=peek))

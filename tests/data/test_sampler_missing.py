@@ -59,6 +59,16 @@ def test_a_sampler_of_the_program_keeps_its_choice(
     assert "keep Weighted" in finding.fix and "indices[rank::world_size]" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("read", "plain"), [(EVERYTHING, True), (EVERYTHING[:40], False), ([*EVERYTHING, 5], False)]
+)
+def test_a_choice_of_everything_is_none(read: list[int], plain: bool) -> None:
+    ranks = [loader(0, [read], content=1, sampler="SubsetRandomSampler") for _ in range(2)]
+    (finding,) = examine(*ranks)
+    assert ("keep SubsetRandomSampler" not in finding.fix) is plain
+    assert ("DistributedSampler(dataset)" in finding.fix) is plain
+
+
 def flipped(numbers: range, seed: int) -> list[Event]:
     """Samples of one data set, of which each rank flips every other one at random."""
     flips = random.Random(seed)
