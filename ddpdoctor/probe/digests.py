@@ -30,6 +30,10 @@ def scattered(total: int) -> int:
     return (word - (1 << 32) if word >> 31 else word) or 1
 
 
+ZERO = scattered(0)
+"""Of a tensor of zeros."""
+
+
 def word_sum(tensor: Any) -> Any:
     """The sum of a tensor's memory as a tensor of one integer on the same device.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .digests import ABSENT, digests
+from .cleared import clearing_line
+from .digests import ABSENT, ZERO, digests
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
@@ -44,6 +45,9 @@ only where the next edit is due, if they come as regularly as the last two."""
 SEARCHES = 3
 """Through the running functions' source for what edits an optimizer's state, per model."""
 
+CLEARED = {ABSENT, ZERO}
+"""Digests of no gradient, and of one of zeros."""
+
 NOTHING: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
 """Told of what was not edited."""
 
@@ -65,6 +69,8 @@ class Followed:
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
         self.searched = 0
+        self.backward_site = -1
+        self.clears: tuple[int, ...] | None = None
         self.traced: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
         self.changed_at: dict[str, int] = {}
@@ -222,6 +228,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
         grads = _gradients(model, positions)
         followed.gradients = Taken(positions, grads, sampled=True)
+        followed.backward_site = backward.site
         followed.gradients.touched = Touched(model, model.expected)
         _trace(active, followed, "gradients", model)
         _edits.spent_ns += time.perf_counter_ns() - began
@@ -314,6 +321,16 @@ def _find_state_edit(active: Recorder, followed: Followed, step: Step) -> None:
         followed.sites["state", True] = (active.sites.number(found.code, found.line),)
 
 
+def _clearing(active: Recorder, followed: Followed) -> tuple[int, ...]:
+    """The same for gradients that are gone, or zero."""
+    if followed.clears is None:
+        frame, line = active.sites.user_frame(sys._getframe(1)), -1
+        if frame is not None:
+            line = clearing_line(frame, active.sites.line(followed.backward_site, frame.f_code))
+        followed.clears = (active.sites.number(frame.f_code, line),) if frame and line > 0 else ()
+    return followed.clears
+
+
 def _standing(optimizer: Any, parameter: Any) -> int:
     """Another number where a parameter's state is another tensor, or was changed in place."""
     state = getattr(optimizer, "state", None)
@@ -357,9 +374,9 @@ def _tell(
             found.sort(key=lambda at: not divisors[at])
             followed.sites[kind, changed] = tuple(active.sites.number(*place) for place in found)
             followed.divisors[kind, changed] = divisors[found[0]]
+    after = dict(zip(now.positions, now.numbers, strict=True))
     by_hand = undone or counted or (differing if beside or not functions else [])
     if by_hand and (kind, changed) not in followed.sites:
-        after = dict(zip(now.positions, now.numbers, strict=True))
         gone = [p for p in by_hand if after.get(p) == ABSENT]
         followed.wanted[kind] = (gone or by_hand)[0]
         last = followed.changed_at.get(kind, active.step)
@@ -367,6 +384,8 @@ def _tell(
         followed.changed_at[kind] = active.step
     key = (kind, holding.optimizer)
     sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
+    if kind == "gradients" and differing and not sites:
+        sites = _clearing(active, followed) if {after[p] for p in differing} <= CLEARED else ()
     how = (beside, bool(undone), bool(counted))
     state = (changed, share, besides, sites, how, functions, changers)
     if followed.told.get(key, NOTHING) == state:

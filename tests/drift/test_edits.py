@@ -74,6 +74,7 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     monkeypatch: pytest.MonkeyPatch, cleared: list[int]
 ) -> None:
     monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits, "_clearing", lambda active, followed: ())
     model: Any = SimpleNamespace(number=0)
     model = type("Model", (), vars(model))()
     active: Any = SimpleNamespace(emit=lambda event: None, step=0)
@@ -83,6 +84,27 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     edits._tell(active, 0, holding, "gradients", before, now)
     assert edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
+
+
+@pytest.mark.parametrize(("left", "site"), [(0.0, 9), (0.5, -1)])
+def test_the_line_that_clears_gradients_once(
+    monkeypatch: pytest.MonkeyPatch, left: float, site: int
+) -> None:
+    """The source is searched once, for gradients that are zero or gone."""
+    found = [9]
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits, "clearing_line", lambda frame, after: found.pop())
+    model = type("Model", (), {"number": 0})()
+    told: list[Any] = []
+    sites = SimpleNamespace(
+        user_frame=lambda frame: frame, line=lambda number, code: 3, number=lambda code, line: line
+    )
+    active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
+    holding: Any = SimpleNamespace(model=model, optimizer=0)
+    ones, now = (edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
+    for after in (now, ones, now):
+        edits._tell(active, 0, holding, "gradients", ones, after)
+    assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
 def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +120,7 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(edits, "_edits", edits._Edits())
     monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
-    edits._backward_ends(active, SimpleNamespace(error=None, models=[model]))  # type: ignore[arg-type]
+    edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
     for optimizer, positions in enumerate(({0}, {1}, {2})):
@@ -202,7 +224,7 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(edits, "_edits", edits._Edits())
     monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
-    edits._backward_ends(active, SimpleNamespace(error=None, models=[model]))  # type: ignore[arg-type]
+    edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     writing(parameters)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
     step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)

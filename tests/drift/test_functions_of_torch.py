@@ -93,7 +93,7 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
         models.append(type("Model", (), one)())
         holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
         steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
-    edits._backward_ends(active, SimpleNamespace(error=None, models=models))
+    edits._backward_ends(active, SimpleNamespace(error=None, models=models, site=-1))
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
