@@ -7,6 +7,7 @@ each loader gets one verdict, the first that fits, and the check of that name re
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -45,8 +46,8 @@ FROM_EPOCH = "from epoch"
 MATERIAL = 0.3
 """Share of a stream's samples that another rank or worker has to deliver too."""
 
-REPEATS = 24
-"""Samples that would come twice on one rank by chance; far fewer are no chance."""
+REPEATS, FEWEST_REPEATS = 24, 11
+"""Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
 
 
 @dataclass(eq=False)
@@ -164,23 +165,29 @@ def _moving(made: tuple[Audit, ...]) -> dict[str, object]:
 def _by_chance(audit: Audit) -> bool:
     """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
     drawn = any(e.seen.replacement for e in audit.epochs.values())
-    return (drawn or (audit.again_within > 0 and not _own_orders(audit))) and not audit.same_order
+    return (drawn or (audit.again_within > 0 and not _own_orders([audit]))) and not audit.same_order
 
 
-def _own_orders(audit: Audit) -> bool:
+def _own_orders(made: Sequence[Audit]) -> bool:
     """Whether each rank takes its share of an order of its own: together they read as many samples
     as there are, and about as many come twice as never, but hardly any twice on one rank. Of
     repeats that are drawn at random or stand in a common order, one in so many as there are other
     ranks would."""
-    shared, others = len(audit.shared), len(audit.epochs) - 1
-    known = audit.never + len(audit.total)
+    orders = {tuple(e.ended.order for e in a.epochs.values() if e.ended): a for a in made}
+    whole = [a for a in orders.values() if a.complete]
+    expected = sum(len(a.shared) / (len(a.epochs) - 1) for a in whole)
+    again = sum(a.again_within for a in whole)
     return (
-        audit.complete
-        and abs(sum(audit.total.values()) - known) <= known / 10
-        and shared / 2 <= audit.never <= 2 * shared
-        and shared >= REPEATS * others
-        and audit.again_within <= shared / others / 4
+        all(map(_repeats_what_it_lacks, whole))
+        and (again <= expected / 4 if expected >= REPEATS else not again)
+        and expected >= FEWEST_REPEATS
     )
+
+
+def _repeats_what_it_lacks(audit: Audit) -> bool:
+    shared, known = len(audit.shared), audit.never + len(audit.total)
+    size = abs(sum(audit.total.values()) - known)
+    return size <= known / 10 and shared / 2 <= audit.never <= 2 * shared
 
 
 def _pads(audit: Audit, batch: int) -> bool:
@@ -210,7 +217,7 @@ def _unsharded(
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
     batch = max(_batch(r) for r in readers)
-    exact = whole or _own_orders(worst)
+    exact = whole or _own_orders(made)
     slack = 0 if exact else min(len(readers) * batch, len(worst.total) // 2)
     if len(worst.shared) <= slack or _pads(worst, batch) or _by_chance(worst):
         return None

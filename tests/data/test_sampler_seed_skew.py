@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
 from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
@@ -102,6 +104,21 @@ def test_a_sampler_of_ones_own() -> None:
     drawn = [*mine, 5, 6, 7]  # with replacement, a stream of its own on each rank
     assert not examine(shares(0, drawn, 1, sampler_rank=0, **split),
                        shares(1, yours, 2, sampler_rank=1, **split))  # fmt: skip
+
+
+def small(rank: int, *, seed: int, within: int = 0) -> list[Event]:
+    """A third of 90 samples, of an order of its own, in two epochs; some of them twice."""
+    drawn = [random.Random(seed + epoch).sample(range(90), 30) for epoch in (0, 100)]
+    epochs = [order[: 30 - within] + order[:within] for order in drawn]
+    return loader(0, epochs, length=90, began={"seed": seed}, sampler="Shares", own_order=True,
+                  content=1, batch_size=10)  # fmt: skip
+
+
+def test_few_samples_in_orders_of_their_own() -> None:
+    (finding,) = found(SamplerSeedSkew(), run_of(*(small(r, seed=10 + r) for r in range(3))))
+    assert "different seeds (10 on rank 0, 11 on rank 1, 12 on rank 2)" in finding.summary
+    drawn = (small(r, seed=10 + r, within=5) for r in range(3))  # with replacement
+    assert not found(SamplerSeedSkew(), run_of(*drawn))
 
 
 def test_seeds_that_agree() -> None:
