@@ -122,6 +122,14 @@ class GradScalerSkew(Check):
             spelled = ", ".join(f"{v:g} on rank {n}" for n, v in values.items() if v is not None)
             summary = f"the loss scale differs between ranks at scaler step {call}: {spelled}"
             cause = "the scalers were made or loaded differently, or did not see the same steps"
+            before = {_scale(mine, call - 1) for mine in events.values()}
+            if len(before) == 1 and None not in before:
+                cause = (
+                    f"the scales were alike up to scaler step {call - 1}: not every rank calls "
+                    "`update` after every step, or the scalers were made or loaded with another "
+                    "interval or factor of growth"
+                )
+                fix = f"call `update` after every step on every rank; {fix}"
             set_by_hand = _set_by_hand(group, events, call)
         else:
             skipping = apart = tuple(n for n, v in values.items() if v)

@@ -31,6 +31,17 @@ def test_different_scales():
     assert "2048 on rank 2" in finding.summary
 
 
+def test_scales_that_were_alike_at_first():
+    run = run_of({n: [scale(0, 8.0), *([] if n else [scale(5, 16.0)])] for n in (0, 1)}, count=9)
+    (finding,) = GradScalerSkew().examine(run)
+    assert "alike up to scaler step 4" in finding.cause
+    assert finding.fix.startswith("call `update`")
+    run = run_of({n: [scale(0, 8.0 + n)] for n in (0, 1)})
+    (finding,) = GradScalerSkew().examine(run)
+    assert "alike up to" not in finding.cause
+    assert finding.fix.startswith("make the scaler")
+
+
 def test_a_step_that_one_rank_skips():
     run = run_of({0: [scale(0, 8.0), scale(2, 8.0, skipped=True)], 1: [scale(0, 8.0)]}, count=8)
     (finding,) = GradScalerSkew().examine(run)
