@@ -11,6 +11,8 @@ from ddpdoctor.events import (
     ExceptionRaised,
     Frame,
     GroupDestroyed,
+    GroupReady,
+    InitEntered,
     ProcessEnded,
     RankExiting,
     RankStood,
@@ -356,7 +358,16 @@ def raised_exit(rank: Rank) -> bool:
 
 def is_done(rank: Rank) -> bool:
     """Whether a rank had left, or destroyed its groups."""
-    return bool(rank.of(RankExiting)) or any(not g.name for g in rank.of(GroupDestroyed))
+    return bool(rank.of(RankExiting)) or destroyed(rank) is not None
+
+
+def destroyed(rank: Rank, at: float = math.inf) -> GroupDestroyed | None:
+    """By which a rank gave up its groups, as of that moment; None where it has formed new ones
+    since, or is about to."""
+    joined = [e.at for kind in (InitEntered, GroupReady) for e in rank.of(kind) if e.at <= at]
+    since = max(joined, default=0.0)
+    ends = (e for e in rank.of(GroupDestroyed) if not e.name and since <= e.at <= at)
+    return min(ends, key=lambda e: e.at, default=None)
 
 
 def translate(message: str) -> str:

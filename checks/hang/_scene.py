@@ -10,8 +10,6 @@ from ddpdoctor.events import (
     Event,
     ExceptionRaised,
     FlightLog,
-    GroupDestroyed,
-    GroupReady,
     MonitorStarted,
     ProcessEnded,
     RankExiting,
@@ -23,7 +21,7 @@ from ddpdoctor.events import (
 from ddpdoctor.findings import Location, Steps
 from ddpdoctor.run import Call, Facts, Phase, Rank, Run, State, shorten
 
-from ._failures import call_failed, is_over, lost_peer
+from ._failures import call_failed, destroyed, is_over, lost_peer
 from ._log import Book, GroupKey, Made, book
 
 STALL_S = 10.0
@@ -368,8 +366,8 @@ def _looked(run: Run, wall: float) -> float:
 def _left(rank: Rank, at: float) -> float | None:
     """When a rank had begun to leave, by that moment."""
     marks: list[Event] = [*rank.of(RankExiting)]
-    formed = max((g.at for g in rank.of(GroupReady) if g.at <= at), default=0.0)
-    marks += [e for e in rank.of(GroupDestroyed) if not e.name and e.at >= formed]
+    if (end := destroyed(rank, at)) is not None:
+        marks.append(end)
     if isinstance(rank.ended, ProcessEnded):
         marks.append(rank.ended)
     return min((e.at for e in marks if e.at <= at), default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite, Enclosing, GroupDestroyed, RankExiting
+from ddpdoctor.events import CallSite, Enclosing, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
 
@@ -19,7 +19,7 @@ from ._branches import (
     unwrapped,
 )
 from ._caught import caught
-from ._failures import EXIT_RAISED, failure, failures, lost_peer, raised_exit, stopped
+from ._failures import EXIT_RAISED, destroyed, failure, failures, lost_peer, raised_exit, stopped
 from ._log import Made, lines
 from ._loops import How, Left, apart_since, loop_of_leaver
 from ._ranked import on_rank
@@ -314,7 +314,7 @@ def _well(rank: Rank) -> bool:
     if failure(rank) is not None or rank.exception is not None:
         return False
     leaving = rank.latest(RankExiting)
-    return bool(leaving or rank.of(GroupDestroyed)) and not rank.exit_code
+    return bool(leaving or destroyed(rank)) and not rank.exit_code
 
 
 def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | None]:
@@ -329,8 +329,8 @@ def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | N
         return None, "", None  # a message that was not sent is in no call of the leaver's
     if loop is not None:
         return loop.place, loop.label, loop
-    destroyed = rank.latest(GroupDestroyed)
-    if destroyed and (spot := rank.location(destroyed.site)):
+    end = destroyed(rank)
+    if end and (spot := rank.location(end.site)):
         return spot, "destroyed it here", None
     return None, "", None
 

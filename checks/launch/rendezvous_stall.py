@@ -21,7 +21,8 @@ class RendezvousStall(Check):
     something else before it, they ended, or there are fewer of them than `world_size` says. Names
     who came, who did not, and where these are. Also ranks that are all there and do not meet: at
     a `tcp://` address where, under torchrun, nobody listens, or after a restart, where the ranks of
-    the attempt before are still in torchrun's store and gloo looks for them.
+    the attempt before are still in torchrun's store and gloo looks for them; so it is where the
+    program destroys its group and forms it again.
 
     ## How it knows
     Each rank records when it enters `init_process_group` and when it has its group. The finding is
@@ -55,6 +56,9 @@ class RendezvousStall(Check):
         waiting = [r for r in run.ranks.values() if _waits(r)]
         if run.store_used_before and (met_nobody := _met_nobody(run, waiting)):
             yield self._after_restart(run, met_nobody)
+            return
+        if again := _again(run):
+            yield self._formed_again(run, again)
             return
         if not waiting or any(r.default_group for r in run.ranks.values()):
             return
@@ -100,6 +104,34 @@ class RendezvousStall(Check):
                 **({"message": raised[:500]} if raised else {}),
             },
             at=first.wall(entered.at) if entered else 0.0,
+        )
+
+    def _formed_again(self, run: Run, waiting: list[Rank]) -> Finding:
+        """They look for the ranks of a group that was destroyed."""
+        first = waiting[0]
+        *before, entered = first.of(InitEntered)
+        ranks = [r.rank for r in waiting]
+        return self.finding(
+            ranks=tuple(ranks),
+            confidence=Confidence.SUSPECTED,
+            subjects=("init_process_group",),
+            location=first.location(entered.site),
+            label=f"meets at {entered.rendezvous} once more",
+            summary=f"{ranks_do(ranks, 'wait')} in init_process_group number {len(before) + 1}; "
+            "all ranks came there, and the group does not form again",
+            cause="the store outlives the group that was destroyed: the addresses that its ranks "
+            "wrote there are still in it, and the backend takes those that are not yet written "
+            "anew; whether the next group works is a matter of luck",
+            fix="form the group once, and destroy it at the end; or give each group names of its "
+            'own in the store: `init_process_group(backend, store=dist.PrefixStore(f"group {n}", '
+            "store), rank=rank, world_size=world_size)`",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "groups_before": len(before),
+                "in_init_process_group": fold_ranks(ranks),
+                "meets_at": entered.rendezvous,
+            },
+            at=first.wall(entered.at),
         )
 
     def _nobody_answers(self, waiting: list[Rank]) -> Finding:
@@ -208,6 +240,33 @@ def _met_nobody(run: Run, waiting: list[Rank]) -> list[Rank]:
     """Ranks that could not reach another one; all of them, where all stand there."""
     refused = [r for r in waiting if _gave_up(r)]
     return refused or (waiting if run.stall is not None and len(waiting) == len(run.ranks) else [])
+
+
+def _again(run: Run) -> list[Rank]:
+    """Ranks that came to form a group anew and cannot, where all came, and what the first group
+    wrote is still where they meet."""
+    entered = [r.of(InitEntered) for r in run.ranks.values()]
+    if {len(e) for e in entered} <= {0, 1} or len({len(e) for e in entered}) > 1:
+        return []
+    if any(not _same_store(r) for r in run.ranks.values()):
+        return []
+    waiting = [r for r in run.ranks.values() if not _formed(r)]
+    return waiting if run.stall is not None or any(_gave_up(r) for r in waiting) else []
+
+
+def _formed(rank: Rank) -> bool:
+    """Whether a rank has the group for which it came last."""
+    since = rank.of(InitEntered)[-1].at
+    return any(e.at >= since for e in rank.of(GroupReady))
+
+
+def _same_store(rank: Rank) -> bool:
+    """Whether the last two groups meet in a store that outlives them: torchrun's, or a file."""
+    before, entered = rank.of(InitEntered)[-2:]
+    told = rank.started.environment if rank.started else {}
+    place = entered.rendezvous
+    lasts = place.startswith("file://") or told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return lasts and before.rendezvous == place
 
 
 def _no_store(rank: Rank) -> bool:

@@ -17,6 +17,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     Frame,
     GroupDestroyed,
+    InitEntered,
     ProcessEnded,
     RankExiting,
     Site,
@@ -112,6 +113,19 @@ def test_a_group_that_was_destroyed_before_the_others_were_done(tmp_path: Path) 
     assert str(finding.location) == "train.py:4"
     assert "rank 1 destroyed its process group while rank 0 still waits" in finding.summary
     assert "status 0" not in finding.cause
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_group_that_was_destroyed_to_be_formed_again(tmp_path: Path, again: bool) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call(line=7, state=State.BEGUN, at=START + 6)
+    end = GroupDestroyed(at=START + 5, site=60)
+    joins = InitEntered(at=START + 5.1, backend="gloo", init_method="", rank=-1, world_size=-1,
+                        env_rank=1, env_world_size=2, env_local_rank=1, timeout_s=-1,
+                        site=60)  # fmt: skip
+    more: dict[int, list[Event]] = {1: [end, *([joins] if again else [])]}
+    run = run_of(tmp_path, made, more=more, nodes={0: [stall(START + 30, START + 6)]})
+    assert [f.ranks for f in found(run)] == ([] if again else [(1,)])
 
 
 @pytest.mark.parametrize("omitted", [True, False])

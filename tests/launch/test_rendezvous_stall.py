@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
+from msgspec.structs import replace
 from recordings import CWD, PID, START, make_run, site, started
 
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
+    GroupDestroyed,
     GroupReady,
     InitEntered,
     RankStood,
@@ -109,6 +111,46 @@ def test_all_are_there_and_nobody_listens() -> None:
     assert at in finding.summary
     assert "torchrun's own is at MASTER_ADDR" in finding.cause
     assert found(make_run(ranks, ended=None)) == []
+
+
+def again(rank: int, *, formed: bool, told: str = "True", second: str = "h:1") -> list[Event]:
+    """A rank whose first group was destroyed, in its second `init_process_group`."""
+    line, first = entered(rank, meets_at="h:1")
+    assert isinstance(first, InitEntered)
+    ready = GroupReady(
+        at=START + 3, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=1
+    )
+    return [
+        started(rank, 2, environment={"TORCHELASTIC_USE_AGENT_STORE": told}),
+        line,
+        first,
+        ready,
+        GroupDestroyed(at=START + 5, site=1),
+        replace(first, at=START + 6, rendezvous=second),
+        *([replace(ready, at=START + 7)] if formed else []),
+    ]
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_a_group_that_does_not_form_again_in_its_old_store(formed: bool) -> None:
+    ranks = {0: again(0, formed=formed), 1: again(1, formed=False)}
+    (finding,) = found(make_run(ranks, nodes={0: seen()}, ended=None))
+    assert finding.ranks == ((1,) if formed else (0, 1))
+    assert "init_process_group number 2" in finding.summary
+    assert finding.location is not None and finding.location.line == 7
+    assert found(make_run(ranks, ended=None)) == []  # no stall
+
+
+@pytest.mark.parametrize("second", [
+    pytest.param([], id="not-there"),
+    pytest.param(again(1, formed=False, second="h:2"), id="another-store"),
+    pytest.param(again(1, formed=False, told="False"), id="a-store-that-ends-with-the-group"),
+])  # fmt: skip
+def test_a_group_that_does_not_form_again_for_another_reason(second: list[Event]) -> None:
+    second = second or again(1, formed=False)[:-1]
+    assert found(make_run({0: again(0, formed=False), 1: second}, nodes={0: seen()})) == []
+    ranks = {0: again(0, formed=True), 1: again(1, formed=True)}
+    assert found(make_run(ranks, nodes={0: seen()}, ended=None)) == []
 
 
 def test_a_restart_that_finds_the_addresses_of_the_attempt_before() -> None:
