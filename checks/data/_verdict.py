@@ -6,7 +6,6 @@ each loader gets one verdict, the first that fits, and the check of that name re
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,18 +15,15 @@ from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits
 from ._content import (
-    WHOLE,
-    Row,
     held_alike,
-    overlap,
     parts_differ,
     rows,
-    same_pass,
     told_apart,
     verdict,
 )
 from ._inputs import in_parts
 from ._loaders import Loader, Reader, loaders, partners, sampler_fits
+from ._streams import all_share, later, shares, together
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
@@ -43,9 +39,6 @@ HELD = "samples are made of"
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
 
-MATERIAL = 0.3
-"""Share of a stream's samples that another rank or worker has to deliver too."""
-
 REPEATS, FEWEST_REPEATS = 24, 11
 """Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
 
@@ -58,6 +51,7 @@ class Fault:
         check: name of the check that reports it.
         doubt: why it may be meant, empty where it is proven.
         evidence: figures beyond those of the audit.
+        parts: the sets of ranks that deliver the same of a stream, where others do not.
     """
 
     check: str
@@ -67,6 +61,7 @@ class Fault:
     audit: Audit | None = None
     doubt: str = ""
     evidence: dict[str, object] = field(default_factory=dict)
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -89,6 +84,8 @@ def _merged(found: list[Fault]) -> list[Fault]:
             known.ranks = tuple(sorted({*known.ranks, *fault.ranks}))
             readers = (*known.readers, *fault.readers)
             known.readers = sorted(readers, key=lambda reader: reader.rank.rank)
+            both = known.parts and fault.parts
+            known.parts = (*known.parts, *fault.parts) if both else ()
     return list(by_loader.values())
 
 
@@ -344,88 +341,30 @@ def _digest_of(reader: Reader, name: str) -> str:
 def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
     """Ranks that deliver the same samples of an iterable data set, always or from one epoch on."""
     readers = loader.of(ranks)
-    number, (together, best) = 0, _together(readers, 0, MATERIAL)
-    if not together:
-        number, (together, best) = _later(readers)
-    if not together:
+    number, found = 0, together(readers, 0)
+    if not found.ranks:
+        number, found = later(readers)
+    if not found.ranks:
         return None
     evidence: dict[str, object] = {
-        "samples compared": best[1],
-        "delivered by several ranks": best[0],
-        AGAIN: any(_shares(r) for r in readers) or _all_share(readers),
+        "samples compared": found.best[1],
+        "delivered by several ranks": found.best[0],
+        AGAIN: any(shares(r) for r in readers) or all_share(readers),
         "batches": {r.rank.rank: r.epochs[number].batches for r in readers},
         **({FROM_EPOCH: number} if number else {}),
     }
-    members = [r for r in readers if r.rank.rank in together]
-    return Fault("data-overlap", loader, tuple(sorted(together)), members, None, "", evidence)
-
-
-Sharing = tuple[set[int], tuple[int, int]]
-"""Ranks that deliver the same samples; how many of these two of them do, and of how many."""
-
-
-def _together(readers: list[Reader], number: int, share: float) -> Sharing:
-    """Those that deliver at least that share of the other's samples in an epoch."""
-    # One worker of each rank: what the workers of one rank share must not hide it.
-    first = {r.rank.rank: _by_worker(r, number)[0] for r in readers}
-    best: tuple[int, int] = (0, 0)
-    together: set[int] = set()
-    for a, b in itertools.combinations(readers, 2):
-        common, of = overlap(first[a.rank.rank], first[b.rank.rank])
-        if not of or common / of < share:
-            common, of = same_pass([a, b], workers=False, since=number)
-        if of:
-            together |= {a.rank.rank, b.rank.rank}
-            best = max(best, (common, of))
-    return together, best
-
-
-def _later(readers: list[Reader]) -> tuple[int, Sharing]:
-    """From which epoch on ranks deliver the same samples, in all that were looked at until the
-    last, and most of them."""
-    found: tuple[int, Sharing] = (0, (set(), (0, 0)))
-    for number in range(min(len(r.epochs) for r in readers) - 1, 0, -1):
-        epochs = [r.epochs[number] for r in readers]
-        if not all(e.content and e.trained for e in epochs):
-            continue
-        sharing = _together(readers, number, WHOLE)
-        known = found[1][0]
-        at_once = len({e.began.step for e in epochs}) == 1
-        if not sharing[0] or not at_once or (known and known != sharing[0]):
-            break
-        found = number, sharing
-    return found
-
-
-def _by_worker(reader: Reader, number: int = 0) -> list[list[Row]]:
-    """Digests of the samples that each worker delivered in an epoch; they take turns."""
-    workers = max(1, reader.seen.workers)
-    found: list[list[Row]] = [[] for _ in range(workers)]
-    for batch, row in rows(reader.epochs[number]):
-        found[batch % workers].append(row)
-    return found
-
-
-def _shares(reader: Reader) -> bool:
-    if reader.seen.workers < 2:
-        return False
-    first, second, *_ = _by_worker(reader)
-    common, of = overlap(first, second)
-    return of > 0 and common / of >= MATERIAL
-
-
-def _all_share(readers: list[Reader]) -> bool:
-    """The workers of every rank deliver the same rows, each in an order of its own."""
-    return all(r.seen.workers > 1 and same_pass([r], workers=True)[1] for r in readers)
+    members = [r for r in readers if r.rank.rank in found.ranks]
+    who = tuple(sorted(found.ranks))
+    return Fault("data-overlap", loader, who, members, None, "", evidence, found.parts)
 
 
 def _workers(run: Run, loader: Loader) -> list[Fault]:
     """Workers of one rank that deliver the same samples, where no other rank is involved."""
     found = []
     for number, reader in loader.readers.items():
-        if reader.read and _shares(reader):
+        if reader.read and shares(reader):
             found.append(number)
-    found = found or (list(loader.readers) if _all_share(list(loader.readers.values())) else [])
+    found = found or (list(loader.readers) if all_share(list(loader.readers.values())) else [])
     if not found or any(_stream(loader, s) for s in partners(run, loader)):
         return []
     readers = [loader.readers[n] for n in found]

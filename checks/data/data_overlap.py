@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Averaged, ForwardInput, LoaderSeen, StepDone
+from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps, Table
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
@@ -40,8 +40,10 @@ class DataOverlap(Check):
 
     ## How to fix it
     In the data set: take every n-th sample, n being ranks times workers, from `dist.get_rank()`
-    and `torch.utils.data.get_worker_info()`. In a plain loop: start at the rank and stride by the
-    world size, or seed the generator of the positions with the rank added.
+    and `torch.utils.data.get_worker_info()`; of files or other parts each rank can take its own
+    (`parts[rank::world_size]`) only where they are as many as the ranks, or a multiple. In a plain
+    loop: start at the rank and stride by the world size, or seed the generator of the positions
+    with the rank added.
 
     ## When it stays quiet
     Content that differs; streams that draw with replacement; inputs that never change; ranks that
@@ -83,7 +85,8 @@ class DataOverlap(Check):
         note = bool(fault.doubt) or not fault.loader.trains
         first = fault.evidence.get(FROM_EPOCH, 0)
         number = first if isinstance(first, int) else 0
-        who = f"the workers of {whom(run, fault.ranks)}" if workers else whom(run, fault.ranks)
+        who = _sets(fault.parts) if len(fault.parts) > 1 else whom(run, fault.ranks)
+        who = f"the workers of {who}" if workers else who
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
         elif workers:
@@ -104,7 +107,7 @@ class DataOverlap(Check):
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             f"{since(reader, number)}" + (f" ({fault.doubt})" if fault.doubt else ""),
-            cause=_cause(reader.seen, workers, fault.evidence.get(MOVING)),
+            cause=_cause(fault, workers=workers),
             fix=_fix(fault),
             evidence={**(figures(audit) if audit else {}), **fault.evidence},
             at=reader.rank.wall(audit.at if audit else reader.epochs[number].began.at),
@@ -180,7 +183,8 @@ def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
     return Steps(min(found), max(found), len(found), len(found))
 
 
-def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:
+def _cause(fault: Fault, *, workers: bool) -> str:
+    seen, moving = fault.readers[0].seen, fault.evidence.get(MOVING)
     if isinstance(moving, list):
         return (
             f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
@@ -188,10 +192,21 @@ def _cause(seen: LoaderSeen, workers: bool, moving: object) -> str:
         )
     if not seen.iterable:
         return f"the shares that {seen.sampler} hands out overlap"
+    if fault.parts:
+        return (
+            f"{_sets(fault.parts)} deliver the same of {seen.dataset}, and others other samples: "
+            "the parts that the ranks choose are fewer than the ranks, or are drawn alike"
+        )
     what = "each rank iterates the whole of"
     if workers:
         what = "each worker iterates all that its rank reads of"
     return f"{what} {seen.dataset}: no sampler can divide an iterable one"
+
+
+def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
+    """`ranks 0,2 and ranks 1,3`."""
+    told, rest = " and ".join(map(ranks_text, parts[:3])), len(parts) - 3
+    return told + (f" and {rest} more sets of ranks" if rest > 0 else "")
 
 
 def _fix(fault: Fault) -> str:
@@ -218,6 +233,12 @@ def _fix(fault: Fault) -> str:
             "if its workers divide it already, let the rank take part in that: `rank * "
             "info.num_workers + info.id` of `world_size * info.num_workers` in place of `info.id` "
             f"of `info.num_workers`; if not, {own}"
+        )
+    if fault.parts:
+        return (
+            "choosing a part by the rank does for as many parts as there are ranks, or a multiple "
+            f"(`parts[rank::world_size]`); else let every rank go through all of them, and take "
+            f"its own samples: {own}"
         )
     return (
         f"split it by the means of the library that it is from (`{offered}`), if it is from one; "

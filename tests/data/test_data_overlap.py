@@ -76,6 +76,24 @@ def test_only_the_ranks_that_share() -> None:
     assert finding.ranks == (0, 2)
 
 
+def test_fewer_parts_than_ranks() -> None:
+    """To divide the part of each rank once more would leave samples unread."""
+    (finding,) = examine(stream(COUNTING), stream(OTHERS), stream(COUNTING))
+    assert "ranks 0,2 deliver the same of Photos, and others other samples" in finding.cause
+    assert "let every rank go through all of them" in finding.fix
+    (finding,) = examine(*[stream(COUNTING), stream(OTHERS)] * 2)
+    assert finding.summary.startswith("ranks 0,2 and ranks 1,3 deliver the same samples (12 of 12")
+    (finding,) = examine(*[stream(COUNTING)] * 3)
+    assert "each rank iterates the whole" in finding.cause
+
+
+def test_parts_that_cannot_be_told_apart() -> None:
+    """The third has a quarter in common with the others, which is no part of its own."""
+    (finding,) = examine(*[stream(COUNTING)] * 2, stream([[1, 2, 3, 104], *OTHERS[1:]]))
+    assert finding.ranks == (0, 1)
+    assert "other samples" not in finding.cause
+
+
 def test_only_the_ranks_whose_shares_overlap() -> None:
     shares = [range(25), range(25, 50), range(25), range(49, 75)]
     more = {"sampler": "MySampler", "content": 1}
