@@ -102,7 +102,7 @@ class NonfiniteOrigin(Check):
                 "first seen": [_row(r, e) for r, e in firsts.items()],
                 "first not finite": event.kind,
                 "operation": event.operation,
-                "module": event.module,
+                "module": event.within or event.module,
                 "rows of the batch": list(event.rows),
                 "skipped in a row": event.skipped or "",
                 "brought by a gradient of step": step if _brought(event) else "",
@@ -237,10 +237,13 @@ def _summary(event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
     if event.beyond:
         made = f": it came into {event.entered}, after the model's forward"
     elif event.entered:
-        made = f": it came into {event.module or event.entered}"
+        source = f" from {event.within}" if event.within else ""
+        made = f": it came into {event.module or event.entered}{source}"
     if event.derivative_site >= 0:
         made = f": it arose in the derivative{_of(event)}"
     after = f" after {event.module}" if event.operation and event.module else ""
+    if event.operation and event.within:
+        after = f" in {event.within}"
     return f"the first {value} is in the loss of {ranks} at step {event.step}{made}{after}"
 
 

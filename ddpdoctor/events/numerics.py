@@ -18,6 +18,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         names: of the inputs, parameters or buffers; for a gradient, of the parameters nearest to
             the loss that got it.
         module, operation: where in the graph it arose, empty where that cannot be told.
+            `within`: the one in whose forward the line is that made it, empty for the model's own.
         entered: the operation that was given it as a constant: what made it needed no gradient.
         beyond: it came in after the wrapped forward, of which what was returned was `finite`, or is
             `gone`.
@@ -57,6 +58,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     last: int = -1
     total: int = -1
     largest: float = 0.0
+    within: str = ""
 
     def describe(self) -> str:
         return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"

@@ -10,7 +10,7 @@ import inspect
 import linecache
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -260,27 +260,58 @@ def _nearest(node: Any, names: dict[int, str]) -> str:
     return ""
 
 
+_MAKES = {"div": re.compile(_IN_SOURCE["div"].replace("[^/=]", r"(?![\s\d])[^/=]"))}
+"""How they stand there where that is not by their name alone: what is divided by a number in the
+text stays finite."""
+
 _MAKERS = ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div", "pow", "exp")
 
 
 def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
-    """(file, line, function) of what may have made numbers non-finite that were finite, in the
-    `forward` that calls the module of that name, before it does, or else in a function that it
-    calls before: if in one line only."""
+    """(file, line, function) of what may have made numbers non-finite that were finite, before the
+    module of that name was called: in the `forward` that calls it or in modules that have nothing
+    to train, or else in a function that this `forward` calls; if in one line only."""
     owner, _, last = name.rpartition(".")
     codes = _forwards(model.get_submodule(owner), alone=True)
-    called = [place for code in codes for place in _matches(code, re.compile(rf"\b{last}\b"))]
-    if not called or not last.isidentifier():
-        return None
-    first = min(line for _, line, _ in called)
-    patterns = [re.compile(_IN_SOURCE.get(o, rf"\b{o}_?\(")) for o in _MAKERS]
+    first = _first_named(last, codes)
+    patterns = [_MAKES.get(o) or _spelled(o) for o in _MAKERS]
     places = {place for code in codes for p in patterns for place in _matches(code, p)}
-    found = [place for place in places if place[1] < first]
-    if not found:
+    found = {place for place in places if place[1] < first}
+    untrained = {code for module in _untrained_before(model, name) for code in _forwards(module)}
+    found |= {place for code in untrained for p in patterns for place in _matches(code, p)}
+    if not found and first:
         begun = callees.forwards([model.get_submodule(owner)])
         helpers = [code for code in callees.called_by(begun) if _is_called(code, codes, first)]
-        found = [place for code in helpers for p in patterns for place in _matches(code, p)]
-    return found[0] if len(found) == 1 else None
+        found = {place for code in helpers for p in patterns for place in _matches(code, p)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _first_named(name: str, codes: Iterable[CodeType]) -> int:
+    """The first line of some functions that names a module; 0 for none."""
+    if not name.isidentifier():
+        return 0
+    named = re.compile(rf"\b{name}\b")
+    return min((line for code in codes for _, line, _ in _matches(code, named)), default=0)
+
+
+def _untrained_before(model: Any, name: str) -> Iterator[Any]:
+    """The modules without parameters to train that are called before the one of that name, by it or
+    by one that it is in: what they return needs no gradient."""
+    import torch
+
+    path = name.split(".")
+    for depth, last in enumerate(path):
+        owner = model.get_submodule(".".join(path[:depth]))
+        others = {k: m for k, m in owner._modules.items() if m is not None}
+        if isinstance(owner, torch.nn.Sequential):
+            before = list(others)[: list(others).index(last)]
+        else:
+            codes = _forwards(owner, alone=True)
+            first = _first_named(last, codes)
+            before = [k for k in others if k != last and 0 < _first_named(k, codes) <= first]
+        for module in (others[k] for k in before):
+            if not any(p.requires_grad for p in module.parameters()):
+                yield module
 
 
 def _is_called(code: CodeType, callers: Iterable[CodeType], before: int) -> bool:

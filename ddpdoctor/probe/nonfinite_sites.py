@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType, FunctionType
 from typing import Any
 
 from . import nonfinite_origin
@@ -39,6 +40,22 @@ def of(
     if within and forward_site >= 0:
         return forward_site
     return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+
+
+def module_at(active: Recorder, site: int, live: list[Model]) -> str:
+    """The module in whose forward that line is; empty where it is in none, or in the one of several
+    modules, or of a whole model."""
+    found: dict[CodeType, list[str]] = {}
+    for inner in (model.inner() for model in live):
+        for name, module in inner.named_modules() if inner is not None else ():
+            forward = getattr(type(module), "forward", None)
+            if isinstance(forward, FunctionType):
+                found.setdefault(forward.__code__, []).append(name)
+    for code, names in found.items():
+        lines = [line for *_, line in code.co_lines() if line]
+        if min(lines) <= active.sites.line(site, code) <= max(lines):
+            return names[0] if len(names) == 1 else ""
+    return ""
 
 
 def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:

@@ -315,6 +315,9 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
     origin = nonfinite_origin.trace(root, _names())
     beyond = _beyond(origin, live)
     returned = [_state.returned.get(model, (-1, None))[0] for model in live]
+    site = nonfinite_sites.of(
+        active, origin, live, frame, root, base.forward_site, bool(beyond), returned
+    )
     return msgspec.structs.replace(
         base,
         operation=origin.operation,
@@ -323,9 +326,8 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         entered=origin.entered,
         beyond=beyond,
         derivative_site=origin.derivative_site,
-        origin_site=nonfinite_sites.of(
-            active, origin, live, frame, root, base.forward_site, bool(beyond), returned
-        ),
+        origin_site=site,
+        within=nonfinite_sites.module_at(active, site, live),
     )
 
 

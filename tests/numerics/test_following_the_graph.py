@@ -144,6 +144,85 @@ def test_the_line_of_an_operation_in_what_the_forward_calls(helped: Callable[[st
     assert made is not None and made[1:] == (20, "lower")
 
 
+BEFORE = """
+import torch
+from torch import nn
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x / x.norm(dim=1, keepdim=True)
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x / 255.0
+
+class Logs(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+class Trained(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).log()
+
+class Net(nn.Module):
+    def __init__(self, later):
+        super().__init__()
+        self.scale, self.norm, self.later = Scale(), Norm(), later
+        self.body = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        x = self.body(self.norm(self.scale(x)))
+        return self.later(x)
+"""
+
+
+@pytest.fixture
+def before(tmp_path: Path, monkeypatch: Any) -> Any:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "modules_before.py").write_text(BEFORE)
+    made = importlib.import_module("modules_before")
+    monkeypatch.delitem(sys.modules, "modules_before")
+    return made
+
+
+def test_a_module_without_parameters_made_it_before_one_with_them(before: Any) -> None:
+    from torch.nn import Linear, Sequential
+
+    from ddpdoctor.probe.nonfinite_origin import line_of_maker
+
+    def line(model: Any, name: str) -> int:
+        place = line_of_maker(model, name)
+        return place[1] if place is not None else -1
+
+    norm, scale, logs = before.Norm, before.Scale, before.Logs
+    assert line(Sequential(norm(), Linear(4, 1)), "1") == 7
+    assert line(Sequential(scale(), norm(), Linear(4, 1)), "2") == 7
+    assert line(Sequential(scale(), Linear(4, 1)), "1") == -1, "a number divides it"
+    assert line(Sequential(Linear(4, 1), norm()), "0") == -1, "it comes later"
+    assert line(Sequential(norm(), logs(), Linear(4, 1)), "2") == -1, "one of two"
+    assert line(Sequential(before.Trained(4, 4), Linear(4, 1)), "1") == -1, "the graph knows that"
+    assert line(before.Net(logs()), "body.1") == 7
+    assert line(Sequential(scale(), before.Net(logs())), "1.body.1") == 7
+
+
+def test_the_module_in_whose_forward_a_line_is(before: Any) -> None:
+    from ddpdoctor.probe import nonfinite_sites
+
+    def name(net: Any, line: int) -> str:
+        sites = SimpleNamespace(line=lambda site, code: site)
+        model: Any = SimpleNamespace(inner=lambda: net)
+        active: Any = SimpleNamespace(sites=sites)
+        return nonfinite_sites.module_at(active, line, [model])
+
+    net = before.Net(before.Logs())
+    assert name(net, 7) == "norm"
+    assert name(net, 15) == "later"
+    assert name(net, 28) == "", "of the model itself"
+    assert name(net, -1) == ""
+    assert name(before.Net(before.Norm()), 7) == "", "of two modules"
+
+
 @pytest.mark.parametrize(("number", "line"), [(3, 7), (9, 40), (-1, 40)])
 def test_where_the_forward_made_it_and_the_line_is_not_known(
     monkeypatch: Any, number: int, line: int

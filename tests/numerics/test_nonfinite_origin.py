@@ -321,6 +321,18 @@ def test_what_came_in_as_a_constant_blames_no_operation() -> None:
     assert "made it" not in finding.summary and "cannot take" not in finding.cause
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [({"entered": "addmm"}, "it came into first from norm"), ({"operation": "log"}, "in norm")],
+)
+def test_the_module_whose_line_made_it_is_named(made: dict[str, str], said: str) -> None:
+    event = bad("loss", 5, module="first", within="norm", origin_site=2, **made)
+    (finding,) = found([event], [])
+    assert said in finding.summary
+    assert "after first" not in finding.summary
+    assert finding.evidence["module"] == "norm"
+
+
 def test_inputs_that_no_wrapper_was_given_are_not_called_finite() -> None:
     event = bad("loss", 5, entered="addmm", origin_site=2)
     (finding,) = found([event], [])

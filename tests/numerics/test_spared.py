@@ -37,9 +37,9 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
     optimizer = torch.optim.SGD(net.parameters())
     monkeypatch.setattr(numerics.models, "live", lambda: [model])
     told: list[Any] = []
-    user_frame = SimpleNamespace(user_frame=lambda frame: None)
+    sites = SimpleNamespace(user_frame=lambda frame: None, line=lambda site, code: -1)
     emit = lambda event, vital=False: told.append(event)  # noqa: E731
-    active: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=user_frame, emit=emit)
+    active: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=sites, emit=emit)
     active.affordable = lambda: True
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
