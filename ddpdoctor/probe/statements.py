@@ -19,6 +19,8 @@ _ENDS = re.compile(r"(?:^|[:;]\s*)(?:return\b|exit\()")
 """What ends a loop; of `sys.exit` and `os._exit` it is seen where they are called."""
 _RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
 _LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
+_PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
+"""What comes before a comment."""
 WAYS_LIMIT = 8
 AROUND_LIMIT, PAST_LIMIT = 8, 6
 
@@ -217,7 +219,10 @@ def _opener(lines: list[str], number: int, depth: int) -> int:
 def _code(text: str) -> str:
     """A line without indentation and comment."""
     code = text.strip()
-    return "" if code.startswith("#") else code.partition("  #")[0].rstrip()
+    plain = _PLAIN.match(code)
+    if plain is not None and code[plain.end() :].startswith("#"):
+        return plain[0].rstrip()
+    return code.partition("  #")[0].rstrip()  # in a text of several lines, say
 
 
 def _indent(text: str) -> int:

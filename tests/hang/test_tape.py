@@ -206,6 +206,8 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tap
 
 
 def test_lines_that_hand_on_what_they_were_given(made: tape.Tape) -> None:
+    pytest.importorskip("torch.distributed")
+
     def all_reduce(*given: object) -> int:
         return made.here()
 
@@ -232,3 +234,31 @@ def test_the_parts_of_a_record_keep_their_places() -> None:
     assert not event.places[0].hands_on
     (around,) = event.places[0].inside
     assert (around.line, around.broken, around.opener, around.exits) == (146, True, 0, ())
+
+
+@pytest.mark.parametrize("comment", ["", " # enough", "  # it's enough", "# 'enough"])
+def test_what_ends_a_loop_whatever_is_remarked_on_it(tmp_path: Path, comment: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def main():\n"
+        "    for i in range(9):\n"
+        "        reduce(i, '#')\n"
+        f"        if i == 4:{comment}\n"
+        f"            break{comment}\n"
+    )
+    (loop,) = statements.enclosing(str(path), 3)[:1]
+    assert [(w.line, w.text) for w in loop.exits] == [(4, "if i == 4:")]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("f('#') # a", "f('#')"),
+        ("x = '\\'#'", "x = '\\'#'"),
+        ("the '''text of  # several", "the '''text of"),
+    ],
+)
+def test_what_is_a_comment_and_what_is_a_text(tmp_path: Path, line: str, code: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"if {line}\n    pass\n")
+    assert statements.enclosing(str(path), 2)[0].text == f"if {code}"
