@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SignalSent, SpawnEnded
+from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SpawnEnded
 from ddpdoctor.findings import (
     Check,
     Confidence,
     Evidence,
     Finding,
     FixKind,
-    Location,
     Severity,
     Steps,
 )
@@ -30,6 +29,7 @@ from ._failures import (
     whereabouts,
 )
 from ._scene import scene
+from ._signals import sent as signal_sent
 from ._telling import never_made
 from ._waiting import victims
 
@@ -128,7 +128,7 @@ class RankDied(Check):
         ranks = tuple(sorted(f.rank.rank for f in died))
         memory = _memory(run, rank)
         starved = bool(memory.get("oom_kills"))
-        sender, sent = _sent(run, rank)
+        sender, sent = signal_sent(run, rank, [rank.ended.signal if rank.ended else None])
         crashed = crash_line(run, rank)
         where = sent or crashed or whereabouts(rank)
         there = bool(crashed) or inside_call(rank)
@@ -238,19 +238,6 @@ def _memory(run: Run, rank: Rank) -> Evidence:
         if samples and kills and kills[-1] > kills[0]:
             told["oom_kills"] = kills[-1] - kills[0]
     return told
-
-
-def _sent(run: Run, died: Rank) -> tuple[Rank | None, Location | None]:
-    """The rank that sent the signal which ended this one, and its line; None where none did."""
-    pid = died.started.pid if died.started else -1
-    number = died.ended.signal if died.ended else None
-    for sender in sorted(run.ranks.values(), key=lambda rank: rank is not died):
-        if sender.node != died.node:
-            continue
-        for event in reversed(sender.of(SignalSent)):
-            if (event.pid, event.signal) == (pid, number):
-                return sender, sender.location(event.site)
-    return None, None
 
 
 def _own_signal(died: Rank, sender: Rank) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite, InitEntered
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Run, fold_ranks, ranks_text
+from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_text
 
 from . import _threads
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
+from ._signals import stopping
 from ._waiting import merged_stacks, missing, pending, victims, waiting_for
 
 
@@ -20,7 +21,8 @@ class RankMissing(Check):
     ## What it finds
     Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
     in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
-    by a signal. A thread of that rank that failed before is named with it.
+    by a signal, with the line that sent it where a rank did. A thread of that rank that failed
+    before is named with it.
 
     ## How it knows
     Each rank writes down every call before it makes it: those that wait in one are compared with
@@ -78,14 +80,15 @@ class RankMissing(Check):
         have = "has" if len(others) == 1 else "have"
         here = first.made.location if first.made else None
         where = absent[0].location
+        sender, sent = stopping(run, now, absent[0])
         thread = _threads.failed(now, absent[0])
         return self.finding(
             ranks=ranks,
             confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
             steps=absent[0].steps,
             subjects=(first.made.signature.op,) if first.made else (),
-            location=where or here,
-            label=_label(absent[0], ranks),
+            location=sent or where or here,
+            label=f"stops {ranks_text(ranks[:1])}" if sent else _label(absent[0], ranks),
             related=(
                 *_threads.place(thread, absent[0]),
                 *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
@@ -93,8 +96,8 @@ class RankMissing(Check):
             summary=f"{ranks_text(ranks)} {does} come to {call}, "
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{it} {be} {absent[0].doing}",
-            cause=_cause(absent[0], why) + _threads.remark(thread),
-            fix=_threads.FIX if thread is not None else _fix(absent[0], first, why),
+            cause=_cause(absent[0], why, sender) + _threads.remark(thread),
+            fix=_threads.FIX if thread is not None else _fix(absent[0], first, why, sender),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
@@ -119,12 +122,17 @@ def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
     return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
 
 
-def _fix(stand: Stand, waiting: Stand, why: str) -> str:
+def _fix(stand: Stand, waiting: Stand, why: str, sender: Rank | None) -> str:
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
             return f"let the debugger that holds process {stand.stood.pid}{node} go on"
-        return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and find out who stopped it"
+        find_out = (
+            f"see why {ranks_text([sender.rank])} comes to the line above"
+            if sender
+            else "find out who stopped it"
+        )
+        return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and {find_out}"
     op = waiting.made.signature.op if waiting.made else ""
     own = op == "monitored_barrier"  # it does not ask the group for how long
     entered = waiting.rank.first(InitEntered)
@@ -137,10 +145,13 @@ def _fix(stand: Stand, waiting: Stand, why: str) -> str:
     )
 
 
-def _cause(stand: Stand, why: str) -> str:
+def _cause(stand: Stand, why: str, sender: Rank | None) -> str:
     if stand.stopped:
         if stand.stood is not None and stand.stood.state == "t":
             return "a debugger holds its process, which does nothing"
+        if sender is not None:
+            who = "the program" if sender is stand.rank else ranks_text([sender.rank])
+            return f"its process was stopped by a signal that {who} sent, and does nothing"
         return "its process was stopped by a signal (`kill -STOP`, Ctrl-Z) and does nothing"
     what = "it computes all the time" if stand.busy else "it waits there and uses no CPU time"
     if stand.stood is None:

@@ -8,7 +8,7 @@ import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID, steps
-from tapes import START, Tape, run_of, stall, stood
+from tapes import CWD, START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import (
     ExceptionRaised,
@@ -16,6 +16,8 @@ from ddpdoctor.events import (
     FlightLog,
     Frame,
     InitEntered,
+    SignalSent,
+    Site,
     StallOver,
     ThreadFailed,
 )
@@ -89,6 +91,26 @@ def test_stopped_by_a_signal(tmp_path: Path) -> None:
     assert "SIGSTOP" in finding.summary
     assert f"kill -CONT {PID + 1}" in finding.fix
     assert "timeout" not in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("by", "at", "signal", "told"),
+    [(1, 6, 19, True), (0, 6, 19, True), (1, 6, 10, False), (1, 2, 19, False)],
+    ids=["by itself", "by another", "another signal", "it went on after that"],
+)
+def test_the_line_that_sent_the_signal_is_shown(
+    tmp_path: Path, by: int, at: float, signal: int, told: bool
+) -> None:
+    made = waiting()
+    line = Site(at=START, id=70, file=f"{CWD}/train.py", line=44, function="main", text="os.kill()")
+    made[by].events += [line, SignalSent(at=START + at, pid=PID + 1, signal=signal, site=70)]
+    made[1].progress_at = START + 5.5
+    seen = [stood(1, 33, "x = f(x)", state="T", still_s=44.5), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert finding.location is not None
+    assert finding.location.line == (44 if told else 33)
+    assert (f"rank {by} comes to the line above" in finding.fix) is told
+    assert ("sent" in finding.cause) is told
 
 
 def test_where_no_stack_could_be_taken_it_was_last_seen(tmp_path: Path) -> None:
