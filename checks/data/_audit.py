@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -12,6 +13,9 @@ from ._loaders import SCATTER, Epoch, Loader, divisions, loaders
 
 NAMED = 20
 """Indices named in a finding."""
+
+REPEATS, FEWEST_REPEATS = 24, 11
+"""Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
 
 
 @dataclass(eq=False)
@@ -109,6 +113,12 @@ class Audit:
     def readers_of(self, index: int) -> list[int]:
         return [r for r, counts in self.per_rank.items() if index in counts]
 
+    def of(self, ranks: Collection[int]) -> Audit | None:
+        """The same of some of the ranks only; None where fewer than two of them took part."""
+        epochs = {r: e for r, e in self.epochs.items() if r in ranks}
+        length = max((e.seen.length for e in epochs.values()), default=0)
+        return Audit(self.number, length, epochs) if len(epochs) > 1 else None
+
     def duplicates(self) -> list[dict[str, object]]:
         """Some of the repeated indices, as a table."""
         return [
@@ -138,3 +148,47 @@ def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
             length = max(e.seen.length for e in epochs.values())
             found.append(Audit(max(e.number for e in epochs.values()), length, epochs))
     return found
+
+
+# --- what is no overlap by mistake ---------------------------------------------------------------
+
+
+def by_chance(audit: Audit) -> bool:
+    """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
+    drawn = any(e.seen.replacement for e in audit.epochs.values())
+    return (drawn or (audit.again_within > 0 and not own_orders([audit]))) and not audit.same_order
+
+
+def own_orders(made: Sequence[Audit]) -> bool:
+    """Whether each rank takes its share of an order of its own: together they read as many samples
+    as there are, and about as many come twice as never, but hardly any twice on one rank. Of
+    repeats that are drawn at random or stand in a common order, one in so many as there are other
+    ranks would."""
+    orders = {tuple(e.ended.order for e in a.epochs.values() if e.ended): a for a in made}
+    whole = [a for a in orders.values() if a.complete]
+    expected = sum(len(a.shared) / (len(a.epochs) - 1) for a in whole)
+    again = sum(a.again_within for a in whole)
+    return (
+        all(map(_repeats_what_it_lacks, whole))
+        and (again <= expected / 4 if expected >= REPEATS else not again)
+        and expected >= FEWEST_REPEATS
+    )
+
+
+def _repeats_what_it_lacks(audit: Audit) -> bool:
+    shared, known = len(audit.shared), audit.never + len(audit.total)
+    size = abs(sum(audit.total.values()) - known)
+    return size <= known / 10 and shared / 2 <= audit.never <= 2 * shared
+
+
+def pads(audit: Audit, batch: int) -> bool:
+    """Whether all was read, and what was read again only fills up the last batch of each rank."""
+    again = sum(audit.total.values()) - len(audit.total)
+    whole = audit.complete and not audit.never and not audit.same_sets
+    return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
+
+
+def partitioned(audit: Audit) -> bool:
+    """What the ranks read adds up to the data set, without a sampler that says it divides."""
+    slack = len(audit.epochs)
+    return audit.complete and len(audit.shared) <= slack and audit.never <= slack

@@ -128,6 +128,19 @@ def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
     return False
 
 
+def read_alike(readers: Sequence[Reader]) -> list[list[Reader]]:
+    """Those together of which all indices on record everywhere stand for samples of the same
+    digests, and whose data sets are made of the same."""
+    samples = [by_index(r) for r in readers]
+    common = sorted(set.intersection(*map(set, samples)))
+    groups: dict[object, list[Reader]] = {}
+    for reader, found in zip(readers, samples, strict=True):
+        made_of = tuple((p.name, p.order, p.length) for p in reader.seen.payloads)
+        key = reader.seen.length, made_of, tuple(found[i] for i in common)
+        groups.setdefault(key, []).append(reader)
+    return list(groups.values())
+
+
 def held_alike(readers: Sequence[Reader]) -> list[str]:
     """What the data sets make each sample of, where it is the same on all ranks, and all else that
     they are told is, too. Equal texts may stand for other files on another machine."""

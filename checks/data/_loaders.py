@@ -353,7 +353,7 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
             found.append(frozenset(group.ranks))
     for sharded in rank.of(ShardedOver):
         # Smaller groups beside those of its mesh may be there to share inputs.
-        if all(len(g) >= len(sharded.ranks) for g in _groups_of(rank)):
+        if all(len(g) >= len(sharded.ranks) for g in groups_of(rank)):
             found.append(frozenset(sharded.ranks))
     return max(found, key=len, default=None)
 
@@ -380,10 +380,10 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
     )
     limit = len(ranks) if apart else size
     return all(
-        any(_divides(g, place, size) for g in (ranks, *_groups_of(reader.rank)) if len(g) <= limit)
+        any(_divides(g, place, size) for g in (ranks, *groups_of(reader.rank)) if len(g) <= limit)
         or any(
             _repeats(group, place, size, len(ranks))
-            for group in _groups_of(reader.rank)
+            for group in groups_of(reader.rank)
             if size > 1 or group not in _averaging(reader.rank)
         )
         for reader in readers
@@ -406,7 +406,7 @@ def _divided(readers: list[Reader]) -> list[frozenset[int]]:
     size = max(sizes)
     if len(sizes) > 1 or not 1 < size < len(readers) == size * (len(readers) // size):
         return []
-    of = {r.rank.rank: _groups_of(r.rank) for r in readers}
+    of = {r.rank.rank: groups_of(r.rank) for r in readers}
     if all(any(_repeats(g, place, size, len(place)) for g in of[r]) for r in place):
         by_place = [[r for r in sorted(place) if place[r] == n] for n in range(size)]
         return [frozenset(ranks) for ranks in zip(*by_place, strict=False)]
@@ -417,7 +417,7 @@ def _divided(readers: list[Reader]) -> list[frozenset[int]]:
     return sorted(found, key=sorted) if apart else []
 
 
-def _groups_of(rank: Rank) -> list[frozenset[int]]:
+def groups_of(rank: Rank) -> list[frozenset[int]]:
     """Groups that may divide or share data: those of a mesh that one model is sharded and
     replicated over do neither by themselves."""
     every = [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]

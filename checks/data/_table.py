@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ddpdoctor.findings import Table
 from ddpdoctor.run import Run, fold_ranks
 
-from ._audit import Audit, audits
+from ._audit import Audit, audits, partitioned
 from ._loaders import Loader, in_order, loaders
-from ._verdict import of_check, own_data, partitioned
+from ._verdict import of_check, own_data
 from ._words import use
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
@@ -23,7 +23,8 @@ LISTED = 8
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
     audited = audits(run)
-    apart = of_check(run, "dataset-mismatch")
+    sets = [f for f in of_check(run, "data-overlap") if f.parts]
+    apart = [*of_check(run, "dataset-mismatch"), *sets]
     rows: list[tuple[str, ...]] = []
     for loader, ranks, made in audited[:LOADERS]:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)

@@ -6,23 +6,23 @@ each loader gets one verdict, the first that fits, and the check of that name re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ddpdoctor.events import Payload
 from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
-from ._audit import Audit, audits
+from ._audit import Audit, audits, by_chance, own_orders, pads, partitioned
 from ._content import (
     held_alike,
     parts_differ,
+    read_alike,
     rows,
     told_apart,
     verdict,
 )
 from ._inputs import in_parts
-from ._loaders import Loader, Reader, loaders, partners, sampler_fits
+from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
 from ._streams import all_share, later, shares, together
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -39,9 +39,6 @@ HELD = "samples are made of"
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
 
-REPEATS, FEWEST_REPEATS = 24, 11
-"""Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
-
 
 @dataclass(eq=False)
 class Fault:
@@ -51,7 +48,7 @@ class Fault:
         check: name of the check that reports it.
         doubt: why it may be meant, empty where it is proven.
         evidence: figures beyond those of the audit.
-        parts: the sets of ranks that deliver the same of a stream, where others do not.
+        parts: the sets of ranks that deliver the same samples, where others do not.
     """
 
     check: str
@@ -110,7 +107,7 @@ def _indexed(
         if differing:
             return _mismatch(loader, readers, made[0], differing)
         worst = max(made, key=lambda a: len(a.shared))
-        surplus = len(worst.shared) > _padding(readers) and not _by_chance(worst)
+        surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
             if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
                 return Fault("sampler-rank-mismatch", loader, everyone, readers, worst)
@@ -123,7 +120,40 @@ def _indexed(
         return None
     if made[0].same_order and in_parts(run, ranks):
         return None  # each takes its rows of the same batches
+    if several := _sets_of_data(readers):
+        return _repeated_sets(run, loader, several, made) if loader.trains else None
     return _unsharded(loader, readers, made, differing)
+
+
+def _sets_of_data(readers: list[Reader]) -> list[list[Reader]]:
+    """The ranks by the data that they read, where that is not the same on all ranks, but on some;
+    empty otherwise."""
+    groups = read_alike(readers) if len(readers) > 2 else []
+    if not 1 < len(groups) < len(readers):
+        return []
+    first, *others = (group[0] for group in groups)
+    apart = all(_judged([first, o], _differing([first, o])) == "differ" for o in others)
+    return groups if apart else []
+
+
+def _repeated_sets(
+    run: Run, loader: Loader, sets: list[list[Reader]], made: tuple[Audit, ...]
+) -> Fault | None:
+    """Data that is meant to be another one on each rank, and is the same on some of them. Those
+    that make a process group may share it on purpose."""
+    found: list[Fault] = []
+    for readers in sets:
+        ranks = frozenset(r.rank.rank for r in readers)
+        own = tuple(a for audit in made if (a := audit.of(ranks)) is not None)
+        shared = ranks in groups_of(readers[0].rank) or verdict(readers) != "same"
+        if not own or shared or (own[0].same_order and in_parts(run, ranks)):
+            continue
+        if (fault := _unsharded(loader, readers, own, [])) is not None and not fault.doubt:
+            found.append(replace(fault, check="data-overlap"))
+    if not found:
+        return None
+    parts = tuple(f.ranks for f in found)
+    return replace(_merged(found)[0], parts=parts)
 
 
 def _others_differ(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
@@ -146,7 +176,7 @@ def _skewed(audit: Audit) -> bool:
     if len(set(known)) == 1:
         return False
     seen = [e.seen for e in audit.epochs.values()]
-    own = all(s.own_order and s.shuffle is None for s in seen) and not _by_chance(audit)
+    own = all(s.own_order and s.shuffle is None for s in seen) and not by_chance(audit)
     return own or any(s.shuffle for s in seen)
 
 
@@ -159,50 +189,9 @@ def _moving(made: tuple[Audit, ...]) -> dict[str, object]:
     return {MOVING: counts[:8]} if len(sizes) == 1 and len(set(counts)) > 1 else {}
 
 
-def _by_chance(audit: Audit) -> bool:
-    """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
-    drawn = any(e.seen.replacement for e in audit.epochs.values())
-    return (drawn or (audit.again_within > 0 and not _own_orders([audit]))) and not audit.same_order
-
-
-def _own_orders(made: Sequence[Audit]) -> bool:
-    """Whether each rank takes its share of an order of its own: together they read as many samples
-    as there are, and about as many come twice as never, but hardly any twice on one rank. Of
-    repeats that are drawn at random or stand in a common order, one in so many as there are other
-    ranks would."""
-    orders = {tuple(e.ended.order for e in a.epochs.values() if e.ended): a for a in made}
-    whole = [a for a in orders.values() if a.complete]
-    expected = sum(len(a.shared) / (len(a.epochs) - 1) for a in whole)
-    again = sum(a.again_within for a in whole)
-    return (
-        all(map(_repeats_what_it_lacks, whole))
-        and (again <= expected / 4 if expected >= REPEATS else not again)
-        and expected >= FEWEST_REPEATS
-    )
-
-
-def _repeats_what_it_lacks(audit: Audit) -> bool:
-    shared, known = len(audit.shared), audit.never + len(audit.total)
-    size = abs(sum(audit.total.values()) - known)
-    return size <= known / 10 and shared / 2 <= audit.never <= 2 * shared
-
-
-def _pads(audit: Audit, batch: int) -> bool:
-    """Whether all was read, and what was read again only fills up the last batch of each rank."""
-    again = sum(audit.total.values()) - len(audit.total)
-    whole = audit.complete and not audit.never and not audit.same_sets
-    return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
-
-
 def _padding(readers: list[Reader]) -> int:
     seen = readers[0].seen
     return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(readers)
-
-
-def partitioned(audit: Audit) -> bool:
-    """What the ranks read adds up to the data set, without a sampler that says it divides."""
-    slack = len(audit.epochs)
-    return audit.complete and len(audit.shared) <= slack and audit.never <= slack
 
 
 def _unsharded(
@@ -214,9 +203,9 @@ def _unsharded(
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
     batch = max(_batch(r) for r in readers)
-    exact = whole or _own_orders(made)
+    exact = whole or own_orders(made)
     slack = 0 if exact else min(len(readers) * batch, len(worst.total) // 2)
-    if len(worst.shared) <= slack or _pads(worst, batch) or _by_chance(worst):
+    if len(worst.shared) <= slack or pads(worst, batch) or by_chance(worst):
         return None
     answer = _judged(readers, differing)
     if answer == "differ":

@@ -22,7 +22,8 @@ class DataOverlap(Check):
     Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
     is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
     takes the same slices or draws the same random positions on every rank, be it only later in the
-    run, a sampler of one's own whose shares overlap.
+    run, a sampler of one's own whose shares overlap. Data that each rank has of its own, but for
+    some ranks that hold the same.
 
     ## How it knows
     Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
@@ -48,8 +49,8 @@ class DataOverlap(Check):
     ## When it stays quiet
     Content that differs; streams that draw with replacement; inputs that never change; ranks that
     are handed their inputs on purpose (broadcast, scatter) or share them in a tensor-parallel
-    group or as stages of a pipeline. Inputs drawn from the global random generators on the spot are
-    a note, as is evaluation.
+    group or as stages of a pipeline; ranks that make a process group and hold the same part of the
+    data. Inputs drawn from the global random generators on the spot are a note, as is evaluation.
     """
 
     code = "DDP507"
@@ -190,7 +191,7 @@ def _cause(fault: Fault, *, workers: bool) -> str:
             f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
             f"epoch ({some(moving)}): the ranks seem to shuffle in different orders"
         )
-    if not seen.iterable:
+    if not seen.iterable and not fault.parts:
         return f"the shares that {seen.sampler} hands out overlap"
     if fault.parts:
         return (
@@ -212,6 +213,12 @@ def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
 def _fix(fault: Fault) -> str:
     seen = fault.readers[0].seen
     workers = fault.evidence.get("between") == "workers"
+    if fault.parts and not seen.iterable:
+        return (
+            "give each rank a part or a seed of its own, by `rank` itself; or load the same whole "
+            "data set on every rank and divide it: `DataLoader(dataset, "
+            "sampler=DistributedSampler(dataset))`"
+        )
     if MOVING in fault.evidence:
         return (
             "shuffle alike on all ranks, by `seed + epoch` without the rank, and let each rank "

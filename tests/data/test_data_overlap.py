@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
+from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from ddpdoctor.checks.data.sampler_rank_mismatch import SamplerRankMismatch
 from readers import found, loader, prologue, run_of
 from recordings import make_run
@@ -18,6 +19,7 @@ from ddpdoctor.events import (
     ContentRead,
     EpochBegan,
     Event,
+    GroupReady,
     Payload,
     RowsRead,
     Signature,
@@ -261,6 +263,35 @@ def test_samples_that_come_twice_on_purpose() -> None:
     assert not examine(*(batched(part(by_all, r)) for r in range(2)))
     rare = random.Random(2).sample([*range(100, 400), *range(60), *range(40)], 400)
     assert not examine(*(batched(part(rare, r)) for r in range(2)))
+
+
+def parts(*content: int, group: Sequence[int] = (), trains: bool = True) -> Run:
+    """Each rank reads all of the part that it holds."""
+    known = GroupReady(at=0, group=1, name="1", backend="gloo", ranks=tuple(group), member=True,
+                       site=-1)  # fmt: skip
+    own = [
+        loader(0, [shuffled(r, 0)], length=40, content=n, trains=trains)
+        for r, n in enumerate(content)
+    ]
+    return run_of(*([*([known] if r in group else []), *e] for r, e in enumerate(own)))
+
+
+def test_ranks_that_hold_the_same_part() -> None:
+    (finding,) = found(DataOverlap(), parts(1, 1, 2, 2))
+    assert finding.summary.startswith("ranks 0-1 and ranks 2-3 deliver the same 40 of 40")
+    assert finding.severity is Severity.ERROR and finding.ranks == (0, 1, 2, 3)
+    assert not found(SamplerMissing(), parts(1, 1, 2, 2)), "not one data set"
+    (finding,) = found(DataOverlap(), parts(1, 2, 1))
+    assert finding.summary.startswith("ranks 0,2 deliver the same 40 of 40 samples")
+    assert finding.ranks == (0, 2)
+
+
+def test_parts_that_are_meant() -> None:
+    assert not found(DataOverlap(), parts(1, 2, 3, 4))
+    assert not found(DataOverlap(), parts(1, 1, 2, 3, group=(0, 1))), "a group that shares a part"
+    assert not found(DataOverlap(), parts(1, 1, 2, 2, trains=False))
+    (finding,) = found(SamplerMissing(), parts(1, 1, 1))
+    assert finding.ranks == (0, 1, 2)
 
 
 def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
