@@ -188,6 +188,8 @@ def _cause(wrong: list[Claim]) -> str:
         return f"init_process_group was told so {how}, and other processes {others}"
     rank, size = claim.launched
     told = f"the launcher had said rank {rank} of {size}"
+    if len({(c.rank, c.world_size, c.launched[1]) for c in said}) == 1:
+        told = f"the launcher had said {ranks_text({c.launched[0] for c in said})} of {size}"
     local = claim.event.env_local_rank
     if claim.rank != rank and claim.rank == local and claim.world_size == size:
         return f"the local rank ({local}) is used as the rank; {told}"

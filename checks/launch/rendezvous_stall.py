@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import GroupReady, InitEntered, RankStood
+from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
 
@@ -176,6 +176,7 @@ class RendezvousStall(Check):
         too_many = [r for r in absent if launched is not None and r >= launched]
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
+        left = bool(late) and all(_left(r) for r in late)
         came = fold_ranks(r.rank for r in waiting)
         evidence = {
             "came": came,
@@ -199,6 +200,8 @@ class RendezvousStall(Check):
             if wrong_size
             else "waits for ranks that were not seen"
             if unseen
+            else "left here"
+            if where and left
             else "not in init_process_group",
             related=(Related(f"{_wait(waiting)} here", here),) if here and where else (),
             summary=_summary(_wait(waiting), absent, world, exist)
@@ -214,6 +217,9 @@ class RendezvousStall(Check):
             else "let `world_size` be the number of processes that are started; where it is, see "
             "what the others do before init_process_group"
             if unseen
+            else "let every rank come to init_process_group, also one that has nothing to do, or "
+            "start fewer"
+            if left
             else "see what the line does on the ranks that are missing; do slow work once, before "
             "the launch, or after init_process_group with a longer `timeout=`",
             fix_kind=FixKind.CHECK,
@@ -293,7 +299,9 @@ def _gave_up(rank: Rank) -> bool:
 
 
 def _where(run: Run, rank: Rank) -> Location | None:
-    """The line a rank is at, by its stack."""
+    """The line by which a rank left, or the one that it is at, by its stack."""
+    if (leaving := _left(rank)) and (spot := rank.location(leaving.site)):
+        return spot
     for node in run.nodes.values():
         stood = [e for e in node.of(RankStood) if e.rank == rank.rank and e.attempt == run.attempt]
         frame = stood[-1].user_frame if stood else None
@@ -303,7 +311,17 @@ def _where(run: Run, rank: Rank) -> Location | None:
     return None
 
 
+def _left(rank: Rank) -> RankExiting | None:
+    """How a rank left, where that was no failure."""
+    leaving = rank.latest(RankExiting)
+    fine = leaving is not None and leaving.how != "exception" and not leaving.status
+    return leaving if fine else None
+
+
 def _state(run: Run, rank: Rank) -> str:
+    if leaving := _left(rank):
+        where = rank.location(leaving.site)
+        return f"gone ({leaving.how}{f' at {where}' if where else ''})"
     if rank.ended is not None and not rank.ended.by_launcher and rank.stopped is None:
         how = rank.signal or f"status {rank.exit_code}"
         return f"gone ({how})"

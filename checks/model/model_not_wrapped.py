@@ -238,7 +238,7 @@ class ModelNotWrapped(Check):
         return self.finding(
             severity=severity,
             ranks=tuple(r.rank for r in alike),
-            steps=Steps(0, max(steps - 1, common[-1]), max(steps, 1)),
+            steps=Steps(0, max(steps - 1, 0), max(steps, 1)),
             subjects=tuple(p.name for p in event.parameters),
             optimizers=tuple(sorted({e.optimizer for e in alike.values()})),
             location=stepped if late and stepped else spot or stepped,

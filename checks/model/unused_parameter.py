@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -84,6 +85,7 @@ class UnusedParameter(Check):
         later = _later(rank, model, event) if allowed else []
         names = models.names_of(wrapped, [i for e in (event, *later) for i in e.indices])
         parts = models.parts_of(wrapped, event.indices)
+        when = _when(rank, model, event, bool(later))
         why = _why(event, parts[0], _share(rank, model, event))
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
@@ -97,14 +99,15 @@ class UnusedParameter(Check):
             related=_related(rank, wrapped, event, parts[0]),
             summary=f"{models.some(names)} of {title_of(rank, wrapped)} got no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
-            + f"at step {event.step} {models.on_ranks(run, (r.rank for r in seen))}",
+            + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(parts[0], why, allowed),
             fix=_fix(
                 parts[0],
                 why,
                 allowed,
                 _called(event, parts[0]),
-                models.names_in_code(rank, wrapped),
+                _freeze(rank, wrapped, parts[0]),
+                models.names_in_code(rank, wrapped)[0],
             ),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -171,6 +174,15 @@ def _share(rank: Rank, model: int, event: UnusedParameters) -> str:
     return f"{use.unused.get(event.indices[0], 1)} of {use.examined} backwards examined"
 
 
+def _when(rank: Rank, model: int, event: UnusedParameters, others: bool) -> str:
+    """Of one step, where it is not known to be so in all."""
+    use = models.use_of(rank, model)
+    always = use is not None and all(use.unused.get(i) == use.examined for i in event.indices)
+    if use is None or use.examined < 2 or others or not always:
+        return f"at step {event.step}"
+    return f"in any of {use.examined} backwards examined"
+
+
 def _why(event: UnusedParameters, part: Part, share: str) -> str:
     words = share.split()
     if set(part.positions) <= set(event.frozen):
@@ -214,13 +226,18 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
     return f"{text}; gradients that share a bucket with it are applied without being averaged"
 
 
-def _fix(part: Part, why: str, allowed: bool, called: str, names: tuple[str, str]) -> str:
-    wrapper, inner = names
-    freeze = (
-        f"`{part.code(inner)}.requires_grad_(False)`"
-        if part.module
-        else "`parameter.requires_grad_(False)`"
-    )
+def _freeze(rank: Rank, wrapped: Wrapped, part: Part) -> str:
+    """Code that freezes it: the module where all of it is unused, else the parameter."""
+    inner = models.names_in_code(rank, wrapped)[1]
+    names = models.names_of(wrapped, part.positions)
+    if part.whole and part.module:
+        return f"`{part.code(inner)}.requires_grad_(False)`"
+    if len(names) > 1:
+        return "`parameter.requires_grad_(False)`"
+    return f"`{replace(part, module=names[0]).code(inner)}.requires_grad_(False)`"
+
+
+def _fix(part: Part, why: str, allowed: bool, called: str, freeze: str, wrapper: str) -> str:
     if allowed and why not in (SOMETIMES, LEFT_OUT):
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
     if allowed:

@@ -143,7 +143,7 @@ def test_each_trains_in_a_world_of_one(names: tuple[str, str]) -> None:
     (finding,) = worlds_of_one(*names)
     assert finding.confidence is Confidence.SUSPECTED
     assert "world of 1" in finding.summary and "started 2" in finding.summary
-    assert "had said rank 0 of 2" in finding.cause
+    assert "had said ranks 0-1 of 2" in finding.cause
     assert [row["launcher"] for row in finding.evidence["processes"]] == [
         "rank 0 of 2", "rank 1 of 2",
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from ddpdoctor.events import (
     GroupDestroyed,
     GroupReady,
     InitEntered,
+    RankExiting,
     RankStood,
     StackFrame,
     StallSeen,
@@ -51,6 +52,19 @@ def test_one_rank_is_elsewhere() -> None:
     assert finding.location is not None
     assert (finding.location.line, finding.location.source) == (3, "login()")
     assert finding.evidence["came"] == "0"
+
+
+def test_one_rank_left_before_it() -> None:
+    left = [
+        site(2, "train.py", 5, "sys.exit(0)"),
+        RankExiting(at=START + 1, how="sys.exit", status=0, site=2),
+    ]
+    run = make_run({0: entered(0), 1: left}, nodes={0: seen()[1:]}, ended={0: -15, 1: 0})
+    (finding,) = found(run)
+    assert finding.ranks == (1,)
+    assert finding.location is not None and finding.location.line == 5
+    assert "gone (sys.exit at train.py:5)" in finding.summary
+    assert "let every rank come" in finding.fix
 
 
 def test_torch_gave_up() -> None:

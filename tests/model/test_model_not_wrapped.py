@@ -59,6 +59,12 @@ def test_only_its_own_steps_count():
     assert (found.steps.first, found.steps.count) == (0, 9)
 
 
+def test_a_look_after_the_last_step_is_of_no_step():
+    states = {r: [state(0, 10 + r, 7), state(9, 20 + r, 30 + r)] for r in (0, 1)}
+    (found,) = CHECK.examine(make_run({r: loose(*s) for r, s in states.items()}))
+    assert (found.steps.last, found.steps.count) == (8, 9)
+
+
 @pytest.mark.parametrize(("taken", "told"), [(0, []), (1, ["DDP305 error"])])
 def test_a_step_that_raises_proves_nothing(taken, told):
     raised = ExceptionRaised(at=9, kind="RuntimeError", message="no getFuture", frames=())

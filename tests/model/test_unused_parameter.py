@@ -70,6 +70,23 @@ def test_a_parameter_beside_used_ones_is_told_as_such():
     assert "the rest of its module does" in found.label
 
 
+@pytest.mark.parametrize("option", ["find_unused", "static_graph"])
+def test_the_parameter_alone_is_frozen_where_the_rest_of_its_module_is_used(option):
+    (found,) = find(unused([5], called=("", *ALL), **{option: True}), use(1, {5: 1}))
+    assert found.fix.endswith("`net.aux.bias.requires_grad_(False)`")
+    (found,) = find(unused([4, 5], called=("", *ALL), **{option: True}), use(1, {4: 1, 5: 1}))
+    assert found.fix.endswith("`net.aux.requires_grad_(False)`")
+
+
+@pytest.mark.parametrize(("times", "told"), [
+    (9, "got no gradient in any of 9 backwards examined on"),
+    (8, "got no gradient at step 0 on"),
+])  # fmt: skip
+def test_of_the_first_step_alone_only_where_it_is_not_always_so(times, told):
+    (found,) = find(unused([4, 5], find_unused=True), use(9, {4: 9, 5: times}))
+    assert told in found.summary
+
+
 def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     events = [
         unused([]),
