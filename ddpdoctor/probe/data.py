@@ -105,6 +105,8 @@ def install() -> None:
 def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An attribute of a loader is set. Every kind gets its data set once, while it is made; not
     every kind calls `DataLoader.__init__` (torchdata's does not)."""
+    if args[1:2] == ("sampler",):
+        samplers.note_line(active, args[2], _data.made)
     if args[1:2] != ("dataset",) or args[0] in _data.made:
         return
     site = active.site()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 import time
+from collections.abc import MutableMapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -79,6 +81,30 @@ def loader_seen(
         settings=made_of.settings,
         batches_given=given,
     )
+
+
+def note_line(active: Recorder, sampler: Any, made: MutableMapping[Any, tuple[int, int]]) -> None:
+    """Note in `made` the line that makes a sampler of a class of the user's, as it is handed to a
+    loader: the only one that names the class, in the function that makes the loader."""
+    if not weak(sampler) or sampler in made or _in_torchs_order(sampler):
+        return
+    frame = active.sites.user_frame(sys._getframe(1))
+    line = only_line(frame.f_code, type(sampler).__name__) if frame is not None else None
+    if frame is not None and line is not None:
+        made[sampler] = active.sites.number(frame.f_code, line), 0
+
+
+def only_line(code: CodeType, name: str) -> int | None:
+    """The line of a function that reads a name, None where none or several do."""
+    starts = dict(dis.findlinestarts(code))
+    line: int | None = None
+    found: set[int | None] = set()
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset, line)
+        loads = instruction.opname.startswith("LOAD_") and instruction.opname != "LOAD_CONST"
+        if loads and instruction.argval == name:
+            found.add(line)
+    return found.pop() if len(found) == 1 else None
 
 
 def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRefused:

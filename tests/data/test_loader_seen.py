@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddpdoctor.events import LoaderSeen
+from ddpdoctor.events import Event, LoaderSeen, Site
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.probe import identity
-from ddpdoctor.probe.samplers import MadeOf, epoch_of, innermost, loader_seen
+from ddpdoctor.probe.samplers import MadeOf, epoch_of, innermost, loader_seen, note_line, only_line
+from ddpdoctor.probe.sites import Sites
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -165,3 +167,22 @@ def test_an_order_that_goes_by_the_epoch(kind: type, name: str) -> None:
     if name:
         setattr(sampler, name, 7)
         assert epoch_of(sampler) == 7
+
+
+def two_lines(sampler: object) -> object:
+    if isinstance(sampler, Repeating):
+        return sampler
+    return Repeating(sampler)
+
+
+def test_the_line_that_names_the_class_of_a_sampler() -> None:
+    events: list[Event] = []
+    active = SimpleNamespace(sites=Sites(events.append))
+    photos = data.TensorDataset(torch.arange(9))
+    sampler = Fixed(photos)
+    note_line(active, sampler, made := {})  # type: ignore[arg-type, var-annotated]
+    note_line(active, data.SequentialSampler(photos), made)  # type: ignore[arg-type]
+    (site,) = events
+    assert isinstance(site, Site) and site.text.strip() == "sampler = Fixed(photos)"
+    assert made == {sampler: (site.id, 0)}
+    assert only_line(two_lines.__code__, "Repeating") is None
