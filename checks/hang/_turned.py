@@ -33,7 +33,8 @@ def turned(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Part
         if m is None or o is None or m.what != o.what:
             break
         pairs.append((m, o))
-    if not (width := _width(pairs)):
+    width = _width(pairs)
+    if not width or _one_by_one(known, logs, index):
         return None
     odd = [r for r in made if len(other) == len(most) or r not in most]
     place = made[other[0]]
@@ -61,6 +62,21 @@ def _width(pairs: list[Pair]) -> int:
                 return 0
         part = []
     return len(next(iter(orders))[0]) if orders.total() >= ROUNDS else 0
+
+
+def _one_by_one(known: Book, logs: dict[int, Log], index: int) -> bool:
+    """Whether each of three ranks or more is once on one line from that call on, while all others
+    are on another one. Of two ranks that would say nothing."""
+    turns: set[tuple[Spots, Spots]] = set()
+    takers: set[int] = set()
+    for n in range(index, index + len(logs)):
+        here = {r: made.spots for r, log in logs.items() if (made := known.meant(log, n))}
+        counts = Counter(here.values()).most_common()
+        if len(counts) != 2 or counts[1][1] != 1:
+            return False
+        turns.add((counts[0][0], counts[1][0]))
+        takers |= {r for r, spots in here.items() if spots == counts[1][0]}
+    return len(logs) > 2 and len(turns) == 1 and len(takers) == len(logs)
 
 
 def _in_turn(m: Made, o: Made) -> bool:

@@ -80,6 +80,14 @@ def test_each_rank_takes_its_turn(tmp_path: Path, first: Enclosing, second: Encl
     assert found(run_of(tmp_path, made)) == []
 
 
+def test_each_of_three_ranks_takes_its_turn_by_way_of_one_line(tmp_path: Path) -> None:
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(4):
+            reduced(tape, *(LOSS if turn == rank else COUNT for turn in range(3)), step=step)
+    assert found(run_of(tmp_path, made, more=TRAINED)) == []
+
+
 def test_each_rank_is_on_one_of_the_lines_in_a_step(tmp_path: Path) -> None:
     made = tapes()
     for rank, tape in made.items():
