@@ -128,6 +128,17 @@ def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
     return False
 
 
+def elsewhere(a: dict[int, Row], b: dict[int, Row]) -> tuple[int, int]:
+    """How many samples of the smaller side the other one has at another index, all of a sample
+    being the same, and of how many. (0, 0) where samples are too alike to tell."""
+    few, many = sorted((a, b), key=len)
+    if any(len(set(side.values())) < APART * len(side) for side in (few, many)):
+        return (0, 0)
+    places = {row: index for index, row in many.items()}
+    found = sum(places.get(row, index) != index for index, row in few.items())
+    return found, len(few)
+
+
 def read_alike(readers: Sequence[Reader]) -> list[list[Reader]]:
     """Those together of which all indices on record everywhere stand for samples of the same
     digests, and whose data sets are made of the same."""

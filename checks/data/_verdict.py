@@ -14,6 +14,8 @@ from ddpdoctor.run import Run, equal_ranks, groups_text, odd_ones
 
 from ._audit import Audit, audits, by_chance, own_orders, pads, partitioned
 from ._content import (
+    by_index,
+    elsewhere,
     held_alike,
     parts_differ,
     read_alike,
@@ -38,6 +40,11 @@ HELD = "samples are made of"
 
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
+
+
+ELSEWHERE, FEWEST_ELSEWHERE = 0.2, 8
+"""Share of the samples compared, and how many, that two ranks have at different indices where each
+chose its own from the same ones."""
 
 
 @dataclass(eq=False)
@@ -296,7 +303,10 @@ def _mismatch(
     differing: list[tuple[Payload, Payload]],
 ) -> Fault:
     mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
-    doubt = "" if _deliberate(mine, theirs) else "each rank holds tensors of its own"
+    moved, of = (0, 0) if _deliberate(mine, theirs) else _elsewhere(readers)
+    chosen = moved >= max(FEWEST_ELSEWHERE, ELSEWHERE * of)
+    meant = not chosen and not _deliberate(mine, theirs)
+    doubt = "each rank holds tensors of its own" if meant else ""
     reordered = bool(mine.content) and mine.content == theirs.content
     names = [m.name for m, _ in differing]
     digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
@@ -306,11 +316,18 @@ def _mismatch(
         "same entries in another order": reordered,
         "digests": digests,
         "groups of equal ranks": groups_text(groups),
-        "kind": mine.kind,
+        "kind": "choice" if chosen else mine.kind,
+        **({"the same samples at other indices": f"{moved} of {of}"} if chosen else {}),
     }
     ranks = odd_ones(groups) or tuple(digests)
     readers = [r for r in readers if r.rank.rank in ranks]
     return Fault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
+
+
+def _elsewhere(readers: list[Reader]) -> tuple[int, int]:
+    """As `elsewhere`, of the first rank and the one that holds the most of its samples."""
+    mine, *others = map(by_index, readers)
+    return max((elsewhere(mine, theirs) for theirs in others), default=(0, 0))
 
 
 def _deliberate(mine: Payload, theirs: Payload) -> bool:

@@ -27,8 +27,9 @@ class DatasetMismatch(Check):
     of lists longer than 8192 entries half as many or more, spread evenly. The digests are compared
     between ranks whose sampler divides the data, or whose indices are seen to. The finding is
     proven where indices, ids (whole numbers, none twice, closer together than by chance), texts,
-    lengths or the order of equal entries differ, and suspected where each rank holds tensors of its
-    own.
+    lengths or the order of equal entries differ, or a fifth of the samples that were looked at
+    stand at other indices on another rank; else, where each rank holds tensors of its own, it is
+    suspected.
 
     ## Why it hurts
     The shares do not add up to the data set: some samples are trained twice, others never, and with

@@ -8,7 +8,8 @@ from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 
-from ddpdoctor.events import Event, Layer, Payload
+from ddpdoctor.events import ContentRead, Event, Layer, Payload
+from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Confidence, Finding, Severity, Steps
 
 EVERYTHING = list(range(100))
@@ -148,6 +149,27 @@ def test_tensors_permuted_by_each_rank() -> None:
 def test_numbers_made_up_by_each_rank_are_a_note() -> None:
     (finding,) = examine(part(0, payload("tensor", 1, 5)), part(1, payload("tensor", 2, 6)))
     assert finding.severity is Severity.NOTE
+
+
+def holding(rank: int, first: int, kinds: int = 100) -> list[Event]:
+    """Tensors of the rank's own; sample `i` of them holds the number `first + i`."""
+    events, indices = part(rank, payload("tensor", rank + 1)), EVERYTHING[rank::2]
+    values = pack(first + i % kinds for i in indices)
+    read = ContentRead(at=0, loader=0, epoch=0, batches=pack(i // 8 for i in indices),
+                       columns=(values,), indices=pack(indices))  # fmt: skip
+    return [*events[:2], read, *events[2:]]
+
+
+def test_tensors_that_each_rank_chose_from_the_same() -> None:
+    (finding,) = examine(holding(0, 1), holding(1, 2))
+    assert finding.severity is Severity.ERROR and finding.confidence is Confidence.PROVEN
+    assert finding.evidence["the same samples at other indices"] == "49 of 50"
+    assert "chose for itself" in finding.cause
+    for other in (holding(1, 1000), holding(1, 90)):  # none, and a few in common
+        (finding,) = examine(holding(0, 1), other)
+        assert finding.severity is Severity.NOTE
+    (finding,) = examine(holding(0, 1, kinds=7), holding(1, 2, kinds=7))
+    assert finding.severity is Severity.NOTE, "samples that are alike"
 
 
 def test_a_sharded_sampler_of_ones_own() -> None:
