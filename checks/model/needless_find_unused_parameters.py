@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import SearchCost, SyncPattern
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Severity
+from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, title_of
 
 from . import _models as models
@@ -30,8 +30,8 @@ class NeedlessFindUnusedParameters(Check):
     In the first eight synchronising backwards of a model, and then in one of 8 (after 128 of them
     in one of 16; in a large model in one of half as many as it has parameters), hooks on all
     parameters show which of them get a gradient; DDP's search is timed in every synchronising
-    forward. The finding is proven for the backwards that were looked at, five at least on every
-    rank: it says how many these are, of how many.
+    forward. Five backwards must have been looked at on every rank, and the finding says how many
+    these are, of how many: it is proven where they are all, else suspected.
 
     ## Why it hurts
     With the option DDP walks the whole autograd graph after each forward, and exchanges a map of
@@ -76,6 +76,7 @@ class NeedlessFindUnusedParameters(Check):
         unseen = use.backwards - use.examined
         unsynced = any(e.unsynced for r in ranks for e in r.of(SyncPattern) if e.model == model)
         return self.finding(
+            confidence=Confidence.SUSPECTED if unseen > 0 else Confidence.PROVEN,
             ranks=tuple(r.rank for r in ranks),
             subjects=(title_of(rank, wrapped),),
             location=rank.location(wrapped.site),
@@ -84,7 +85,7 @@ class NeedlessFindUnusedParameters(Check):
             f"{title_of(rank, wrapped)} were used in each of {use.examined} backwards examined"
             + (f" of {use.backwards}" if unseen > 0 else ""),
             cause="DDP searches the autograd graph in every step for parameters that are not used, "
-            "and there are none; the graph was the same in every step examined",
+            "and there were none in those examined; the graph was the same in each of these",
             fix="leave the option out"
             + (
                 ", if no batch can skip a part of the model, on any rank: "

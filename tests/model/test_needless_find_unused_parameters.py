@@ -7,6 +7,7 @@ from recordings import make_run
 from wraps import codes, rank, unused, use
 
 from ddpdoctor.events import SearchCost, SyncPattern
+from ddpdoctor.findings import Confidence
 
 CHECK = NeedlessFindUnusedParameters()
 ASKED = {"find_unused": True}
@@ -46,6 +47,7 @@ def test_backwards_that_were_not_looked_at_are_told(backwards, all_seen):
     seen = msgspec.structs.replace(use(10), backwards=backwards)
     (found,) = CHECK.examine(make_run({r: rank(unused([], **ASKED), seen) for r in (0, 1)}))
     assert found.fix.startswith("leave the option out;") is all_seen
+    assert (found.confidence is Confidence.PROVEN) is all_seen
     assert ("7 backwards were not looked at" in found.fix) is not all_seen
 
 
