@@ -41,7 +41,6 @@ HELD = "samples are made of"
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
 
-
 ELSEWHERE, FEWEST_ELSEWHERE = 0.2, 8
 """Share of the samples compared, and how many, that two ranks have at different indices where each
 chose its own from the same ones."""
@@ -303,10 +302,10 @@ def _mismatch(
     differing: list[tuple[Payload, Payload]],
 ) -> Fault:
     mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
-    moved, of = (0, 0) if _deliberate(mine, theirs) else _elsewhere(readers)
+    deliberate = _deliberate(mine, theirs)
+    moved, of = (0, 0) if deliberate else _elsewhere(readers)
     chosen = moved >= max(FEWEST_ELSEWHERE, ELSEWHERE * of)
-    meant = not chosen and not _deliberate(mine, theirs)
-    doubt = "each rank holds tensors of its own" if meant else ""
+    doubt = "" if deliberate or chosen else "each rank holds tensors of its own"
     reordered = bool(mine.content) and mine.content == theirs.content
     names = [m.name for m, _ in differing]
     digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
