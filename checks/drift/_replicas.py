@@ -11,11 +11,13 @@ from math import prod
 import msgspec
 
 from ddpdoctor.events import Digests, Loaded, Replica, StepDone, Wrapped
-from ddpdoctor.events.drift import AGAIN, UNHELD, chosen
+from ddpdoctor.events.drift import UNHELD, chosen
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 
+from . import _evaluations
+from ._evaluations import Row
 from ._lacking import Lacking
 
 ABSENT = 0
@@ -71,10 +73,6 @@ class Replicas:
         if kind == "buffers":
             return [b.name for b in wrapped.buffers]
         return [wrapped.parameters[p].name for p in unpack(self.any.seen.parameters)]
-
-
-Row = tuple[int, tuple[int, ...], int]
-"""(stride, digests, averaging backwards so far) of one rank at one moment."""
 
 
 @dataclass
@@ -343,23 +341,14 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
     return rows
 
 
-def _evaluated_together(tables: dict[int, dict[int, Row]]) -> None:
-    """Keep later evaluations only where all ranks evaluated equally often since they trained, and
-    all of that was looked at: who evaluates alone may hold other weights for it."""
-    often = {n: Counter(key // AGAIN for key in table) for n, table in tables.items()}
-    for number, table in tables.items():
-        for key in list(table):
-            times = {counts[key // AGAIN] for counts in often.values()}
-            if times != {often[number][key // AGAIN]} or AGAIN - 1 in times:
-                del table[key]
-
-
 def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
     """The rows of every rank by moment; a backward before a step that one is known to lack counts
     as if it had made it."""
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
     if point == "again":
-        _evaluated_together(tables)
+        _evaluations.together(tables)
+    if point == "eval":
+        _evaluations.alone(tables, {n: _rows(m, kind, "again") for n, m in group.members.items()})
     lacking = Lacking(group.members) if point == "step" else None
     if lacking:
         counted = {k for rows in tables.values() for k, (_, _, made) in rows.items() if made}

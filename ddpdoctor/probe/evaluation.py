@@ -130,10 +130,12 @@ def _look(active: Recorder, model: Model, site: int) -> None:
     else:
         known.times += 1
     parameters = [ref() for ref in model.parameters]
-    kinds = {"parameters": [None if i in model.ignored else p for i, p in enumerate(parameters)]}
+    kinds = {
+        "parameters": [None if i in model.ignored else p for i, p in enumerate(parameters)],
+        "buffers": drift.buffers(model),
+    }
     point, key = "again", AGAIN * model.forwards + known.times
     if not known.times:
-        kinds["buffers"] = drift.buffers(model)
         point, key = "eval", model.forwards
     for kind, tensors in kinds.items():
         waiting = drift.digest(active, tensors)

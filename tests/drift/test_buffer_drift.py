@@ -11,6 +11,7 @@ from recordings import make_run
 from replicas import LINE, OTHER, digests, replica, run_of
 
 from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
+from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
 from ddpdoctor.probe import latebuffers
@@ -40,6 +41,16 @@ def test_different_at_evaluation():
     assert finding.location.line == 10
     assert finding.related[0].location.line == 33
     assert finding.evidence["next_forward_repairs"] == "no"
+
+
+def again(*values):
+    return digests("buffers", {6 * AGAIN + 1: values}, point="again", optimizer=-1, site=LINE)
+
+
+@pytest.mark.parametrize(("later", "found"), [((3, 2), 0), ((1, 2), 1)])
+def test_one_rank_evaluates_alone_before_the_buffers_are_averaged(later, found):
+    ranks = {0: [at_evaluation(1, 2), again(*later)], 1: [at_evaluation(3, 2)]}
+    assert len(list(BufferDrift().examine(run_of(ranks, broadcast=False)))) == found
 
 
 @pytest.mark.parametrize(("taken", "told"), [(3, 3), (0, None), (10_000, None)])

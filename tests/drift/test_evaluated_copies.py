@@ -60,3 +60,14 @@ def test_each_rank_evaluates_a_checkpoint_of_its_own():
         n: [*evaluations(SAME), LOADED, *evaluations(SAME, (SAME, APART)[n])[1:]] for n in range(2)
     }
     assert list(ParameterDrift().examine(run_of(ranks))) == []
+
+
+def test_who_evaluates_alone_before_all_load_other_weights():
+    ranks = {0: evaluations(SAME, APART), 1: evaluations(APART)}
+    assert list(ParameterDrift().examine(run_of(ranks))) == []
+
+
+def test_who_evaluates_alone_with_weights_that_the_others_never_have():
+    ranks = {0: evaluations(SAME, SAME), 1: evaluations(APART)}
+    (finding,) = ParameterDrift().examine(run_of(ranks))
+    assert finding.severity is Severity.ERROR
