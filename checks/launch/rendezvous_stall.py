@@ -72,10 +72,11 @@ class RendezvousStall(Check):
             yield self._nobody_answers(waiting)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in ("stall", "rank-missing") or (
-            other.check == "first-failure"
-            and (bool(mine.evidence.get("attempt")) or not set(mine.ranks) & set(other.ranks))
-        )
+        if other.check != "first-failure":
+            return other.check in ("stall", "rank-missing")
+        if "groups_before" in mine.evidence:  # they raised because they found nobody
+            return set(other.ranks) <= set(mine.ranks)
+        return bool(mine.evidence.get("attempt")) or not set(mine.ranks) & set(other.ranks)
 
     def _after_restart(self, run: Run, waiting: list[Rank]) -> Finding:
         """They look for the ranks of the attempt before."""
@@ -117,8 +118,8 @@ class RendezvousStall(Check):
             subjects=("init_process_group",),
             location=first.location(entered.site),
             label=f"meets at {entered.rendezvous} once more",
-            summary=f"{ranks_do(ranks, 'wait')} in init_process_group number {len(before) + 1}; "
-            "all ranks came there, and the group does not form again",
+            summary=f"{ranks_do(ranks, 'find')} no other rank in init_process_group number "
+            f"{len(before) + 1}; all ranks came there, and the group does not form again",
             cause="the store outlives the group that was destroyed: the addresses that its ranks "
             "wrote there are still in it, and the backend takes those that are not yet written "
             "anew; whether the next group works is a matter of luck",
@@ -257,7 +258,10 @@ def _again(run: Run) -> list[Rank]:
     if any(not _same_store(r) for r in run.ranks.values()):
         return []
     waiting = [r for r in run.ranks.values() if not _formed(r)]
-    return waiting if run.stall is not None or any(_gave_up(r) for r in waiting) else []
+    raised = [r for r in waiting if r.exception is not None]
+    if not all(map(_gave_up, raised)):
+        return []
+    return waiting if run.stall is not None or raised else []
 
 
 def _formed(rank: Rank) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
 from msgspec.structs import replace
 from recordings import CWD, PID, START, make_run, site, started
 
+from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
@@ -153,6 +155,18 @@ def test_a_group_that_does_not_form_again_in_its_old_store(formed: bool) -> None
     assert "init_process_group number 2" in finding.summary
     assert finding.location is not None and finding.location.line == 7
     assert found(make_run(ranks, ended=None)) == []  # no stall
+
+
+@pytest.mark.parametrize(("message", "follows"), [
+    ("Gloo connectFullMesh failed: Connection refused", True),
+    ("CUDA error: invalid device ordinal", False),
+])  # fmt: skip
+def test_what_ranks_raise_that_find_nobody_in_the_old_store(message: str, follows: bool) -> None:
+    raised = ExceptionRaised(at=START + 9, kind="RuntimeError", message=message)
+    ranks = {rank: [*again(rank, formed=False), raised] for rank in (0, 1)}
+    run = make_run(ranks, ended={0: 1, 1: 1})
+    report = diagnose(run, [RendezvousStall(), FirstFailure()])
+    assert [f.code for f in report.findings] == (["DDP102"] if follows else ["DDP606"])
 
 
 @pytest.mark.parametrize("second", [
