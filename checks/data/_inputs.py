@@ -84,6 +84,7 @@ class Alike:
     Attributes:
         differed: the last forward before at which they were not the same, -1 where they always are.
         drawn: the inputs were drawn from the global random generators just before.
+        constant: they (nearly) never change over time: toy data.
     """
 
     ranks: tuple[int, ...]
@@ -92,6 +93,7 @@ class Alike:
     drawn: bool
     handed_out: bool
     differed: int = -1
+    constant: bool = False
 
     @property
     def late(self) -> bool:
@@ -99,7 +101,8 @@ class Alike:
 
 
 def alike(run: Run, given: Inputs) -> Iterator[Alike]:
-    """Groups of ranks whose inputs agree, forward by forward, and change over time."""
+    """Groups of ranks whose inputs agree, forward by forward; where these are the same over time,
+    too, only of what the model is trained on."""
     common = [
         n
         for n in given.common()
@@ -110,8 +113,11 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
     if len(common) < FEWEST:
         return
     sequences = {r: [f[n].digest for n in common] for r, f in given.by_rank.items()}
-    whole = list(_agreeing(sequences, len(common), FEWEST))
-    for ranks, begin in whole or _agreeing(sequences, LATER, LATER):
+    whole = list(_agreeing(sequences, len(common)))
+    for ranks, begin in whole or _agreeing(sequences, LATER):
+        constant = len(set(sequences[ranks[0]][begin:])) < (FEWEST if whole else LATER)
+        if constant and not (whole and trained):
+            continue
         first, same = given.by_rank[ranks[0]], common[begin:]
         if begin and any(first[n].carried for n in same):
             continue  # the state that it was carried on from may be another one
@@ -122,21 +128,18 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
             _drawn([first[n] for n in same]),
             min(handed_out(run.ranks[r]) for r in ranks) >= len(same),
             common[begin - 1] if begin else -1,
+            constant,
         )
 
 
-def _agreeing(
-    sequences: dict[int, list[int]], last: int, fewest: int
-) -> Iterator[tuple[tuple[int, ...], int]]:
+def _agreeing(sequences: dict[int, list[int]], last: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Ranks whose sequences end alike in the last so many places, and from which place on they are
-    alike; `fewest` numbers among these are different ones."""
+    alike."""
     ends = Counter(tuple(s[-last:]) for s in sequences.values())
     for end in (e for e, count in ends.items() if count > 1):
         ranks = tuple(sorted(r for r, s in sequences.items() if tuple(s[-last:]) == end))
         rows = list(zip(*(sequences[r] for r in ranks), strict=True))
-        begin = next((n for n in range(len(rows), 0, -1) if len(set(rows[n - 1])) > 1), 0)
-        if len(set(rows[begin:])) >= fewest:
-            yield ranks, begin
+        yield ranks, next((n for n in range(len(rows), 0, -1) if len(set(rows[n - 1])) > 1), 0)
 
 
 def _drawn(events: Sequence[ForwardInput | Averaged]) -> bool:
@@ -159,8 +162,8 @@ class SameWork:
 
     Attributes:
         steps: of the optimizer; event: of the first of them.
-        seen: what the model was given is known, the same on these ranks, and changes.
-        drawn: as in `Alike`.
+        seen: what the model was given is known, and the same on these ranks.
+        drawn, constant: as in `Alike`.
     """
 
     ranks: tuple[int, ...]
@@ -169,11 +172,12 @@ class SameWork:
     kind: str
     seen: bool
     drawn: bool
+    constant: bool
 
 
 def same_work(run: Run) -> Iterator[SameWork]:
     """Of models whose gradients the program itself exchanges, all of them, on every rank: groups of
-    ranks whose own gradients agree before that. Inputs that never change are toy data."""
+    ranks whose own gradients agree before that."""
     numbers = {e.optimizer for r in run.ranks.values() for e in r.of(Averaged)}
     for optimizer in sorted(numbers) if run.world_size > 1 else ():
         tables = {
@@ -191,9 +195,10 @@ def same_work(run: Run) -> Iterator[SameWork]:
             ranks = tuple(sorted(n for n, mine in local.items() if mine == values))
             first, given = rows[ranks[0]], {tuple(e.inputs for e in rows[n]) for n in ranks}
             inputs = given.pop()
-            known = all(inputs)
-            if given or (known and len(set(inputs)) < FEWEST):
+            if given:
                 continue
+            known = all(inputs)
+            constant = known and len(set(inputs)) < FEWEST
             kinds = (u.kind for u in run.ranks[ranks[0]].of(Unwrapped) if u.optimizer == optimizer)
             kind = next(kinds, "") or "a set of parameters"
-            yield SameWork(ranks, common, first[0], kind, known, _drawn(first))
+            yield SameWork(ranks, common, first[0], kind, known, _drawn(first), constant)

@@ -47,10 +47,10 @@ class DataOverlap(Check):
     with the rank added.
 
     ## When it stays quiet
-    Content that differs; streams that draw with replacement; inputs that never change; ranks that
-    are handed their inputs on purpose (broadcast, scatter) or share them in a tensor-parallel
-    group or as stages of a pipeline; ranks that make a process group and hold the same part of the
-    data. Inputs drawn from the global random generators on the spot are a note, as is evaluation.
+    Content that differs; streams that draw with replacement; ranks that are handed their inputs on
+    purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
+    pipeline; ranks that make a process group and hold the same part of the data. Inputs that never
+    change or are drawn from the global random generators on the spot are a note, as is evaluation.
     """
 
     code = "DDP507"
@@ -116,7 +116,7 @@ class DataOverlap(Check):
 
     def _of_gradients(self, run: Run, work: SameWork) -> Finding:
         rank = run.ranks[work.ranks[0]]
-        sure = work.seen and not work.drawn
+        sure = work.seen and not (work.drawn or work.constant)
         count = len(work.steps)
         return self.finding(
             severity=Severity.ERROR if sure else Severity.NOTE,
@@ -128,7 +128,8 @@ class DataOverlap(Check):
             label="the same inputs on these ranks",
             summary=f"{whom(run, work.ranks)} compute the same gradients of {work.kind}, bit for "
             f"bit, in each of {count} steps compared, before they exchange them"
-            + (" (from random numbers, drawn alike on all of them)" if work.drawn else ""),
+            + (" (from random numbers, drawn alike on all of them)" if work.drawn else "")
+            + (" (from inputs that never change)" if work.constant else ""),
             cause="every rank does the work of one: it takes the same samples from the same data",
             fix="take every n-th sample: `data[rank::world_size]`; where samples are drawn, seed "
             "with the rank added",
@@ -143,9 +144,10 @@ class DataOverlap(Check):
 
     def _of_inputs(self, run: Run, given: Inputs, same: Alike) -> Finding:
         rank = run.ranks[same.ranks[0]]
+        toy = same.drawn or same.constant
         return self.finding(
-            severity=Severity.NOTE if same.drawn else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if same.drawn else Confidence.PROVEN,
+            severity=Severity.NOTE if toy else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if toy else Confidence.PROVEN,
             ranks=same.ranks,
             subjects=(f"inputs of {given.kind}",),
             location=rank.location(same.event.site),
@@ -154,10 +156,13 @@ class DataOverlap(Check):
             summary=f"{whom(run, same.ranks)} feed {given.kind} the same inputs at each of "
             f"{len(same.forwards)} forwards compared"
             + (f" from number {same.forwards[0]} on" if same.late else "")
-            + (" (random numbers, drawn alike on all of them)" if same.drawn else ""),
+            + (" (random numbers, drawn alike on all of them)" if same.drawn else "")
+            + (" (they never change)" if same.constant else ""),
             cause="every rank takes the same samples, or draws the same random positions: the "
             "random generators of the ranks stand alike"
             if same.drawn
+            else "every rank works on the same, constant data, as one rank would alone"
+            if same.constant
             else "every rank takes the same samples from the same data",
             fix="take every n-th sample: `data[rank::world_size]`; where positions are drawn, seed "
             "with the rank added: `torch.manual_seed(seed + rank)` after the model was made",
