@@ -53,7 +53,8 @@ class Made:
 
     Attributes:
         what: everything that must agree between the ranks.
-        text: the lines that led to it, as written, innermost first; spots: which these are.
+        text: the lines that led to it, as written, innermost first; spots: which these are;
+            key: as in `CallSite`.
         call: its slot in the ring, while it was there.
         helpers: how many callers up the line stands that tells this call from others: those
             beneath are in helpers.
@@ -69,6 +70,7 @@ class Made:
     call: Call | None = None
     helpers: int = 0
     spots: Spots = ()
+    key: str = ""
 
     @property
     def location(self) -> Location | None:
@@ -174,7 +176,7 @@ class Book:
         self.logs: dict[GroupKey, dict[int, Log]] = {}
         self._whats: dict[What, int] = {}
         self._tokens: dict[tuple[What, Text], int] = {}
-        self._places: dict[tuple[What, Spots], int] = {}
+        self._places: dict[tuple[What, Spots, str], int] = {}
         self._known: dict[int, dict[tuple[int, int], Made]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._callers = callers(run)
@@ -293,7 +295,7 @@ class Book:
         places = tuple(
             UNKNOWN
             if token == UNKNOWN
-            else self._places.setdefault((m.what, m.spots), len(self._places))
+            else self._places.setdefault((m.what, m.spots, m.key), len(self._places))
             for m, token in zip(made, tokens, strict=True)
         )
         log.segments.append(Segment(first, whats, tokens, places, codes, repeat, step, every, call))
@@ -316,6 +318,7 @@ class Book:
                 text,
                 helpers=helpers(rank, where, self._callers),
                 spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
+                key=where.key if where else "",
             )
         return known[signature, site]
 

@@ -435,6 +435,6 @@ def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
 
 def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:
     """Who was in which call, the ranks at fault first."""
-    sides = _sides(parting.made, lambda m: m.location)
+    sides = _sides(parting.made, lambda m: (m.location, m.key))
     for side in sorted(sides, key=lambda s: s[0] not in parting.odd):
         yield side, parting.made[side[0]]

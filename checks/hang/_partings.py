@@ -150,7 +150,7 @@ def _by_their_lines(
         index = min((i for i in apart if i is not None), default=None)
         if index is None or (until is not None and index >= until):
             break
-        marks = tuple(m and (m.what, m.spots) for m in _there(known, logs, index))
+        marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
         if marks not in judged:
             judged[marks] = turned(known, key, logs, index)
         if (parting := judged[marks]) is not None:

@@ -68,7 +68,8 @@ def sides_text(parting: Parting) -> str:
     for side, made in sides:
         be = "are" if len(side) > 1 else "is"
         where = made.location_at(parting.depth) if parting.depth else made.where
-        at = f" ({where})" if where else ""
+        said = ", ".join(filter(None, (str(where or ""), made.key and f"`{made.key}`")))
+        at = f" ({said})" if said else ""
         what = made.signature.text if alike else made.signature.op
         parts.append(f"{ranks_text(side)} {be} in {what}{at}")
     return ", ".join(parts)
@@ -132,6 +133,7 @@ def _evidence(run: Run, parting: Parting) -> Evidence:
                 "call": m.signature.text,
                 "line": str(m.location_at(parting.depth) or ""),
                 **({"called_from": str(m.caller or "")} if any(o.caller for o in made) else {}),
+                **({"for": m.key} if m.key else {}),
                 **({"step": parting.step(m.step)} if any(o.step >= 0 for o in made) else {}),
             }
             for side, m in describe_sides(parting)

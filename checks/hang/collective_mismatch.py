@@ -36,9 +36,10 @@ class CollectiveMismatch(Check):
     ones at the same number: one in `barrier` while the others are in `all_reduce`, a collective
     that only some ranks make (`if rank == 0:` around it), two collectives in another order, the
     last also where shapes agree and nothing hangs, even on lines that read alike, if every rank
-    makes the same calls in every round; a round of a loop that some ranks skip, also where only a
-    call shows it that comes in one round of many. Also ranks that wait for each other in
-    collectives of different groups.
+    makes the same calls in every round, or on one line in a loop over names (the keys of a
+    dictionary, a set) that come in another order; a round of a loop that some ranks skip, also
+    where only a call shows it that comes in one round of many. Also ranks that wait for each other
+    in collectives of different groups.
 
     ## How it knows
     Every rank writes down each collective before it makes it, in a file that outlives the process:
@@ -201,6 +202,11 @@ def _cause(parting: Parting, stuck: bool) -> str:
         )
     if branched is not None:
         return f"{parts(branched[1])}; {effect}"
+    if parting.place.key:
+        return (
+            "the ranks loop over the same names in another order (that of a `set` of strings is "
+            f"another one in every process); {effect}"
+        )
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
 
 

@@ -111,6 +111,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
             that are not, whatever their lines.
         started: the line that started the thread, where none of the user's led from there: then
             there are no places.
+        key: in a loop over names the one that chooses what is sent, as `name = 'loss'`.
     """
 
     id: int
@@ -118,6 +119,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     thread: str = ""
     shadows: bool = False
     started: int = -1
+    key: str = ""
 
     @property
     def line(self) -> int:

@@ -15,6 +15,7 @@ from ..events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
 from ..ring import RingWriter, State
 from . import answers, threads
 from .handed import hands_on
+from .keyed import Keyed, keyed
 from .recorder import Recorder
 from .sites import USER
 from .statements import enclosing
@@ -59,6 +60,7 @@ class Tape:
         self._sites: dict[Key, int] = {}
         # By identities and instructions, as in `Sites`.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
+        self._keyed: dict[int, Keyed] = {}
         self._threads = threading.local()
         self._groups: dict[int, _GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
@@ -237,8 +239,12 @@ class Tape:
         return number
 
     def here(self) -> int:
-        """The number of the place that is communicating."""
-        return self.at(self.active.sites.user_frame(sys._getframe(1)))
+        """The number of the place that is communicating, of one in a loop over names that with the
+        name it is made for."""
+        frame = self.active.sites.user_frame(sys._getframe(1))
+        number = self.at(frame)
+        known = self._keyed.get(number) if frame is not None and self._keyed else None
+        return number if known is None or frame is None else self._with_key(number, known, frame)
 
     def at(self, frame: FrameType | None) -> int:
         """The number of the place that a frame of the user's is at. For None, of the line that
@@ -270,16 +276,34 @@ class Tape:
         return known
 
     def _tell_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
+        frames = self._users(frame)
+        lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        number = self._sites.get(lines)
+        if number is None:
+            number = self._called(lines, self._places(frames))
+            if chosen := keyed(frames):
+                self._keyed[number] = chosen
+        return number, [f.f_code for f in frames]
+
+    def _users(self, frame: FrameType) -> list[FrameType]:
+        """A frame of the user's and those that called it."""
         frames, outer = [frame], frame.f_back
         while outer is not None and len(frames) < CALLERS:
             if self.active.sites.kind(outer.f_code) is USER:
                 frames.append(outer)
             outer = outer.f_back
-        lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
-        number = self._sites.get(lines)
-        if number is None:
-            number = self._called(lines, self._places(frames))
-        return number, [f.f_code for f in frames]
+        return frames
+
+    def _with_key(self, number: int, known: Keyed, frame: FrameType) -> int:
+        key = known.key(frame)
+        if known.over:
+            del self._keyed[number]
+        if not key:
+            return number
+        if key not in known.sites:
+            places = self._places(self._users(frame))
+            known.sites[key] = self._called((number, key), places, key=key)
+        return known.sites[key]
 
     def _places(self, frames: list[FrameType]) -> tuple[Place, ...]:
         places, called = [], None
@@ -292,8 +316,10 @@ class Tape:
             called = code
         return tuple(places)
 
-    def _called(self, key: Key, places: tuple[Place, ...], started: int = -1) -> int:
-        number = self._sites[key] = len(self._sites)
+    def _called(
+        self, line: Key, places: tuple[Place, ...], started: int = -1, key: str = ""
+    ) -> int:
+        number = self._sites[line] = len(self._sites)
         own = threads.current()
         called = CallSite(
             at=time.monotonic(),
@@ -302,6 +328,7 @@ class Tape:
             thread="" if own is None else own.name,
             shadows=_shadows(),
             started=started,
+            key=key,
         )
         self.active.emit(called, vital=True)
         return number

@@ -44,7 +44,7 @@ class Tape:
         self.progress_at: float | None = None
         self._next: dict[int, int] = {}
         self._signatures: dict[object, int] = {}
-        self._sites: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._sites: dict[object, int] = {}
         self._clock = START + 1
 
     def call(
@@ -63,6 +63,7 @@ class Tape:
         thread: str = "",
         started: bool = False,
         shadows: bool = False,
+        key: str = "",
         caller: int | Sequence[int] = (),
         hands_on: int = 0,
         branches: Mapping[int, str] | None = None,
@@ -71,22 +72,22 @@ class Tape:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
         `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
         backend's makes it. With a `caller` it is made in a function that this line calls (the
-        nearest first); the innermost `hands_on` lines hand on what they were given, and those in
-        `branches` are under such a statement, on the line before."""
+        nearest first), and chosen by a `key`; the innermost `hands_on` lines hand on what they were
+        given, and those in `branches` are under such a statement, on the line before."""
         defaults: dict[str, object] = (
             {"numel": 4, "dtype": "float32", "device": "cpu", "reduce_op": "SUM", "shape": (4,)}
             if op == "all_reduce"
             else {}
         )
         fields = {**defaults, **arguments}
-        key = (op, *sorted((k, str(v)) for k, v in fields.items()))
-        if key not in self._signatures:
-            self._signatures[key] = len(self._signatures)
+        made = (op, *sorted((k, str(v)) for k, v in fields.items()))
+        if made not in self._signatures:
+            self._signatures[made] = len(self._signatures)
             self.events.append(
-                Signature(at=self._clock, id=self._signatures[key], op=op, **fields)  # type: ignore[arg-type]
+                Signature(at=self._clock, id=self._signatures[made], op=op, **fields)  # type: ignore[arg-type]
             )
         callers = (caller,) if isinstance(caller, int) else tuple(caller)
-        place = (line, text, callers)
+        place = (line, text, callers, key)
         if line < 0:
             self._sites[place] = -1
         if place not in self._sites:
@@ -97,7 +98,7 @@ class Tape:
             self.events += [
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
-                CallSite(at=self._clock, id=number, thread=thread, shadows=shadows,
+                CallSite(at=self._clock, id=number, thread=thread, shadows=shadows, key=key,
                          started=100 + number if started else -1,
                          places=() if started else (Place(100 + number, around, hands_on > 0),)),
             ]  # fmt: skip
@@ -110,7 +111,7 @@ class Tape:
         began = self._clock if at is None else at
         ended = 0.0 if state in (State.BEGUN, State.RETURNED, State.WAITING) else began + lasts
         self.calls.append(
-            (group, index, self._signatures[key], self._sites[place], peer, state, began, ended)
+            (group, index, self._signatures[made], self._sites[place], peer, state, began, ended)
         )
         self.steps[group, index] = step
         self._clock = began + max(lasts, 0.01) + 0.01

@@ -111,3 +111,39 @@ def test_what_carries_nothing_and_what_comes_seldom(tmp_path: Path, op: str) -> 
         rounds = 6 if op == "barrier" else 2
         reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * rounds, op=op)
     assert found(run_of(tmp_path, made)) == []
+
+
+def named(tape: Tape, *names: str, step: int = 0, op: str = "all_reduce") -> None:
+    for name in names:
+        tape.call(op, LOSS, "dist.all_reduce(v)", step=step, caller=30, hands_on=1, key=name)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_one_line_in_a_loop_over_names(tmp_path: Path, rounds: int) -> None:
+    """Who takes them in another order each time mixes them up as well."""
+    made = tapes(3)
+    for rank, tape in made.items():
+        for step in range(rounds):
+            names = "a", "b", "c"
+            turned = ("c", "b", "a") if step else ("b", "a", "c")
+            named(tape, *turned if rank == 2 else names, step=step)
+    (finding,) = found(run_of(tmp_path, made, more=TRAINED))
+    assert finding.ranks == (2,)
+    assert finding.location is not None and finding.location.line == 30
+    assert "rank 2 is in all_reduce(SUM, float32[4]) (train.py:30, `b`)" in finding.summary
+    assert "loop over the same names in another order" in finding.cause
+
+
+def test_names_that_say_nothing(tmp_path: Path) -> None:
+    """Each rank has its own task in every step, or names of its own; barriers carry nothing."""
+    for number, (mine, yours, op) in enumerate(
+        ((["a", "b"], ["b", "a"], ""), (["a", "b"], ["c", "d"], ""), (["a"], ["b"], ""),
+         (["a", "b"], ["b", "a"], "barrier"))
+    ):  # fmt: skip
+        made = tapes()
+        for rank, tape in made.items():
+            for step in range(6):
+                names = yours if rank else mine
+                by_step = [names[step % len(names)]] if not number else names
+                named(tape, *by_step, step=step, op=op or "all_reduce")
+        assert found(run_of(tmp_path / str(number), made, more=TRAINED)) == [], number

@@ -1,0 +1,137 @@
+"""Which variable of a loop chooses what a call sends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+
+import pytest
+import torch.distributed  # what is called is looked up there
+
+from ddpdoctor.probe import keyed
+
+assert torch.distributed
+
+PROGRAM = """\
+def plain(figures):
+    for name in figures:
+        dist.all_reduce(figures[name])
+
+def made_first(figures):
+    for name, value in figures.items():
+        new = torch.tensor(value, device="cpu").float()
+        dist.all_reduce(new)
+
+def in_a_helper(figures):
+    for name, value in figures.items():
+        figures[name] = reduced(
+            value,
+        )
+
+def comprehension(figures):
+    return {k: reduced(v) for k, v in sorted(figures.items())}
+
+def nested(parts):
+    for part in parts:
+        for name in part:
+            dist.all_reduce(part[name])
+
+def computed(loaders):
+    for name, loader in loaders.items():
+        total = evaluate(loader)
+        dist.all_reduce(total)
+
+def computed_there(loaders):
+    for name, loader in loaders.items():
+        dist.all_reduce(model.evaluate(loader))
+
+def beside(tasks):
+    for name, task in tasks.items():
+        loss = train(task)
+        dist.all_reduce(gradient)
+
+def after(figures):
+    for name in figures:
+        print(name)
+    dist.all_reduce(figures["a"])
+
+def within(names):
+    for name in names:
+        def run(value):
+            dist.all_reduce(value)
+        run(values[name])
+"""
+REDUCED = compile("def reduced(x): pass", "other.py", "exec").co_consts[0]
+
+
+@pytest.fixture
+def codes(tmp_path: Path) -> dict[str, CodeType]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return {c.co_name: c for c in functions(compile(PROGRAM, str(path), "exec"))}
+
+
+def functions(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from functions(constant)
+
+
+def line(text: str, nth: int = 0) -> int:
+    return [n for n, t in enumerate(PROGRAM.splitlines(), 1) if text in t][nth]
+
+
+@pytest.mark.parametrize(
+    ("function", "at", "called", "names"),
+    [
+        ("plain", "figures[name])", None, ("name",)),
+        ("made_first", "all_reduce(new)", None, ("name", "value")),
+        ("in_a_helper", "= reduced(", REDUCED, ("name", "value")),
+        ("comprehension", "{k: reduced(v)", REDUCED, ("k", "v")),
+        ("nested", "part[name])", None, ("name", "part")),
+        ("computed", "all_reduce(total)", None, ()),
+        ("computed_there", "model.evaluate", None, ()),
+        ("beside", "all_reduce(gradient)", None, ()),
+        ("after", 'figures["a"]', None, ()),
+        ("run", "all_reduce(value)", None, ()),
+    ],
+)
+def test_what_chooses(
+    codes: dict[str, CodeType],
+    function: str,
+    at: str,
+    called: CodeType | None,
+    names: tuple[str, ...],
+) -> None:
+    assert keyed.keys(codes[function], line(at), called) == names
+
+
+def key_in(known: keyed.Keyed, name: object) -> str:
+    return known.key(sys._getframe())
+
+
+def test_the_key_is_read_where_the_loop_runs() -> None:
+    known = keyed.Keyed(key_in.__code__, ("other", "name"))
+    inner = SimpleNamespace(f_code=None, f_back=sys._getframe())
+    assert key_in(known, "loss") == "name = 'loss'"
+    assert known.key(inner) == ""  # type: ignore[arg-type]
+
+
+def test_a_loop_over_something_else_is_left_alone() -> None:
+    known = keyed.Keyed(key_in.__code__, ("name",))
+    assert not any(key_in(known, 7) or known.over for _ in range(3))
+    assert key_in(known, 7) == "" and known.over
+    known = keyed.Keyed(key_in.__code__, ("name",))
+    known.sites = {str(n): n for n in range(keyed.KEYS + 1)}
+    assert known.over
+
+
+def frames() -> list[FrameType]:
+    return [sys._getframe()]
+
+
+def test_a_call_in_no_loop() -> None:
+    assert keyed.keyed(frames()) is None
