@@ -155,11 +155,11 @@ def _exchanges(looks: Looks, size: int) -> bool:
     )
 
 
-def named(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:
+def named(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
     """The finding as one of these parameters, where something keeps the model's others equal."""
     kept = kept_equal(alike)
     if not kept:
-        return told
+        return None
     rank, event = next(iter(alike.items()))
     made = next((o for o in rank.of(OptimizerSeen) if o.optimizer == event.optimizer), None)
     place = rank.location(made.site) if made else None

@@ -7,7 +7,7 @@ from math import prod
 
 import msgspec
 
-from ddpdoctor.events import GroupReady, OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events import GroupReady, OptimizerSeen, StepDone, Unwrapped, UnwrappedState
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -20,7 +20,7 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _discarded, _partly, _sequences, _spread
+from . import _discarded, _own, _partly, _sequences, _spread
 from . import _models as models
 
 GROUP = "gradients of a group"
@@ -48,9 +48,11 @@ class ModelNotWrapped(Check):
     and so on they and their gradients are digested, and of every collective it is noted what memory
     it carries, and how much. The digests of a step are compared between the ranks: proven is what
     differs at each of these steps and was carried by nothing; or by those collectives in the
-    backward that carry as many numbers as the gradients have that are equal. It is suspected beside
-    tensor parallelism, where the parameters were sent over a group before the first step and that
-    group exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
+    backward that carry as many numbers as the gradients have that are equal. It is suspected where
+    the ranks begin with other values, as the members of an ensemble do, that no rank gave to the
+    others, beside no wrapped model and no sampler that deals out the data; beside tensor
+    parallelism, where the parameters were sent over a group before the first step and that group
+    exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
     (sequence parallelism), where all parameters begin alike on all ranks, each gets another
     gradient on each rank, and nothing is exchanged before a step; and on ranks that begin like
     those that average in a group without them.
@@ -65,10 +67,13 @@ class ModelNotWrapped(Check):
     ## When it stays quiet
     Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, in
     the optimizer's own step, averaged now and then, or what they changed by); FSDP and tensor
-    parallelism; pipelines; training on one rank only; ranks that hold different models; what an
-    exchange by hand leaves out of a model that it carries otherwise, of which `parameter-drift`
-    tells; copies of what DDP averages (flat, or in another precision). Where ranks agree bit for
-    bit without exchanging anything (same data, same seed) it is a note.
+    parallelism; pipelines; training on one rank only; ranks that hold different models; searches
+    without such a sampler, in which the models that one line makes differ in shape between the
+    ranks, or are trained with other options (learning rate, weight decay) from the first step on;
+    what an exchange by hand leaves out of a model that it carries otherwise, of which
+    `parameter-drift` tells; copies of what DDP averages (flat, or in another precision). Where
+    ranks agree bit for bit and exchange no gradients (same data, same seed) it is a note; none
+    where no backward makes the gradients and something else is exchanged (evolution strategies).
     """
 
     code = "DDP305"
@@ -154,10 +159,14 @@ class ModelNotWrapped(Check):
             return  # parameter-drift tells what the exchange leaves out
         if common and len(apart) == len(common):
             told = self._tell(run, alike, Severity.ERROR, common, moved)
-            late = any(s.late for r in states for s in _states(r, optimizer))
+            if any(s.late for r in states for s in _states(r, optimizer)):
+                yield told
+                return
             where = models.on_ranks(run, (r.rank for r in alike))
-            inside = None if late else _partly.left_out(told, alike, where)
-            yield inside or (told if late else _partly.named(told, alike, where))
+            if part := _partly.left_out(told, alike, where) or _partly.named(told, alike, where):
+                yield part
+            elif not _own.searched(alike):
+                yield _own.doubted(told, alike)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
 
@@ -235,6 +244,8 @@ class ModelNotWrapped(Check):
         stepped = rank.location(event.step_site)
         steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
+        numbers = 0 if bad else max(_last(r, e).elements for r, e in alike.items())
+        agree = "exchanges its gradients: ranks agree" if numbers else "is exchanged: ranks agree"
         return self.finding(
             severity=severity,
             ranks=tuple(r.rank for r in alike),
@@ -245,9 +256,9 @@ class ModelNotWrapped(Check):
             label="before the gradients are exchanged" if late else "never wrapped",
             related=models.related(rank, (("stepped here", event.step_site),) if not late else ()),
             summary=f"{title} is trained {where}, and nothing "
-            + ("synchronises its gradients" if bad else "is exchanged: ranks agree")
+            + ("synchronises its gradients" if bad else agree)
             + (": they differ" if bad and not late else " before it applies them" if bad else ""),
-            cause=_cause(kind, event, bad, late),
+            cause=_cause(kind, event, bad, late, numbers),
             fix=_fix(title, event, bad, late, spot),
             fix_kind=FixKind.CHECK,
             evidence={"model": title, **_evidence(rank, event, common, moved, bad)},
@@ -324,15 +335,23 @@ def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
 
 
 def _talk(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether so much is exchanged in the steps that gradients may be among it, or DDP averages
-    those of a wrapped model, of which these may be copies."""
+    """Whether so much is exchanged in the steps that gradients may be among it; or something, and
+    no backward makes the gradients (evolution strategies: they come of the rewards of all ranks);
+    or DDP averages those of a wrapped model, of which these may be copies."""
     for rank, event in alike.items():
         size = sum(prod(p.shape) for p in event.parameters)
-        last = max(_states(rank, event.optimizer), key=lambda s: s.step)
+        last = _last(rank, event)
         steps = max(1, last.step)
         if last.elements >= ENOUGH * size * steps or last.wrapped >= ENOUGH * steps:
             return True
+        taken = (e for e in rank.of(StepDone) if e.optimizer == event.optimizer)
+        if last.elements and not any(e.backwards for e in taken):
+            return True
     return False
+
+
+def _last(rank: Rank, event: Unwrapped) -> UnwrappedState:
+    return max(_states(rank, event.optimizer), key=lambda s: s.step)
 
 
 def _made(rank: Rank, optimizer: int) -> int:
@@ -340,11 +359,12 @@ def _made(rank: Rank, optimizer: int) -> int:
     return next((o.site for o in seen), -1)
 
 
-def _cause(kind: str, event: Unwrapped, bad: bool, late: int) -> str:
+def _cause(kind: str, event: Unwrapped, bad: bool, late: int, numbers: int) -> str:
     if not bad:
+        also = f", or on the {numbers} numbers that they exchange beside it" if numbers else ""
         return (
             f"{kind} was not given to a wrapper; the ranks hold equal parameters and gradients in "
-            "every step looked at, so they all do the same work on the same data"
+            f"every step looked at, so they all do the same work on the same data{also}"
         )
     if late:
         return (

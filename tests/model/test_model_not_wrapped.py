@@ -227,6 +227,27 @@ def test_ranks_that_agree_and_exchange_as_much_as_gradients_do():
     assert codes(run(80), CHECK) == []
 
 
+def agreeing(elements, **fields):
+    """Ranks that agree at every look, and hand over so many numbers beside it."""
+    rows = [state(0, 1, 2), state(1, 3, 4), state(2, 5, 6)]
+    rows[-1] = msgspec.structs.replace(rows[-1], elements=elements)
+    return make_run({r: [*loose(*rows)[:-9], *steps(9, **fields)] for r in (0, 1)})
+
+
+def test_what_ranks_that_agree_exchange_is_said():
+    (alone,) = CHECK.examine(agreeing(0))
+    assert "nothing is exchanged" in alone.summary and alone.cause.endswith("the same data")
+    (logged,) = CHECK.examine(agreeing(2))
+    assert "nothing exchanges its gradients" in logged.summary
+    assert logged.cause.endswith("or on the 2 numbers that they exchange beside it")
+
+
+def test_gradients_that_no_backward_makes_come_of_what_is_exchanged():
+    """Evolution strategies gather the rewards of all ranks."""
+    assert codes(agreeing(2, backwards=0), CHECK) == []
+    assert codes(agreeing(0, backwards=0), CHECK) == ["DDP305 note"], "torch.autograd.grad"
+
+
 def test_copies_of_what_a_wrapper_averages_are_not_told_of():
     """One flat parameter, or copies in another precision: DDP averages what they are made of."""
     for averaged, found in ((3, []), (0, ["DDP305 note"])):

@@ -1,0 +1,82 @@
+"""model-not-wrapped: ranks that may be meant to train models of their own."""
+
+import pytest
+from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
+from recordings import make_run, site, steps
+from wraps import group, parameters
+
+from ddpdoctor.events import Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
+
+CHECK = ModelNotWrapped()
+
+
+def own(rank, *, begin=7, lr=0.01, layers=("body", "head"), optimizer=0, sent=0, **fields):
+    """A model that the rank trains alone: what it begins with, and its learning rate."""
+    which = {"at": 0, "optimizer": optimizer}
+    options = {"lr": lr, "betas": "0.9, 0.99", "fused": False}
+    return [
+        Unwrapped(kind="Net", parameters=parameters(layers), **which, **{"site": 1, **fields}),
+        Hyperparameters(step=0, groups=(options,), **which),
+        *(
+            UnwrappedState(
+                step=n,
+                gradients=10 * n + rank,
+                parameters=begin + 100 * n + rank * (n > 0),
+                averaged=sent,
+                **which,
+            )
+            for n in range(3)
+        ),
+        *steps(9, optimizer=optimizer),
+    ]
+
+
+def told_of(*ranks, beside=()):
+    made = [group((0, 1)), site(1, "train.py", 3, "net = Net()"), *beside]
+    return list(CHECK.examine(make_run({r: [*made, *own] for r, own in enumerate(ranks)})))
+
+
+DEALT = LoaderSeen(
+    at=0, loader=0, site=-1, loop_site=-1, dataset="Images", length=8, sampler="DistributedSampler",
+    distributed=True, replicas=2, sampler_rank=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("begins", "beside", "fields", "confidence"),
+    [
+        pytest.param((7, 8), (), {}, "suspected", id="an ensemble"),
+        pytest.param((7, 7), (), {}, "proven", id="copies"),
+        pytest.param((7, 8), (DEALT,), {}, "proven", id="shares of the data"),
+        pytest.param((7, 8), (), {"wrapped": 1}, "proven", id="beside a wrapped model"),
+    ],
+)
+def test_ranks_that_begin_with_values_of_their_own(begins, beside, fields, confidence):
+    (found,) = told_of(*(own(r, begin=b, **fields) for r, b in enumerate(begins)), beside=beside)
+    assert (found.severity.value, found.confidence.value) == ("error", confidence)
+    assert "DistributedDataParallel" in found.fix
+    assert ("--ignore" in found.fix) is (confidence == "suspected")
+
+
+def test_values_that_were_sent_before_the_first_step_are_of_one_model():
+    (found,) = told_of(*(own(r, begin=7 + r, sent=1) for r in (0, 1)))
+    assert found.confidence.value == "proven"
+
+
+@pytest.mark.parametrize("beside", [(), (DEALT,)])
+def test_a_search_over_options(beside):
+    (*found,) = told_of(own(0, lr=0.01), own(1, lr=0.1), beside=beside)
+    assert [f.code for f in found] == ["DDP305"] * len(beside)
+    assert told_of(own(0, lr=0.1), own(1, lr=0.1 * (1 + 1e-7))), "rounded on the way"
+
+
+@pytest.mark.parametrize(("line", "silent"), [(1, True), (2, False)])
+def test_a_search_in_which_some_trials_happen_to_agree(line, silent):
+    """The first trials have other shapes; of another line, that says nothing of these."""
+
+    def trials(rank):
+        first = own(rank, layers=(("body",), ("body", "head"))[rank], site=line)
+        return [*first, *own(rank, optimizer=1)]
+
+    other = site(2, "train.py", 4, "part = Part()")
+    assert bool(told_of(trials(0), trials(1), beside=(other,))) is not silent
