@@ -64,7 +64,12 @@ class DataOverlap(Check):
             for r in run.ranks.values()
         ):
             return None
-        return f"{reason}, and no input of a trained model was in host memory"
+        if run.any(ForwardInput):
+            return f"{reason}, and no input of a wrapped model was in host memory"
+        return (
+            f"{reason}, no forward of a wrapped model was seen, and no gradients of a rank's own "
+            "before the program exchanges them with all others"
+        )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = any(faults(run))

@@ -76,7 +76,7 @@ class Straggler(Check):
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, where the host does not see it"
         if len(_windows(run)) < FEWEST:
-            return "too few steps that several ranks took"
+            return "too few stretches of eight steps of 5 ms or more of one optimizer on all ranks"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:

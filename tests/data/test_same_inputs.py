@@ -178,3 +178,16 @@ def test_the_same_gradients_of_inputs_that_may_be_toy_data(
 )  # fmt: skip
 def test_gradients_that_prove_nothing(mine: list[Event], yours: list[Event]) -> None:
     assert not unwrapped(mine, yours)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (inputs([0, 0, 0]), "no input of a wrapped model was in host memory"),
+        ([], "no forward of a wrapped model was seen"),
+    ],
+)
+def test_why_nothing_is_known(events: Sequence[Event], reason: str) -> None:
+    assert reason in (DataOverlap().unobserved(run_of(events, events)) or "")
+    known = inputs([1, 2, 3])
+    assert DataOverlap().unobserved(run_of(known, known)) is None
