@@ -252,7 +252,7 @@ def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
             tape.call(line=line, group=1, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert ("ranks wait for each other" in finding.summary) is (line < 7)
-    assert finding.ranks == ((0,) if line > 7 else (0, 1))
+    assert finding.ranks == ((0,) if line > 7 else (0, 1, 2))
     assert str(finding.location) == "train.py:8"
     if line > 7:
         assert "only some ranks enter `if epoch == 1 and rank == 0:`" in finding.cause
