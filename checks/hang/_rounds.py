@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ddpdoctor.run import Call, State
 
@@ -67,42 +69,69 @@ class Unsent:
 
     Attributes:
         stand: that rank, where it is now; waiting: who waits for it.
-        made: the call of the round before; rounds: how many earlier ones there are.
+        made: the call of a round before; rounds: how many earlier ones there are.
+        usual: how often it made its present call in a row before that, where it does so once more
+            in this one; 0 where it does not.
     """
 
     stand: Stand
     waiting: Stand
     made: Made
     rounds: int
+    usual: int
 
 
 def unsent(now: Scene, ring: list[Stand]) -> Unsent | None:
     """Who of a ring of ranks, each of which waits for the next, left a message out; None where that
     is not clear, or is said of several."""
-    found = []
-    for waiting, stand in zip(ring, [*ring[1:], ring[0]], strict=True):
-        *earlier, this = _messages(stand, waiting.rank.rank)
-        usual = set.intersection(*(set(e) for e in earlier)) if len(earlier) >= LEAST else set()
-        for site in usual - set(this):
-            made = now.known.point_to_point(stand.rank, earlier[-1][site])
-            found.append(Unsent(stand, waiting, made, len(earlier)))
+    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+    found = [missed for pair in pairs if (missed := _missed(now, *pair)) is not None]
     return found[0] if len(found) == 1 else None
 
 
-def _messages(stand: Stand, peer: int) -> list[dict[int, Call]]:
-    """The messages between a rank and another one, by their line, from one call like its present
-    one to the next, round by round; the last are those of this round."""
-    at = stand.call
-    rounds: list[dict[int, Call]] = []
-    since: dict[int, Call] = {}
-    for call in stand.rank.ring.calls if stand.rank.ring and at else ():
-        if call.index >= 0 or call.state is State.VOID:
+def _missed(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
+    """The message that came next in all rounds before, if these were alike, of as many calls."""
+    calls = _messages(stand, waiting.rank.rank)
+    sites = [call.site for call in calls]
+    last = len(sites) - 1
+    if last < 0 or sites[last] not in sites[:last]:
+        return None
+    for long in range(1, last // (LEAST + 1) + 1):
+        row = sites[last - long : last]
+        if sites[last - LEAST * long : last] != row * LEAST:
             continue
-        if at and call.site == at.site:
-            rounds.append(since)
-            since = {}
-        elif call.peer == peer:
-            since[call.site] = call
+        ends = [n for n in range(long, last) if sites[n - long : n] == row]
+        if len({sites[n] for n in ends}) > 1:
+            continue
+        due = calls[last - long]
+        if due.site == sites[last] or due.peer != waiting.rank.rank:
+            return None
+        made = now.known.point_to_point(stand.rank, due)
+        if waiting.made is None or _kind(made) == _kind(waiting.made):
+            return None  # it waits for another one
+        again = _in_a_row(sites[last], reversed(sites[:last]))
+        more = again > 0 and again + _in_a_row(due.site, sites[last - long :]) > 2
+        return Unsent(stand, waiting, made, len(ends), again if more else 0)
+    return None
+
+
+def _kind(made: Made) -> str:
+    """`send` or `recv`."""
+    return made.signature.op.removeprefix("i")
+
+
+def _in_a_row(site: int, sites: Iterable[int]) -> int:
+    return sum(1 for _ in takewhile(lambda other: other == site, sites))
+
+
+def _messages(stand: Stand, peer: int) -> list[Call]:
+    """The messages between a rank and another one, and the calls that are like its present one,
+    which is the last."""
+    at = stand.call
+    found: list[Call] = []
+    for call in stand.rank.ring.calls if stand.rank.ring and at else ():
+        if call.state is not State.VOID and at and (call.site == at.site or call.peer == peer):
+            found.append(call)
         if at and call.number == at.number:
             break
-    return rounds[1:] or [{}]  # what came before the first is no whole round
+    return found

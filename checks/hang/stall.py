@@ -11,10 +11,11 @@ from ddpdoctor.findings import (
     Evidence,
     Finding,
     FixKind,
+    Location,
     Related,
     Severity,
 )
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from . import _threads
 from ._rounds import Unsent, unsent
@@ -47,9 +48,9 @@ class Stall(Check):
 
     ## How to fix it
     A ring: let one side send first, or use `batch_isend_irecv`; where a rank left out a message
-    that it sent in every earlier round, it is named with the line. All in one collective: look at
-    the network and, on GPUs, at peer-to-peer access (`NCCL_P2P_DISABLE=1` tells). Otherwise the
-    stacks say where the program is.
+    that it sent in every earlier round, or waits for one more than in these, it is named with the
+    line. All in one collective: look at the network and, on GPUs, at peer-to-peer access
+    (`NCCL_P2P_DISABLE=1` tells). Otherwise the stacks say where the program is.
 
     ## When it stays quiet
     Pauses for evaluation and checkpoints: the stall time is learned from the run.
@@ -92,8 +93,11 @@ class Stall(Check):
         at = now.at - max(s.still_s for s in ring)
         if missed := unsent(now, ring):
             return self._unsent(missed, told, evidence, at)
-        cause = "every one of them waits for a message that is only sent afterwards"
-        fix = "let one side send first and the other receive first, or use `dist.batch_isend_irecv`"
+        cause = "every one of them waits for a message that is only sent afterwards, or not at all"
+        fix = (
+            "let one side send first and the other receive first, or use `dist.batch_isend_irecv`; "
+            "where the order is right, let no rank wait for a message more than the other one sends"
+        )
         on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)
         if wrong := _wrong_peers(now, ring):
             cause, fix = wrong
@@ -105,6 +109,7 @@ class Stall(Check):
             steps=first.steps,
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
+            related=_waits(ring),
             summary=told,
             cause=cause,
             fix=fix,
@@ -114,11 +119,31 @@ class Stall(Check):
         )
 
     def _unsent(self, missed: Unsent, told: str, evidence: Evidence, at: float) -> Finding:
-        """The order was right in all earlier rounds: in this one a rank left out its call."""
+        """The order was right in all earlier rounds: in this one a rank left out its call, or made
+        the one before that once more."""
         rank, waiting = missed.stand.rank.rank, missed.waiting.rank.rank
-        made = missed.made
+        made, now = missed.made, missed.stand.made
         ways = ways_around(made)
         where = ways[0] if len(ways) == 1 else made.location
+        label = f"rank {rank} left out its {made.signature.op}"
+        summary = f"rank {rank} left out {made.place}, for which rank {waiting} waits"
+        cause = (
+            f"rank {rank} made that call in each of its last {missed.rounds} rounds, and in this "
+            "one it did not"
+        )
+        fix = f"make the call in every round, or leave it out on rank {waiting} as well"
+        if missed.usual and now is not None:
+            where, label = now.location, f"rank {rank} called this once more"
+            summary = f"rank {rank} calls {now.place} once more than in its earlier rounds"
+            cause = (
+                f"in each of its last {missed.rounds} rounds rank {rank} made that call "
+                f"{missed.usual} times in a row and then {made.place}, for which rank {waiting} "
+                f"waits; in this round it calls it {missed.usual + 1} times"
+            )
+            fix = (
+                f"let ranks {rank} and {waiting} exchange as many messages in every round: compute "
+                "their number from values that are equal on both"
+            )
         spots = (
             (f"rank {rank} called {made.signature.op} here before", made.location),
             (f"rank {waiting} waits here", missed.waiting.location),
@@ -127,14 +152,13 @@ class Stall(Check):
             severity=Severity.ERROR,
             ranks=(rank,),
             steps=missed.stand.steps,
-            subjects=(made.signature.op,),
+            subjects=(now.signature.op if missed.usual and now else made.signature.op,),
             location=where,
-            label=f"rank {rank} left out its {made.signature.op}",
+            label=label,
             related=tuple(Related(label, spot) for label, spot in spots if spot and spot != where),
-            summary=f"rank {rank} left out {made.place}, for which rank {waiting} waits: {told}",
-            cause=f"rank {rank} made that call in each of its last {missed.rounds} rounds, and in "
-            "this one it did not",
-            fix=f"make the call in every round, or leave it out on rank {waiting} as well",
+            summary=f"{summary}: {told}",
+            cause=cause,
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={**evidence, "earlier_rounds": missed.rounds},
             at=at,
@@ -197,6 +221,15 @@ class Stall(Check):
             },
             at=now.at - waited,
         )
+
+
+def _waits(ring: list[Stand]) -> tuple[Related, ...]:
+    """The lines at which the others wait."""
+    lines: dict[Location, list[int]] = {}
+    for stand in ring:
+        if stand.location is not None and stand.location != ring[0].location:
+            lines.setdefault(stand.location, []).append(stand.rank.rank)
+    return tuple(Related(f"{ranks_do(r, 'wait')} here", at) for at, r in list(lines.items())[:3])
 
 
 def _without_record(now: Scene, stands: list[Stand]) -> list[int]:

@@ -30,6 +30,56 @@ def test_both_receive(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, pair(("recv", "recv")), now=START + 8))
     assert (finding.severity, finding.confidence) == (Severity.ERROR, Confidence.PROVEN)
     assert finding.evidence["stuck"] is True
+    assert "let one side send first" in finding.fix
+
+
+def pipeline(*counts: tuple[int, int]) -> dict[int, Tape]:
+    """Two stages, with the micro-batches that each does in every round; the last one hangs."""
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for number, (sent, received) in enumerate(counts):
+        last = number == len(counts) - 1
+        for tape, there, back, n, m in (
+            (made[0], "send", "recv", sent, received),
+            (made[1], "recv", "send", received, sent),
+        ):
+            peer = 1 - tape.rank
+            for _ in range(min(n, m) if last else n):
+                tape.call(there, 9, peer=peer)
+            for _ in range(0 if last else n):
+                tape.call(back, 12, peer=peer)
+            if last:
+                more = n > m  # on the side that begins one more
+                tape.call(there if more else back, 9 if more else 12, peer=peer,
+                          state=State.BEGUN, at=START + 5)  # fmt: skip
+    return made
+
+
+def test_a_message_more_than_the_other_stage_sends(tmp_path: Path) -> None:
+    (finding,) = found(run_of(tmp_path, pipeline((4, 4), (4, 4), (4, 4), (4, 5)), now=START + 8))
+    assert (finding.ranks, str(finding.location)) == ((1,), "train.py:9")
+    assert "rank 1 calls recv (train.py:9) once more than in its earlier rounds" in finding.summary
+    assert "4 times in a row and then send (train.py:12), for which rank 0 waits" in finding.cause
+    assert "in this round it calls it 5 times" in finding.cause
+    assert [r.location.line for r in finding.related] == [12, 12]
+
+
+def test_a_message_less_than_the_other_stage_takes(tmp_path: Path) -> None:
+    made = pipeline((4, 4), (4, 4), (4, 4), (3, 3))
+    made[1].calls.pop()
+    made[1].call("recv", 9, peer=0, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert (finding.ranks, str(finding.location)) == ((0,), "train.py:9")
+    assert "rank 0 left out send (train.py:9), for which rank 1 waits" in finding.summary
+
+
+def test_rounds_of_as_many_messages_as_they_like(tmp_path: Path) -> None:
+    made = pipeline((4, 4), (2, 2), (5, 5), (4, 4), (3, 4))
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.ranks == (0, 1)
+    assert "no rank wait for a message more than the other one sends" in finding.fix
+    assert {str(finding.location), *(str(r.location) for r in finding.related)} == {
+        "train.py:9", "train.py:12",
+    }  # fmt: skip
 
 
 def test_a_receive_that_is_missing(tmp_path: Path) -> None:
@@ -60,6 +110,18 @@ def test_a_message_that_is_left_out_in_one_round(
     assert finding.location.line == line
     assert "rank 1 left out send (train.py:9), for which rank 0 waits" in finding.summary
     assert "send first" not in finding.fix
+
+
+def test_a_message_left_out_before_a_collective(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for _ in range(3):
+        made[0].call("send", 9, peer=1).call("all_gather", 12)
+        made[1].call("recv", 5, peer=0).call("all_gather", 12)
+    made[0].call("send", 9, peer=1, state=State.BEGUN, at=START + 5)
+    made[1].call("all_gather", 12, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert (finding.ranks, str(finding.location)) == ((1,), "train.py:5")
+    assert "rank 1 left out recv (train.py:5), for which rank 0 waits" in finding.summary
 
 
 def test_a_message_on_its_way(tmp_path: Path) -> None:
