@@ -11,7 +11,7 @@ from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
 from ._log import Made, lines
-from ._ranked import PAST, on_rank, unquoted
+from ._ranked import PAST, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
@@ -41,6 +41,10 @@ def leading(head: Enclosing) -> str:
 
 def unbranched(head: Enclosing, what: str) -> str:
     """What to do with a call that a statement keeps from some ranks."""
+    if found := part_on_rank(head.text):
+        part, rest = found
+        where_to = f"{'past' if head.text.startswith(PAST) else 'under'} `if {rest}:`"
+        return f"{what} on every rank: put it {where_to} (the same on all), without `{part}`"
     if head.text.startswith(PAST):
         return f"{what} on every rank: move it in front of `{opener(head)}`"
     return f"{what} on every rank: move it out of `{head.text}`"

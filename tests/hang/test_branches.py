@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ddpdoctor.checks.hang._branches import unbranched
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec.structs import replace
 from recordings import site
@@ -61,7 +62,8 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
     (finding,) = found(run_of(tmp_path, made))
     expected = text if names else "if boss:"
     assert f"only some ranks enter `{expected}`" in finding.cause
-    assert f"make this call on every rank: move it out of `{expected}`" in finding.fix
+    way = f"move it out of `{expected}`" if " and " not in expected else "put it under `if "
+    assert f"make this call on every rank: {way}" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -256,5 +258,29 @@ def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
     assert str(finding.location) == "train.py:8"
     if line > 7:
         assert "only some ranks enter `if epoch == 1 and rank == 0:`" in finding.cause
-        assert "move it out of" in finding.fix
+        assert "put it under `if epoch == 1:` (the same on all), without `rank == 0`" in finding.fix
         assert finding.evidence["waiting"][1]["ranks"] == "1-2"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("if step and step % n == 0 and is_main():", "under `if step and step % n == 0:`"),
+        ("if rank == 0 and (a or b): save()", "under `if (a or b):`"),
+        ("past if step % n or rank != 0: return", "past `if step % n:`"),
+        ("if step % n == 0 or is_main():", "move it out of"),
+        ("past if step % n and rank != 0:", "in front of"),
+        ("if rank == 0 and local_rank == 0:", "move it out of"),
+        ("if step % n == 0 and late(step):", "move it out of"),
+        ("if (step % n == 0 and", "move it out of"),
+        ("elif late and rank == 0:  # if rank == 1 and early:", "move it out of"),
+    ],
+)  # fmt: skip
+def test_a_call_is_to_be_made_without_the_part_on_the_rank(text: str, told: str) -> None:
+    assert told in unbranched(Enclosing(line=7, text=text), "call barrier")
+
+
+def test_the_rest_of_the_condition_is_to_be_the_same_on_all() -> None:
+    head = Enclosing(line=7, text="if step % n == 0 and is_main():")
+    told = unbranched(head, "call barrier")
+    assert told.endswith("put it under `if step % n == 0:` (the same on all), without `is_main()`")
