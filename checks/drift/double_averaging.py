@@ -13,7 +13,10 @@ from ._parting import own_step
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LOOKED_AT = 20
-"""Steps from the first reduction on, among which are some whose gradients were looked at."""
+"""Steps, the first ones or after a reduction, in all of which gradients are looked at."""
+
+SEVERAL = 0.0
+"""Not all gradients were multiplied by one number."""
 
 
 class DoubleAveraging(Check):
@@ -35,7 +38,9 @@ class DoubleAveraging(Check):
     steps, what is applied with the mean of what the ranks had. A division counts only where its
     line names the world size, or a name that is given a quotient or a product with it in one place
     of that file: another 2 does not. By a product it counts where the loss is a mean, or a sum
-    divided by the world size times what it is over. The finding is proven.
+    divided by the world size times what it is over. The finding is proven. An all-reduce by hand
+    is an error where the gradients become so many times larger as ranks are summed; where something
+    else multiplies them besides, that it is superfluous is all that is said.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and
@@ -85,7 +90,8 @@ class DoubleAveraging(Check):
         yield self._finding(
             member,
             ranks=tuple(seen),
-            first=own_step(member, event.step),
+            first=(first := own_step(member, event.step)),
+            count=member.last_step - first + 1,
             location=member.rank.location(event.site),
             label="DDP divides by it once more",
             related=_related(member, "its backward", event.backward_site),
@@ -106,10 +112,12 @@ class DoubleAveraging(Check):
             return
         number, event = next(iter(seen.items()))
         member = group.members[number]
+        steps = _steps(member, size)
         yield self._finding(
             member,
             ranks=tuple(seen),
-            first=_first(member, event, size),
+            first=steps[0],
+            count=len(steps),
             location=member.rank.location(event.site),
             label="DDP has divided by it already",
             related=(),
@@ -123,45 +131,55 @@ class DoubleAveraging(Check):
 
     def _reduced(self, group: Replicas) -> Iterator[Finding]:
         size = len(group.any.seen.ranks)
-        seen = {n: e for n, m in group.members.items() if (e := _reduces(m))}
+        seen = {n: calls for n, m in group.members.items() if (calls := _reductions(m))}
         if len(seen) < len(group.members):
             return
-        number, event = next(iter(seen.items()))
-        member = group.members[number]
-        ratio = _ratio(member, event)
-        if ratio is None:
+        number, calls = next(iter(seen.items()))
+        member, event = group.members[number], calls[0]
+        factors = _factors(member, calls)
+        if factors == {SEVERAL}:
             return
-        same = abs(ratio - 1) < 1e-3
-        copied = all(e.copied for e in seen.values())
-        divided = same and event.op == "SUM"
-        effect = (
-            "which changes nothing and costs its time"
-            if same
-            else f"which leaves them {ratio:g} times what they were"
-        )
+        summed = event.op == "SUM"
+        # Another number than one that adding up gives is made by something else as well.
+        times = next((f for f in sorted(factors) if summed and f in range(2, size + 1)), 0)
+        same = not times and 1 in factors
+        copied = all(c.copied for row in seen.values() for c in row)
+        effect, becomes, division = "which costs its time", "reduces equal numbers", ""
+        if times:
+            effect = f"which leaves them {times:g} times what they were"
+            becomes = f"adds {times:g} equal numbers"
+        elif same:
+            effect, becomes = "which changes nothing and costs its time", "gives the same mean"
+            division = " together with the division" if summed else ""
+        else:
+            becomes += "; something else multiplies them besides" if factors else ""
+            division = f", and the division by the {size} ranks if there is one" if summed else ""
         yield self._finding(
             member,
-            severity=Severity.ERROR if not same else Severity.NOTE if copied else Severity.WARNING,
+            severity=Severity.ERROR if times else Severity.NOTE if copied else Severity.WARNING,
             ranks=tuple(seen),
             first=own_step(member, event.step),
+            count=calls[-1].call + 1,
             location=member.rank.location(event.site),
             label="these are equal on all ranks already",
             related=(),
             summary=f"gradients that DDP has averaged are all-reduced by hand ({event.op}"
-            f"{' and a division' if divided else ''}), {effect}",
-            cause="DDP's backward leaves the mean over the ranks in `.grad`; reducing it again "
-            + ("gives the same mean" if same else f"adds {size} equal numbers"),
-            fix="remove the all-reduce"
-            + (" together with the division" if divided else "")
-            + ": after `loss.backward()` the gradients are averaged",
-            evidence={"measured_ratio": ratio, "operation": event.op},
+            f"{' and a division' if same and summed else ''}), {effect}",
+            cause=f"DDP's backward leaves the mean over the ranks in `.grad`; reducing it again "
+            f"{becomes}",
+            fix=f"remove the all-reduce{division}: after `loss.backward()` the gradients are "
+            "averaged",
+            evidence={"operation": event.op}
+            | ({"measured_ratio": times or (1 if same else max(factors))} if factors else {}),
             at=event.at,
         )
 
-    def _finding(self, member: Member, *, first: int, at: float, **fields: object) -> Finding:
-        last = member.last_step
+    def _finding(
+        self, member: Member, *, first: int, count: int, at: float, **fields: object
+    ) -> Finding:
+        last = max(first, member.last_step)
         return self.finding(
-            steps=Steps(first, max(first, last), max(1, last - first + 1)),
+            steps=Steps(first, last, max(1, min(count, last - first + 1))),
             subjects=(member.wrapped.kind,),
             fix_kind=FixKind.CHECK,
             at=member.rank.wall(at),
@@ -221,32 +239,51 @@ def _by_hand(event: Edited) -> float:
     return event.besides or event.ratio
 
 
-def _first(member: Member, found: Edited, size: int) -> int:
-    """The first step from which on the same edit was made, at a line that was not known yet."""
-    first = found.step
-    for event in reversed([e for e in _edits(member) if e.step < found.step]):
-        if not event.changed or abs(_by_hand(event) * size - 1) > 1e-3:
-            break
-        first = event.step
-    return first
+def _steps(member: Member, size: int) -> list[int]:
+    """Those in which the same edit was made, also at a line that was not known yet. An edit stands
+    for the steps up to the next."""
+    edits = _edits(member)
+    ends = [*(e.step for e in edits[1:]), member.last_step + 1]
+    return [
+        step
+        for event, end in zip(edits, ends, strict=True)
+        if event.changed and abs(_by_hand(event) * size - 1) < 1e-3
+        for step in range(event.step, max(end, event.step + 1))
+    ]
 
 
-def _reduces(member: Member) -> GradientReduced | None:
-    """From the second step on: one that was reduced once only may be a start of its own."""
-    mine = [e for e in member.rank.of(GradientReduced) if e.model == member.model]
-    return mine[0] if len(mine) > 1 else None
+def _reductions(member: Member) -> list[GradientReduced]:
+    """What is known of the steps in which a line did so, if it did in more than one: one that was
+    reduced once only may be a start of its own."""
+    lines: dict[int, list[GradientReduced]] = {}
+    for event in member.rank.of(GradientReduced):
+        if event.model == member.model:
+            lines.setdefault(event.site, []).append(event)
+    return next((calls for calls in lines.values() if len(calls) > 1), [])
 
 
-def _ratio(member: Member, reduced: GradientReduced) -> float | None:
-    """What the gradients became by the time of the step, times what they were; 1 for unchanged.
-    None where it is no single number (they were clipped too, say).
+def _factors(member: Member, calls: list[GradientReduced]) -> set[float]:
+    """By what the program multiplied its gradients in steps in which it reduced them, as far as
+    they were looked at then: in the first ones of a run, and after each of the first reductions.
 
-    Gradients are not looked at in every step of a long run, but are from the first reduction on.
+    torch's clipping is not counted; what the program clips itself is.
     """
-    before = [e for e in _edits(member) if e.step < reduced.step][-1:]
-    since = [e for e in _edits(member) if 0 <= e.step - reduced.step < LOOKED_AT]
-    changed = [e for e in since or before if e.changed]
-    return (changed[0].ratio or None) if changed else 1.0
+    edits, factors = _edits(member), set()
+    steps = [own_step(member, c.step) for c in calls]
+    for n, step in enumerate(steps):
+        looked = step < LOOKED_AT or any(0 < step - s < LOOKED_AT for s in steps[:n])
+        if looked or any(e.step == step for e in edits):
+            latest = next((e for e in reversed(edits) if e.step <= step), None)
+            factors.add(_factor(latest) if latest is not None else 1.0)
+    return factors
+
+
+def _factor(event: Edited) -> float:
+    """By what the program multiplied them; 1 for not at all."""
+    if not event.changed or (event.functions and not event.beside):
+        return 1.0
+    ratio = event.besides if event.functions else event.ratio
+    return float(round(ratio)) if abs(ratio - round(ratio)) < 1e-3 else ratio
 
 
 def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:

@@ -85,7 +85,7 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     """The program itself issued a collective on gradients that DDP averages.
 
-    Told at the first calls of a line, then rarely.
+    Told at the first calls of a line, then rarely, and at the last.
 
     Attributes:
         op: the reduction (`SUM`, `AVG`, ...).

@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ..events import BatchSeen, GradientReduced, LossScaled
-from . import autograd, edits, models, moments, sync
+from ..events import BatchSeen, LossScaled
+from . import models, moments
 from .divisors import divided_by_world_size, loss_divided
-from .gradients import memory_of
 from .models import Model
-from .moments import Backward, Call, Forward, Subscriptions
+from .moments import Backward, Forward, Subscriptions
 from .recorder import Recorder
 from .sites import classify
 from .torch_private import anomaly_mode, made_at, saved
@@ -44,9 +43,6 @@ BATCHES_AT_MOST = 300
 REDUCTION = {1: "mean", 2: "sum"}
 SIZES = "_saved_self_sym_sizes"
 
-OWN, COPY = "own", "copy"
-"""What a collective is made on: gradients themselves, or copies of them."""
-
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 _NONE = "", "0", ""
 
@@ -70,9 +66,6 @@ class _Losses:
         self.following = False
         self.batches: dict[Model, tuple[int, str, float]] = {}
         self.batches_told = 0
-        self.sizes: dict[Model, frozenset[int]] = {}
-        self.reductions: dict[int, int] = {}
-        self.last_step: dict[int, int] = {}
         self.idle = 0
         self.last = 0
         self.followed = 0
@@ -86,7 +79,6 @@ def install() -> None:
     _losses.__init__()  # type: ignore[misc]
     _sizing[:] = (moments.forward_ends.subscribe(_forward_ends, lost=LOST),)
     moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
-    moments.called.subscribe(_called, lost="collectives on gradients")
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -365,84 +357,3 @@ def _summed(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:
     if not over:
         return leading[0], ""
     return (rows if rows in over else over[0]), "sum"
-
-
-def _called(active: Recorder, call: Call) -> None:
-    """A collective that the program itself makes on gradients that DDP has averaged."""
-    if call.reduction is None or not call.tensors or autograd.running():
-        return
-    for model in models.live():
-        if not sync.averaged(model):
-            continue
-        found = {kind for t in call.tensors if (kind := _is_gradient(model, t))}
-        if found:
-            operation = str(call.reduction).rpartition(".")[2]
-            _tell_reduced(active, model, operation, copied=found == {COPY})
-            return
-
-
-def _sizes(model: Model) -> frozenset[int]:
-    """Numbers of elements of the parameters that DDP averages, and of all of them."""
-    found = _losses.sizes.get(model)
-    if found is None:
-        held = (model.parameters[position]() for position in model.expected)
-        sizes = [p.numel() for p in held if p is not None]
-        found = _losses.sizes[model] = frozenset([*sizes, sum(sizes)])
-    return found
-
-
-def _tell_reduced(active: Recorder, model: Model, operation: str, *, copied: bool) -> None:
-    site = active.site()
-    if _losses.last_step.get(site) == active.step:
-        return
-    _losses.last_step[site] = active.step
-    number = _losses.reductions.get(site, 0)
-    if number < LOOKED_AT:
-        edits.look_now(model)  # by what this multiplies them
-    _losses.reductions[site] = number + 1
-    if number < 20 or number & (number - 1) == 0:
-        active.emit(
-            GradientReduced(
-                at=time.monotonic(),
-                model=model.number,
-                op=operation,
-                step=active.step,
-                site=site,
-                call=number,
-                copied=copied,
-            )
-        )
-
-
-def _is_gradient(model: Model, tensor: Any) -> str:
-    """Whether a tensor shares memory with one of the gradients, or holds a copy: of one of them, or
-    of all in a row."""
-    try:
-        storage = tensor.untyped_storage()
-        wanted = storage.data_ptr()
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-    except (RuntimeError, NotImplementedError):
-        return ""
-    if whole and tensor.numel() not in _sizes(model):
-        return ""  # most often: a loss or a count
-    held = (model.parameters[position]() for position in model.expected)
-    grads = [p.grad for p in held if p is not None and p.grad is not None]
-    if any(g is tensor or memory_of(g) == wanted for g in grads):
-        return OWN
-    return COPY if whole and _copied(tensor, grads) else ""
-
-
-def _copied(tensor: Any, grads: list[Any]) -> bool:
-    """Whether a tensor begins as a gradient does and ends as one does; nothing is read from a
-    device, and zeros prove nothing."""
-    import torch
-
-    if not tensor.is_cpu or not tensor.is_floating_point() or type(tensor) is not torch.Tensor:
-        return False
-    same = [g for g in grads if type(g) is torch.Tensor and g.is_cpu and g.dtype == tensor.dtype]
-    whole = [g.detach().reshape(-1) for g in same if g.is_contiguous() and g.numel()]
-    values = tensor.detach().reshape(-1)
-    first, last = float(values[0]), float(values[-1])
-    return bool(first and last) and all(
-        any(float(g[place]) == value for g in whole) for place, value in ((0, first), (-1, last))
-    )

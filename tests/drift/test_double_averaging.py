@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 
 from ddpdoctor.events import Edited, GradientReduced, LossScaled, Replica
 from ddpdoctor.findings import Severity
-from ddpdoctor.probe import losses
+from ddpdoctor.probe import edits, losses, summed
 from ddpdoctor.probe.divisors import divided_by_world_size
 from ddpdoctor.probe.torch_private import averages
 
@@ -72,6 +72,14 @@ def test_other_edits(event):
 def test_the_first_of_the_same_edits_is_the_first_step():
     (finding,) = judge(edit(1.0, step=2), edit(0.5, step=3), edit(0.5, divisor="world", step=5))
     assert finding.steps.first == 3
+
+
+def test_divided_in_some_steps():
+    found = [edit(0.5, divisor="world", step=s) for s in (0, 2)]
+    others = [edit(0.0, changed=False, step=s) for s in (1, 3)]
+    run = run_of({n: sorted([*found, *others], key=lambda e: e.step) for n in range(2)}, count=6)
+    (finding,) = DoubleAveraging().examine(run)
+    assert (finding.steps.first, finding.steps.count) == (0, 2)
 
 
 def test_a_communication_hook_that_may_not_average():
@@ -136,8 +144,61 @@ def test_reduced_once_may_be_a_start():
     assert judge(reduced(0)) == []
 
 
-def test_clipped_after_it_is_not_judged():
-    assert judge(edit(0.0, functions=("clip_grad_norm_",)), reduced(0), reduced(1)) == []
+@pytest.mark.parametrize(("clips", "severity", "said", "fix"), [
+    ({"ratio": 0.61}, Severity.WARNING, "changes nothing", "together with the division"),
+    ({"ratio": 0.0}, Severity.WARNING, "changes nothing", "together with the division"),
+    ({"ratio": 0.61, "beside": True, "besides": 1.0}, Severity.WARNING, "changes", "together"),
+    ({"ratio": 1.22, "beside": True, "besides": 2.0}, Severity.ERROR, "2 times", "all-reduce:"),
+])  # fmt: skip
+def test_clipped_by_torch_after_it(clips, severity, said, fix):
+    edits = [edit(**clips, functions=("clip_grad_norm_",), step=s) for s in range(4)]
+    (finding,) = judge(*edits, reduced(0), reduced(1))
+    assert finding.severity is severity
+    assert said in finding.summary and fix in finding.fix
+
+
+def test_clipped_by_hand_after_it_nobody_knows_what_the_all_reduce_made_of_them():
+    """0.61 is what clipping makes of the mean, or of the sum."""
+    copies = [msgspec.structs.replace(reduced(n), copied=True) for n in (0, 1)]
+    (finding,) = judge(edit(0.61), edit(0.64, step=1), *copies)
+    assert finding.severity is Severity.NOTE
+    assert "changes nothing" not in finding.summary
+    assert "and the division by the 2 ranks if there is one" in finding.fix
+    (once,) = judge(edit(0.61), edit(0.0, changed=False, step=1), *copies)
+    assert "changes nothing" in once.summary, "it did not bite in step 1"
+    assert judge(edit(0.0), *copies) == [], "each by another number"
+
+
+def test_what_is_made_of_them_in_other_steps_says_nothing():
+    """Scaled in every step, reduced in every second one."""
+    scaled = [edit(2.0 if s % 2 == 0 else 0.25, step=s) for s in range(4)]
+    (finding,) = judge(*scaled, reduced(1), reduced(3))
+    assert finding.severity is Severity.WARNING
+
+
+def test_the_steps_are_those_in_which_it_is_reduced():
+    calls = [msgspec.structs.replace(reduced(s), call=n) for n, s in ((0, 4), (1, 9), (9, 49))]
+    run = run_of(dict.fromkeys(range(2), calls), count=50)
+    (finding,) = DoubleAveraging().examine(run)
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 49, 10)
+
+
+def test_the_last_step_of_a_line_is_told(monkeypatch):
+    monkeypatch.setattr(summed, "_summed", summed._Summed())
+    monkeypatch.setattr(edits, "look_now", lambda model: None)
+    told = []
+    active = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
+    for active.step in (*range(100), 99):
+        summed._tell_reduced(active, SimpleNamespace(number=0), "SUM", copied=False)
+    assert [e.call for e in told] == [*range(20), 32, 64]
+    summed._leaving(active, None)
+    assert (told[-1].call, told[-1].step) == (99, 99)
+    summed._leaving(active, None)
+    assert len(told) == 23
+
+
+def test_two_lines_of_one_step_may_be_a_start():
+    assert judge(reduced(0), msgspec.structs.replace(reduced(0), site=STEP)) == []
 
 
 @pytest.mark.parametrize("line", [
