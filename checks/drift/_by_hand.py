@@ -123,17 +123,18 @@ def trained_alike(run: Run) -> Iterator[Copies]:
 def _group(rank: Rank, optimizer: int) -> frozenset[int]:
     """Of the group that all its gradients are handed to, where that is not the default one."""
     last = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer][-1:]
-    return _members(rank, last[0].group) if last and last[0].group else NONE
+    return members_of(rank, last[0].group) if last and last[0].group else NONE
 
 
-def _members(rank: Rank, group: int) -> frozenset[int]:
+def members_of(rank: Rank, group: int) -> frozenset[int]:
+    """The ranks of a group, none where it is not known."""
     return next((frozenset(g.ranks) for g in rank.of(GroupReady) if g.group == group), NONE)
 
 
 def _within(ranks: frozenset[int], rank: Rank, state: UnwrappedState, part: bool) -> UnwrappedState:
     """As it is for these ranks: what is complete in another group is not in theirs, and what is
     done with none of them is nothing to them."""
-    if _members(rank, state.group) != ranks if state.group else part:
+    if members_of(rank, state.group) != ranks if state.group else part:
         return msgspec.structs.replace(state, complete=False, completed=0)
     alone = state.group and ranks.isdisjoint(state.partners) and -1 not in state.partners
     if alone and state.exchanged in BESIDE:

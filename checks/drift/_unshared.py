@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import unpack
-from ddpdoctor.findings import FixKind, Related, Severity, Steps
+from ddpdoctor.findings import Confidence, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
 from . import _by_hand
@@ -247,8 +247,18 @@ def _told_left_out(
     drift = [i for i in range(len(names)) if not looks[-1].equal(i)]
     along = not set(drift).isdisjoint(shared)
     example = _example(names, torn, shared)
+    proven = bool(torn or along)
+    owner = "" if proven or not _made_equal(copies) else _rest_of(names, local, shared)
+    wrong = proven or bool(owner)
+    remark = "; they are whole layers, so this may be meant (heads of their own)"
+    if owner:
+        remark = (
+            "; before the first step a collective carried all parameters, theirs among them, and "
+            f"they are a part of {owner}: one model is meant"
+        )
     return fields(copies, begin) | {
-        "severity": Severity.ERROR if torn or along else Severity.NOTE,
+        "severity": Severity.ERROR if wrong else Severity.NOTE,
+        "confidence": Confidence.SUSPECTED if owner else Confidence.PROVEN,
         "subjects": tuple(names[i] for i in local),
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "leaves their gradients out",
@@ -264,14 +274,10 @@ def _told_left_out(
             if along
             else ""
         )
-        + (
-            ""
-            if torn or along
-            else "; they are whole layers, so this may be meant (heads of their own)"
-        ),
+        + ("" if proven else remark),
         "fix": "exchange the gradient of every parameter: `for p in model.parameters(): "
         "dist.all_reduce(p.grad)`"
-        if torn or along
+        if wrong
         else "if the ranks are to train one model, exchange the gradients of these layers too",
         "evidence": {
             "gradients exchanged": len(shared),
@@ -288,6 +294,23 @@ def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
     owner = layer_of(names[torn[0]])
     beside = next(names[i] for i in shared if layer_of(names[i]) == owner)
     return f"{beside} is exchanged and {names[torn[0]]} of the same layer is not"
+
+
+def _made_equal(copies: Copies) -> bool:
+    """Whether a collective of these ranks carried all of the parameters before the first step."""
+    first = copies.looks[0]
+    groups = (_by_hand.members_of(rank, first[n].spread) for n, (rank, _) in copies.members.items())
+    return all(group == copies.members.keys() for group in groups)
+
+
+def _rest_of(names: list[str], local: list[int], shared: list[int]) -> str:
+    """The part of the model that these are the rest of, as a bucket that is never full leaves it:
+    they stand in a row, in one part, others of which are exchanged. Layers of one kind do not, nor
+    does a head that is a part by itself."""
+    owners = {names[i].partition(".")[0] for i in local if "." in names[i]}
+    in_a_row = local == list(range(local[0], local[-1] + 1))
+    others = {names[i].partition(".")[0] for i in shared}
+    return owners.pop() if in_a_row and len(owners) == 1 and owners <= others else ""
 
 
 def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:

@@ -61,8 +61,7 @@ class ParameterDrift(Check):
     before steps 0, 1, 2, 4, 8 and so on, and more often where they have no more than 64 parameters.
     The digests of one moment are compared between the ranks afterwards, and nothing is communicated
     for it. The finding is proven, but suspected where an exchange by hand stops after the very
-    first step, or while another group goes on with its own, or leaves out whole layers from a step
-    on.
+    first step, or while another group goes on with its own, or leaves out whole layers.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -81,8 +80,9 @@ class ParameterDrift(Check):
     while another group goes on with its own, and nothing takes its place; ranks of a group that
     send to each other; copies that are equal again later. Gradients of whole layers that are never
     exchanged while those of the others are (heads of their own) are a note: a layer whose weight is
-    exchanged and whose bias is not is an error. Layers that are exchanged no more from a step on
-    are a warning. So with all parameters of one optimizer, where
+    exchanged and whose bias is not is an error, and so are, suspected, layers in a row of a larger
+    part of the model, if a collective carried all parameters before the first step. Layers that are
+    exchanged no more from a step on are a warning. So with all parameters of one optimizer, where
     those of another one of the same model are exchanged: a warning, or a note if either are in one
     part of it. Copies that differ only when the run is over are a note, unless some ranks took
     fewer steps for as many averaging backwards.

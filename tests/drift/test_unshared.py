@@ -13,16 +13,20 @@ LAYERS = ("body", "head")
 """`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
 
 
-def states(rank, *, local=(), apart=(), clipped=False, handed=(), none=((), ()), other=0, **fields):
+def states(
+    rank, *, local=(), apart=(), clipped=False, handed=(), none=((), ()), other=0, count=4, **fields
+):
     """Looks before steps 0, 1, 2 and 4. Of the parameters at `local`, gradients differ and so do
     the values after the first step; those at `apart` always differ; those at `none` got no gradient
     on the rank with that number."""
     for step in (0, 1, 2, 4):
         own = 1000 * (rank + 1)
-        gradients = [10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(4)]
+        gradients = [
+            10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(count)
+        ]
         gradients = [0 if i in none[rank % 2] else g for i, g in enumerate(gradients)]
         drifted = {*apart, *(local if step else ())}
-        values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(4)]
+        values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(count)]
         yield UnwrappedState(
             at=0,
             optimizer=0,
@@ -40,26 +44,28 @@ def states(rank, *, local=(), apart=(), clipped=False, handed=(), none=((), ()),
         )
 
 
-def found_in(ranks=(0, 1), change=None, **kwargs):
+def found_in(ranks=(0, 1), change=None, layers=LAYERS, spread=-1, **kwargs):
     rows = {rank: list(states(rank, **kwargs)) for rank in ranks}
     for told in rows.values() if change is not None else ():
         told[-1] = msgspec.structs.replace(told[-1], **change)
-    return found_with(rows)
+    for told in rows.values():
+        told[0] = msgspec.structs.replace(told[0], spread=spread)
+    return found_with(rows, layers)
 
 
-def run_with(rows):
+def run_with(rows, layers=LAYERS):
     made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()"),
             site(3, "train.py", 8, "dist.all_reduce(flat)")]  # fmt: skip
     event = Unwrapped(
-        at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(LAYERS)
+        at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(layers)
     )
     return make_run(
         {r: [*made, group(tuple(rows)), event, *told, *steps(8)] for r, told in rows.items()}
     )
 
 
-def found_with(rows):
-    run = run_with(rows)
+def found_with(rows, layers=LAYERS):
+    run = run_with(rows, layers)
     check = ParameterDrift()
     told = list(check.examine(run))
     assert not told or check.unobserved(run) is None
@@ -84,6 +90,24 @@ def test_a_whole_layer_that_stays_local_may_be_meant():
     (found,) = found_in(local=(2, 3))
     assert found.severity.value == "note"
     assert found.subjects == ("head.weight", "head.bias")
+
+
+NESTED = ("net.body", "net.last")
+
+
+@pytest.mark.parametrize(("layers", "spread", "local", "severity"), [
+    (NESTED, 0, (2, 3), "error"),
+    (NESTED, -1, (2, 3), "note"),
+    (LAYERS, 0, (2, 3), "note"),
+    (("net.body", "head.last"), 0, (2, 3), "note"),
+    (("net.norm1", "net.body", "net.body2", "net.norm2"), 0, (0, 1, 6, 7), "note"),
+])  # fmt: skip
+def test_the_rest_of_a_part_that_was_made_equal_is_not_meant(layers, spread, local, severity):
+    """But a head by itself may be, and so may layers of one kind."""
+    (found,) = found_in(local=local, layers=layers, spread=spread, count=2 * len(layers))
+    assert found.severity.value == severity
+    assert ("may be meant" in found.cause) is (severity == "note")
+    assert found.confidence.value == ("suspected" if severity == "error" else "proven")
 
 
 def changed(rows, step, positions, *, gradients):
