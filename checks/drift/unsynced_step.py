@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
+from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -59,6 +59,11 @@ TAKE_OUT = (
     "take this `no_sync()` out: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
+IN_HOOK = (
+    "have the hook start a collective for each bucket it is given; where ranks are to go on alone "
+    "for some steps, average the parameters after them (`torch.distributed.algorithms."
+    "model_averaging`)"
+)
 FLAG = "require_backward_grad_sync"
 BY_HAND = {
     "no_sync": f"set `{FLAG} = True` before the forward of the micro-batch that steps",
@@ -89,9 +94,9 @@ class UnsyncedStep(Check):
     ## What it finds
     Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
     under `no_sync`, synchronisation switched between forward and backward, a second backward over
-    one forward, gradients from `torch.autograd.grad`; hooks on parameters
-    (`register_post_accumulate_grad_hook`) that step inside the backward, before DDP averages; also
-    `fully_shard` that never reduces any, so that the steps apply nothing.
+    one forward, gradients from `torch.autograd.grad`, a communication hook that has nothing sent;
+    hooks on parameters (`register_post_accumulate_grad_hook`) that step inside the backward, before
+    DDP averages; also `fully_shard` that never reduces any, so that the steps apply nothing.
 
     ## How it knows
     In every backward the process group's own count of collectives is compared before and after;
@@ -169,17 +174,30 @@ class UnsyncedStep(Check):
         reason = pattern.reason
         spot = rank.location(pattern.site)
         by_hand = spot is not None and FLAG in spot.source
+        if (hook := _hook(member, pattern)) is not None:
+            spot = rank.location(hook.site) or spot
+            label, fix = "averages in DDP's place", IN_HOOK
+            cause = (
+                f"the model's communication hook `{hook.name.removeprefix('__main__.')}` had "
+                "nothing sent in these backwards: what it gives back are each rank's own gradients"
+            )
+        elif full:
+            label, fix = "off for all micro-batches of this step", LAST_BATCH
+            cause = _left_over(pattern.unsynced, full)
+        else:
+            label, fix = _label(reason, by_hand), _fix(member, spans, by_hand)
+            cause = CAUSES[reason]
         yield self.finding(
             ranks=tuple(sorted(bad)),
             steps=Steps(spans[0].first, spans[-1].last, count),
             subjects=(group.any.wrapped.kind,),
             location=spot or rank.location(pattern.backward_site),
-            label="off for all micro-batches of this step" if full else _label(reason, by_hand),
+            label=label,
             related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
             summary=f"rank-local gradients reach optimizer.step on "
             f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
-            cause=_left_over(pattern.unsynced, full) if full else CAUSES[reason],
-            fix=LAST_BATCH if full else _fix(member, spans, by_hand),
+            cause=cause,
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
@@ -263,6 +281,13 @@ def _full_group(member: Member, spans: list[Span]) -> int:
         for s in spans
     )
     return size if left_over else 0
+
+
+def _hook(member: Member, pattern: SyncPattern) -> CommHook | None:
+    """What averages in DDP's place and did not, unless it is one of torch's that do."""
+    mine = [h for h in member.rank.of(CommHook) if h.model == member.model and h.at <= pattern.at]
+    lacking = pattern.reason == "not reduced" and not member.seen.averages
+    return mine[-1] if mine and lacking else None
 
 
 def _label(reason: str, by_hand: bool) -> str:

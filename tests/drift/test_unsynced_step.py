@@ -4,13 +4,14 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
-from recordings import site
-from replicas import BACKWARD, LINE, OTHER, digests, run_of
+from recordings import make_run, site, steps
+from replicas import BACKWARD, LINE, OTHER, STEP, digests, replica, run_of
 
-from ddpdoctor.events import KeptBack, SyncPattern
+from ddpdoctor.events import CommHook, KeptBack, Replica, SyncPattern
 from ddpdoctor.probe import autograd, keptback, sync
 
 
@@ -32,6 +33,29 @@ def test_every_way_to_step_without_averaging(reason):
     assert (finding.ranks, finding.location.line) == ((0, 1), 33)
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (0, 3, 4)
     assert "all ranks" in finding.summary
+
+
+@pytest.mark.parametrize(("reason", "averages", "hooked"), [
+    ("not reduced", False, True),
+    ("not reduced", True, False),
+    ("no_sync", False, False),
+])  # fmt: skip
+def test_a_communication_hook_that_does_not_communicate(reason, averages, hooked):
+    """One of torch's that averages is not to blame."""
+    hook = CommHook(at=0, model=0, name="__main__.mine", site=8)
+    events = [site(8, "train.py", 5, "model.register_comm_hook(None, mine)"), hook]
+    rows = {
+        n: [*replica(), *events, pattern(reason=reason), local(1, 2, 3, n), *steps(4, site=STEP)]
+        for n in range(2)
+    }
+    for n, row in rows.items():
+        rows[n] = [
+            msgspec.structs.replace(e, averages=averages) if isinstance(e, Replica) else e
+            for e in row
+        ]
+    (finding,) = UnsyncedStep().examine(make_run(rows))
+    assert (finding.location.line == 5) is ("`mine`" in finding.cause) is hooked
+    assert finding.fix.startswith("have the hook") is hooked
 
 
 def test_a_synchronised_last_backward():
