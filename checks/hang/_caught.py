@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.events import ExceptionPassed
@@ -27,15 +27,20 @@ def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Locatio
         }
         own = [e for key, e in reversed(mine.items()) if key not in theirs]
         if own and rank.exception is None:
-            first, more = own[0], len(own) - 1
-            spot = rank.location(first.site)
-            return (
-                f"rank {rank.rank} caught {first.text}"
-                + (f" ({spot})" if spot else "")
-                + f" {_PLACE[first.where]} step {first.step}"
-                + (f" and {more} more" if more else "")
-            )
+            return caught_text(rank, own)
     return ""
+
+
+def caught_text(rank: Rank, events: Sequence[ExceptionPassed]) -> str:
+    """The same of exceptions in their order."""
+    first, more = events[0], len(events) - 1
+    spot = rank.location(first.site)
+    return (
+        f"rank {rank.rank} caught {first.text}"
+        + (f" ({spot})" if spot else "")
+        + f" {_PLACE[first.where]} step {first.step}"
+        + (f" and {more} more" if more else "")
+    )
 
 
 def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Location | None:

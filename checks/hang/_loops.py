@@ -18,6 +18,7 @@ from ._caught import handler
 from ._iterations import Leaver, is_last, iterations_of, skipped_in, steps_taken, until_call
 from ._log import Made
 from ._mismatch import Parting
+from ._skips import Skips, skips
 from ._ways import (
     OF_MODEL,
     SAME_ON_ALL,
@@ -58,7 +59,8 @@ class Left:
 
     Attributes:
         ranks: who left it.
-        steps: where they skipped some, for how many of their batches they took a step.
+        steps: where they skipped some, for how many of their batches they took a step; skips: who
+            did in all iterations.
         ways: the statements that cut a round short, or that catch what ends it; as `source` what
             each is under.
         known: whether all of these ranks did; otherwise some of them, nothing tells which.
@@ -73,6 +75,7 @@ class Left:
     exits: tuple[Location, ...] = ()
     known: bool = True
     turn: str = ""
+    skips: Skips | None = None
 
     @property
     def who(self) -> str:
@@ -98,7 +101,8 @@ class Left:
         short = f": {ways} leaves out the rest of one" if ways else ""
         if self.how is How.SKIPPED and self.steps:
             batches = f"{who} took a step for only {self.steps} batches"
-            return f"{batches} in the loop at {self.loop}{short}"
+            before = self.skips.before(self.ranks) if self.skips else ""
+            return f"{batches} in the loop at {self.loop}{short}{before}"
         if self.how is How.SKIPPED:
             shown = f"; `{self.turn}` goes by the number of the round" if self.turn else ""
             return f"{who} skipped rounds of the loop at {self.loop}{short}{shown}"
@@ -155,7 +159,8 @@ class Left:
                 "let that loop have as many rounds on every rank: agree on the smallest number of "
                 "items (`all_reduce` with `ReduceOp.MIN`) and stop there on all of them"
             )
-        if self.how is How.SKIPPED and any(w.source.startswith("except") for w in self.ways):
+        handled = any(w.source.startswith("except") for w in self.ways)
+        if self.how is How.SKIPPED and (handled or (self.skips and self.skips.caught)):
             return (
                 f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
                 "collective, and skip on all of them or on none"
@@ -303,10 +308,11 @@ def _told(
             ways, short = here, head
         if how is How.OVER:
             candidate = None
+        elif how is How.SKIPPED:
+            known = skips([*left, *map(until_call, stay)], head)
+            return Left(numbers, head, how, steps_taken(left[0]), ways, skips=known)
         elif how is not How.UNKNOWN:
-            return Left(
-                numbers, head, how, steps_taken(left[0]) if how is How.SKIPPED else "", ways
-            )
+            return Left(numbers, head, how, ways=ways)
         elif candidate is None or (
             same_function(candidate.loop, head)
             if one_function

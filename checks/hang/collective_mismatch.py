@@ -93,13 +93,17 @@ class CollectiveMismatch(Check):
         place, odd = parting.place, odd_of(told)
         proof = evidence(run, told)
         left = _fault_of(parting)
+        skips = left.skips if left else None
         return self.finding(
-            ranks=odd,
-            steps=parting.when,
+            ranks=tuple(sorted({*odd, *skips.ranks})) if skips else odd,
+            steps=(skips and skips.steps) or parting.when,
             subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
             location=left.place if left else parting.location,
             label=left.label if left else _label(replace(parting, odd=odd)),
-            related=related(parting, place, left.place if left else parting.location),
+            related=(
+                *(skips.tried if skips else ()),
+                *related(parting, place, left.place if left else parting.location),
+            ),
             summary=_summary(parting) + elsewhere(told),
             cause=_cause(parting, bool(proof["stuck"])),
             fix=_fix(parting),
@@ -189,7 +193,7 @@ def _cause(parting: Parting, stuck: bool) -> str:
     branched = entered(parting)
     left = left_loop(parting)
     if left is not None:
-        known = _caught(parting, left.ranks, left.ways) if left.known else ""
+        known = _why(parting, left) if left.known else ""
         return f"{known}{left.cause}; {effect}"
     if parting.left_out:
         made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
@@ -208,6 +212,13 @@ def _cause(parting: Parting, stuck: bool) -> str:
             f"another one in every process); {effect}"
         )
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
+
+
+def _why(parting: Parting, left: Left) -> str:
+    """What those who left the loop, or skipped a round, caught; empty where none was seen."""
+    if left.skips and left.skips.why:
+        return f"{left.skips.why}; "
+    return _caught(parting, left.ranks, left.ways)
 
 
 def _caught(parting: Parting, ranks: Collection[int], ways: tuple[Location, ...] = ()) -> str:

@@ -132,7 +132,8 @@ class RankExitedEarly(Check):
             mixed = _mixed(left, first, others) if loop.how is How.SKIPPED else ""
             cause = f"{loop.cause}{mixed}; {cause}"
         ways = loop.ways if loop else ()
-        if what := caught([s.rank for s in left], [s.rank for s in waiting], ways):
+        why = loop.skips.why if loop and loop.skips else ""
+        if what := why or caught([s.rank for s in left], [s.rank for s in waiting], ways):
             cause = f"{what}; {cause}"
         if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
             cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"

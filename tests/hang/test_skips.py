@@ -1,0 +1,99 @@
+"""DDP601 and DDP604 where ranks left out batches in several iterations over one loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from recordings import site
+from tapes import START, run_of, tapes
+
+from ddpdoctor.events import EpochBegan, EpochEnded, Event, ExceptionPassed, LoaderSeen
+from ddpdoctor.findings import Finding
+from ddpdoctor.ring import State
+
+LOOP = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
+
+
+def epochs(skipped: Sequence[int], *, going_on: bool = False) -> list[Event]:
+    """Iterations of six batches each; the last one may go on."""
+    events: list[Event] = [
+        site(50, "train.py", 8, "for x, y in loader:"),
+        site(51, "train.py", 12, "raise ValueError(x)", function="check"),
+        site(52, "train.py", 20, "return step(x)", function="guarded"),
+        LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
+    ]
+    for number, count in enumerate(skipped):
+        began = START + number / 2
+        events.append(EpochBegan(at=began, loader=0, epoch=number, step=6 * number, site=50,
+                                 batches=6))  # fmt: skip
+        if number < len(skipped) - 1 or not going_on:
+            events.append(
+                EpochEnded(at=began + 0.4, loader=0, epoch=number, batches=6, samples=6,
+                           backwards=6 - count, exhausted=True)
+            )  # fmt: skip
+    return events
+
+
+def caught(*numbers: int, message: str = "odd") -> list[Event]:
+    """An exception in each of these iterations."""
+    return [
+        ExceptionPassed(at=START + n / 2 + 0.1, where="handler", kind="ValueError", message=message,
+                        step=6 * n + 1, site=51, tried=52)
+        for n in numbers
+    ]  # fmt: skip
+
+
+def found(tmp_path: Path, stays: list[Event], leaves: list[Event]) -> Finding:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 9, inside=LOOP)
+    made[0].call("DDP backward", 9, inside=LOOP, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    run = run_of(tmp_path, made, more={0: stays, 1: leaves}, now=START + 7)
+    (finding,) = CollectiveMismatch().examine(run)
+    return finding
+
+
+def test_batches_that_were_skipped_in_several_epochs_by_several_ranks(tmp_path: Path) -> None:
+    stays = [*epochs((0, 1, 0, 0), going_on=True), *caught(1)]
+    finding = found(tmp_path, stays, [*epochs((1, 0, 1, 1)), *caught(0, 2, 3)])
+    assert finding.ranks == (0, 1)
+    assert finding.steps is not None
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (1, 19, 4)
+    assert (
+        "rank 1 caught ValueError: odd (train.py:12) in step 1 and 2 more; "
+        "rank 0 caught ValueError: odd (train.py:12) in step 7; rank 1 took"
+    ) in finding.cause
+    assert "skipped before by rank 0 in 1 epoch and rank 1 in 2 epochs, from" in finding.cause
+    assert "behind the `try`" in finding.fix
+    assert str(finding.location) == "train.py:8"
+    assert 20 in [r.location.line for r in finding.related]
+
+
+@pytest.mark.parametrize(
+    ("stays", "leaves"),
+    [
+        ((), ()),  # nothing was seen
+        ((2,), (0, 2, 3)),  # one that led to no skip
+        ((1,), (0, 3)),  # not each time
+    ],
+)
+def test_what_was_caught_does_not_say_why(
+    tmp_path: Path, stays: tuple[int, ...], leaves: tuple[int, ...]
+) -> None:
+    ours = [*epochs((0, 1, 0, 0), going_on=True), *caught(*stays)]
+    finding = found(tmp_path, ours, [*epochs((1, 0, 1, 1)), *caught(*leaves)])
+    assert finding.ranks == (0, 1)
+    assert "caught" not in finding.cause
+    assert "rank 1 took a step for only 5 of its 6 batches" in finding.cause
+    assert "rank 0 in 1 epoch and rank 1 in 2 epochs" in finding.cause
+    assert "behind the `try`" not in finding.fix
+
+
+def test_batches_that_all_skip_are_no_difference(tmp_path: Path) -> None:
+    finding = found(tmp_path, epochs((2, 2, 0), going_on=True), epochs((2, 2, 1)))
+    assert finding.ranks == (1,)
+    assert "skipped before" not in finding.cause
