@@ -23,13 +23,15 @@ LISTED = 8
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
     audited = audits(run)
-    sets = [f for f in of_check(run, "data-overlap") if f.parts]
+    overlaps = of_check(run, "data-overlap")
+    sets = [f for f in overlaps if f.parts]
     apart = [*of_check(run, "dataset-mismatch"), *sets]
     rows: list[tuple[str, ...]] = []
     for loader, ranks, made in audited[:LOADERS]:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
         unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
-        rows += _rows(loader, made, own or unlike)
+        beneath = next((f.beneath for f in overlaps if f.loader is loader and f.beneath), ())
+        rows += _rows(loader, beneath or made, not beneath and (own or unlike))
     told = {id(loader) for loader, _, _ in audited}
     for loader in loaders(run):
         if id(loader) not in told and len(rows) < LOADERS * ROWS:

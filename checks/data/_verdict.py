@@ -25,6 +25,7 @@ from ._content import (
 )
 from ._inputs import in_parts
 from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
+from ._parts import overlapping
 from ._streams import all_share, later, shares, together
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -37,6 +38,9 @@ AGAIN = "workers deliver them again"
 
 HELD = "samples are made of"
 """Name of the evidence that they are the same, although each is another whenever it is read."""
+
+SELECTED = "selected by each rank"
+"""Name of the evidence which parts of one data set the ranks select."""
 
 FROM_EPOCH = "from epoch"
 """Name of the evidence that a stream was divided before."""
@@ -55,6 +59,7 @@ class Fault:
         doubt: why it may be meant, empty where it is proven.
         evidence: figures beyond those of the audit.
         parts: the sets of ranks that deliver the same samples, where others do not.
+        beneath: audits of the data set that the ranks select their parts from.
     """
 
     check: str
@@ -65,6 +70,7 @@ class Fault:
     doubt: str = ""
     evidence: dict[str, object] = field(default_factory=dict)
     parts: tuple[tuple[int, ...], ...] = ()
+    beneath: tuple[Audit, ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -122,6 +128,11 @@ def _indexed(
         return None
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
+    if differing and loader.trains and (over := overlapping(readers, made)) is not None:
+        worst = max(over.audits, key=lambda a: len(a.shared))
+        told: dict[str, object] = {SELECTED: over.told}
+        sharing = [r for r in readers if r.rank.rank in over.ranks]
+        return Fault("data-overlap", loader, over.ranks, sharing, worst, "", told, (), over.audits)
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
     if made[0].same_order and in_parts(run, ranks):

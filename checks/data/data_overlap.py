@@ -6,12 +6,12 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
-from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps, Table
+from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, Steps, Table
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
 from ._table import audit_table
-from ._verdict import AGAIN, FROM_EPOCH, MOVING, Fault, faults, of_check
+from ._verdict import AGAIN, FROM_EPOCH, MOVING, SELECTED, Fault, faults, of_check
 from ._words import dataset, figures, no_loader, related, since, some, steps_from, use, whom
 
 
@@ -22,8 +22,9 @@ class DataOverlap(Check):
     Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
     is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
     takes the same slices or draws the same random positions on every rank, be it only later in the
-    run, a sampler of one's own whose shares overlap. Data that each rank has of its own, but for
-    some ranks that hold the same.
+    run, a sampler of one's own whose shares overlap, parts (`Subset`) that each rank selects from
+    one data set and that overlap. Data that each rank has of its own, but for some ranks that hold
+    the same.
 
     ## How it knows
     Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
@@ -32,6 +33,9 @@ class DataOverlap(Check):
     has no more than 4096. Without a loader it is the inputs of wrapped models, at the first 16
     forwards, then at every eighth and ever fewer; without a wrapper some values of each rank's own
     gradients before the program exchanges them, in four steps. Content is read in host memory only.
+    What a `Subset` selects is recorded up to 16,384 samples, at equal distances up to 262,144.
+    Parts overlap where the end of one, three in ten samples or more, is the beginning of another,
+    or nine in ten are the same, and all ranks select from data that is made of the same.
     The finding is proven; suspected where samples could not be looked at, are all alike or change
     each time they are read, and where inputs are not known or seem to be drawn on the spot.
 
@@ -47,8 +51,9 @@ class DataOverlap(Check):
     with the rank added.
 
     ## When it stays quiet
-    Content that differs; streams that draw with replacement; ranks that are handed their inputs on
-    purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
+    Content that differs; streams that draw with replacement; parts with samples that all ranks are
+    to have beside their own, and those that overlap by little; ranks that are handed their inputs
+    on purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
     pipeline; ranks that make a process group and hold the same part of the data. Inputs that never
     change or are drawn from the global random generators on the spot are a note, as is evaluation.
     """
@@ -108,7 +113,7 @@ class DataOverlap(Check):
             ranks=fault.ranks,
             steps=steps_from(reader, reader.epoch(number)),
             subjects=(reader.seen.dataset,),
-            location=reader.made_at,
+            location=_spot(fault),
             label="not divided among the workers" if workers else "not divided among the ranks",
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
@@ -184,6 +189,13 @@ class DataOverlap(Check):
         )
 
 
+def _spot(fault: Fault) -> Location | None:
+    """The line that selects what a `Subset` holds, or makes the loader."""
+    reader = fault.readers[0]
+    layers = reader.seen.layers if SELECTED in fault.evidence else ()
+    return next((at for e in layers if (at := reader.rank.location(e.site))), reader.made_at)
+
+
 def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
     """The steps of the forwards compared, of the optimizer that took the most."""
     done = rank.of(StepDone)
@@ -196,6 +208,9 @@ def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
 
 def _cause(fault: Fault, *, workers: bool) -> str:
     seen, moving = fault.readers[0].seen, fault.evidence.get(MOVING)
+    if isinstance(chosen := fault.evidence.get(SELECTED), dict):
+        told = ", ".join(f"{places} on rank {rank}" for rank, places in list(chosen.items())[:4])
+        return f"the parts of one data set that the ranks select for themselves overlap: {told}"
     if isinstance(moving, list):
         return (
             f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
@@ -228,6 +243,11 @@ def _fix(fault: Fault) -> str:
             "give each rank a part or a seed of its own, by `rank` itself; or load the same whole "
             "data set on every rank and divide it: `DataLoader(dataset, "
             "sampler=DistributedSampler(dataset))`"
+        )
+    if SELECTED in fault.evidence:
+        return (
+            "let each rank select its own part: `indices[rank::world_size]`, or `indices[rank * n: "
+            "(rank + 1) * n]` with `n = len(indices) // world_size`"
         )
     if MOVING in fault.evidence:
         return (

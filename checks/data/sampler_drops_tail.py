@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import LoaderSeen
-from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 from ._audit import Audit, audits
 from ._loaders import Loader, Reader, in_order, loaders
+from ._parts import selected
 from ._verdict import faults
 from ._words import dataset, figures, no_loader, related, some, spelled, use
 
@@ -170,9 +170,6 @@ def _read_through(of: LoaderSeen, reader: Reader) -> set[int]:
             if layer.data == wanted >= 0:
                 found.update(read)
                 break
-            try:
-                selected = unpack(layer.indices)
-            except ValueError:  # a damaged record
-                break
-            read = [selected[i] for i in read if 0 <= i < len(selected)]
+            chosen = selected(layer)
+            read = [chosen[i] for i in read if 0 <= i < len(chosen)]
     return found

@@ -34,13 +34,18 @@ class Layer(Part, frozen=True):
     Attributes:
         data: number of the object on this rank; the same object has the same number everywhere.
         indices: what a `Subset` selects from the next layer (see `ddpdoctor.events.pack`); empty
-            where it is none, or selects too much to record.
+            where it is none, `regular`, or selects too much to record.
         site: the line that made the `Subset`.
+        length: how many samples it holds, -1 where unknown.
+        regular: first, step and count of a selection at equal distances, of any length; all 0 where
+            it is none.
     """
 
     data: int
     indices: str = ""
     site: int = -1
+    length: int = -1
+    regular: tuple[int, int, int] = (0, 0, 0)
 
 
 class LoaderSeen(Event, frozen=True, tag="loader"):

@@ -29,8 +29,8 @@ UNLIKELY = 5
 APART = 0.75
 """Share of entries that are unlike where an entry says which sample it is."""
 
-SELECTED = 4096
-"""Entries up to which it is recorded what a `Subset` selects."""
+SELECTED, REGULAR = 16384, 262144
+"""Entries up to which it is recorded what a `Subset` selects, and whether at equal distances."""
 
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 """By the id of a data set: some cannot be hashed."""
@@ -60,13 +60,27 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
     while len(found) <= DEEPEST:
         subset = isinstance(dataset, data.Subset)
         selected = dataset.indices if subset else ()
-        short = 0 < len(selected) <= SELECTED
+        regular = _regular(selected)
+        short = 0 < len(selected) <= SELECTED and not regular[2]
         packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
-        found.append(Layer(_number(dataset), packed, _known(_made, dataset)))
+        known, length = _known(_made, dataset), _length(dataset)
+        found.append(Layer(_number(dataset), packed, known, length, regular))
         if not subset:
             break
         dataset = dataset.dataset
     return tuple(found)
+
+
+def _regular(selected: Any) -> tuple[int, int, int]:
+    """As `Layer.regular`."""
+    count = len(selected)
+    if not 1 < count <= REGULAR or not isinstance(selected, (range, list)):
+        return 0, 0, 0
+    first, step = selected[0], selected[1] - selected[0]
+    if type(step) is not int or not step:
+        return 0, 0, 0
+    alike = range(first, first + count * step, step)
+    return (first, step, count) if list(alike) == list(selected) else (0, 0, 0)
 
 
 def _number(dataset: Any) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+from ddpdoctor.checks.data._parts import selected
 
 from ddpdoctor.events import Event, LoaderSeen, Site
 from ddpdoctor.events.pack import unpack
@@ -39,7 +41,16 @@ def test_a_subset_of_a_subset_names_the_data_set_beneath() -> None:
     whole, inner, outer = (seen(data.DataLoader(d)).layers for d in (photos, part, rest))
     assert [layer.data for layer in outer] == [outer[0].data, inner[0].data, whole[0].data]
     assert len({layer.data for layer in outer}) == 3
-    assert [unpack(layer.indices) for layer in outer] == [[9], [*range(10, 20)], []]
+    assert [unpack(layer.indices) for layer in outer] == [[9], [], []]
+    assert [layer.regular for layer in outer] == [(0, 0, 0), (10, 1, 10), (0, 0, 0)]
+    assert [layer.length for layer in outer] == [1, 10, 20]
+
+
+def test_what_a_subset_selects() -> None:
+    photos = data.TensorDataset(torch.arange(40000))
+    for chosen in ([5, 3, 1], range(2, 40000, 3), torch.tensor([1, 2, 4]), numpy.arange(3), [7, 7]):
+        (layer, _) = seen(data.DataLoader(data.Subset(photos, chosen))).layers  # type: ignore[arg-type]
+        assert list(selected(layer)) == list(map(int, chosen))
 
 
 def test_batches_that_a_class_of_the_user_s_makes_up() -> None:

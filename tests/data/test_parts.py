@@ -1,0 +1,122 @@
+"""data-overlap: parts of one data set that each rank selects for itself."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from ddpdoctor.checks.data.data_overlap import DataOverlap
+from readers import found, loader, prologue, run_of
+from recordings import make_run
+
+from ddpdoctor.events import ContentRead, Event, GroupReady, Layer, Payload
+from ddpdoctor.events.pack import pack
+from ddpdoctor.run import Run
+
+ORDER = random.Random(3).sample(range(400), 400)
+BENEATH = Payload(name="dataset.tensors[0]", kind="tensor", length=400, order=9, content=9)
+
+
+def part(
+    places: Sequence[int],
+    *,
+    beneath: Payload | None = BENEATH,
+    regular: bool = False,
+    **more: object,
+) -> list[Event]:
+    digest = zlib.crc32(array("q", places))
+    indices = Payload(name="indices", kind="indices", length=len(places), order=digest)
+    first = places[0], places[1] - places[0], len(places)
+    layer = Layer(data=0, regular=first) if regular else Layer(data=0, indices=pack(places))
+    return loader(
+        0, [list(range(len(places)))], length=len(places), dataset="Subset",
+        layers=(layer, Layer(data=1, length=400)),
+        payloads=(indices, *([beneath] if beneath else [])), **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def samples(places: Sequence[int]) -> ContentRead:
+    return ContentRead(
+        at=0, loader=0, epoch=0, batches=pack(n // 4 for n in range(len(places))),
+        columns=(pack(place + 1 for place in places),), indices=pack(range(len(places))),
+    )  # fmt: skip
+
+
+def both(first: Sequence[int], second: Sequence[int], **more: object) -> Run:
+    return run_of(part(first, **more), part(second, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (range(200), range(100, 300), 100),
+        (range(0, 400, 2), range(2, 400, 2), 199),
+        (range(400), range(1, 400), 399),
+        (ORDER[:200], ORDER[120:320], 80),
+        (sorted(ORDER[:380]), ORDER[:380], 380),
+    ],
+)
+def test_parts_that_overlap(first: Sequence[int], second: Sequence[int], shared: int) -> None:
+    run = both(first, second)
+    (finding,) = found(DataOverlap(), run)
+    assert finding.summary.startswith(f"both ranks deliver the same {shared} of ")
+    ((row,),) = (table.rows for table in DataOverlap().tables(run))
+    assert row[3:6] == ("400", str(len({*first} ^ {*second})), str(shared))
+
+
+def test_long_parts_at_equal_distances() -> None:
+    (finding,) = found(DataOverlap(), both(range(200), range(100, 300), regular=True))
+    assert "0 to 199 on rank 0, 100 to 299 on rank 1" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (range(0, 400, 2), range(1, 400, 2)),
+        # neighbours with a little of each other, and samples that all ranks have beside their own
+        (range(220), range(180, 400)),
+        ([*range(100), *range(100, 200)], [*range(100), *range(200, 300)]),
+        ([*range(0, 200, 2), *range(300, 400)], [*range(1, 200, 2), *range(300, 400)]),
+        # draws of each rank's own, with and without replacement
+        (random.Random(0).choices(range(400), k=400), random.Random(1).choices(range(400), k=400)),
+        (random.Random(0).sample(range(400), 300), random.Random(1).sample(range(400), 300)),
+        # all but another fifth on each rank
+        (range(80, 400), [*range(80), *range(160, 400)]),
+    ],
+)
+def test_parts_that_are_meant(first: Sequence[int], second: Sequence[int]) -> None:
+    assert not found(DataOverlap(), both(first, second))
+
+
+def test_ranks_that_train_models_of_their_own_or_evaluate() -> None:
+    assert not found(DataOverlap(), both(range(200), range(100, 300), trains=False))
+    assert not found(DataOverlap(), both(range(200), range(100, 300), replacement=True))
+    alone = {
+        r: [*prologue(2, wrapped=False), *part(p, ends={"collectives": 0})]
+        for r, p in enumerate((range(200), range(100, 300)))
+    }
+    assert not found(DataOverlap(), make_run(alone))
+
+
+def test_what_they_select_from_is_known_to_be_one_data_set() -> None:
+    parts = range(200), range(100, 300)
+    assert not found(DataOverlap(), both(*parts, beneath=None))
+    known = [[*part(p, beneath=None), samples(p)] for p in parts]
+    assert found(DataOverlap(), run_of(*known))
+    others = [
+        part(p, beneath=Payload(name="dataset.x", kind="tensor", length=400, order=r))
+        for r, p in enumerate(parts)
+    ]
+    assert not found(DataOverlap(), run_of(*others))
+    assert not found(DataOverlap(), both(*parts, content=1)), "other samples at the same places"
+
+
+def test_a_group_that_shares_its_part() -> None:
+    pair = GroupReady(at=0, group=1, name="1", backend="gloo", ranks=(0, 1), member=True, site=-1)
+    same = [range(100), range(10, 100), range(100, 200), range(200, 300)]
+    assert found(DataOverlap(), run_of(*map(part, same)))
+    shared = [[*([pair] if r < 2 else []), *part(p)] for r, p in enumerate(same)]
+    assert not found(DataOverlap(), run_of(*shared))
