@@ -31,10 +31,12 @@ class ZeroGradient(Check):
     ## Why it hurts
     Nothing is learnt there, and what was there is lost: a pretrained layer that is cut off fades.
     The usual ways are a dead activation, a loss weight of zero, a product with a mask that is
-    always zero.
+    always zero. Of a bias whose weight has a gradient nothing is lost: the loss does not depend on
+    it, as where only the difference of two outputs counts.
 
     ## How to fix it
-    Find what multiplies by zero on the way from the layer to the loss; or freeze the layer.
+    Find what multiplies by zero on the way from the layer to the loss; or freeze the layer. A bias
+    that cancels out is left out with `bias=False`.
 
     ## When it stays quiet
     Embeddings; a gradient that is not zero in one of the steps, as after a warm-up of the loss's
@@ -63,9 +65,14 @@ class ZeroGradient(Check):
                 if wrapped is None or not (event.weight_decay or event.moved):
                     continue
                 worth = _worth_telling(wrapped, event)
-                if left := [i for i in worth if (event.model, i) not in told]:
-                    told.update((event.model, i) for i in left)
-                    yield self._tell(run, rank, wrapped, event, left, tuple(r.rank for r in seen))
+                left = [i for i in worth if (event.model, i) not in told]
+                told.update((event.model, i) for i in left)
+                cancelled = [i for i in left if _cancels(wrapped, event, i)]
+                for some in ([i for i in left if i not in cancelled], cancelled):
+                    if some:
+                        yield self._tell(
+                            run, rank, wrapped, event, some, tuple(r.rank for r in seen)
+                        )
 
     def _tell(
         self,
@@ -79,6 +86,7 @@ class ZeroGradient(Check):
         names = models.names_of(wrapped, left)
         part = models.parts_of(wrapped, left)[0]
         title = title_of(rank, wrapped)
+        cause, fix = _why(wrapped, event, left, part)
         return self.finding(
             ranks=ranks,
             subjects=names,
@@ -86,14 +94,13 @@ class ZeroGradient(Check):
             label="its gradient is always zero",
             summary=f"the gradient of {models.some(names)} of {title} was exactly "
             f"zero at all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
-            cause=f"{part.title} reaches the loss only through something that is zero; "
+            cause=f"{cause}; "
             + (
                 "the momentum of gradients from before still moves it"
                 if set(left) <= set(event.moved)
                 else f"weight decay {event.weight_decay:g} still shrinks it"
             ),
-            fix="look for a loss weight, a mask or an activation that is zero on its way to the "
-            "loss; or freeze it before the wrap",
+            fix=f"{fix}; or freeze it before the wrap",
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps looked at": event.samples,
@@ -113,6 +120,35 @@ def _seen(run: Run, model: int, optimizer: int) -> dict[Rank, ZeroGradients]:
 
 def _events(rank: Rank, model: int, optimizer: int) -> list[ZeroGradients]:
     return [e for e in rank.of(ZeroGradients) if (e.model, e.optimizer) == (model, optimizer)]
+
+
+def _cancels(wrapped: Wrapped, event: ZeroGradients, position: int) -> bool:
+    """Whether it is the bias of a module whose weight has a gradient: what comes back to the module
+    is not zero, and sums up to nothing."""
+    owner, _, word = wrapped.parameters[position].name.rpartition(".")
+    weight = f"{owner}.weight".lstrip(".")
+    return word == "bias" and weight in models.names_of(wrapped, event.beside)
+
+
+def _why(
+    wrapped: Wrapped, event: ZeroGradients, left: list[int], part: models.Part
+) -> tuple[str, str]:
+    """Cause and fix, of parameters that share them."""
+    names = models.some(models.names_of(wrapped, left))
+    if _cancels(wrapped, event, left[0]):
+        weight = f"{part.module}.weight".lstrip(".")
+        return (
+            f"the gradient of {weight} is not zero, so {part.module or 'the model'} does reach the "
+            f"loss: what {names} adds cancels out on the way there, as in the difference of two "
+            "outputs, or before a norm or a softmax",
+            "leave it out (`bias=False`), the loss does not depend on it",
+        )
+    alive = {wrapped.parameters[i].name.rpartition(".")[0] for i in event.beside}
+    who = names if part.module in alive else part.title
+    return (
+        f"{who} reaches the loss only through something that is zero",
+        "look for a loss weight, a mask or an activation that is zero on its way to the loss",
+    )
 
 
 def _worth_telling(wrapped: Wrapped, event: ZeroGradients) -> list[int]:

@@ -421,6 +421,7 @@ class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
         samples: steps looked at.
         weight_decay: the largest of the optimizer's groups that hold them.
         moved: those of them whose group has none.
+        beside: parameters of the same modules that were seen with a gradient that is not zero.
     """
 
     model: int
@@ -430,6 +431,7 @@ class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
     indices: tuple[int, ...] = ()
     weight_decay: float = 0.0
     moved: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
 
 
 def examined(made: int, parameters: int) -> bool:

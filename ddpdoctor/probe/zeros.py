@@ -24,11 +24,13 @@ class Zeros:
 
     Attributes:
         changed: those that a step changed all the same; told: those on record.
+        alive: those whose gradient was not zero when all were looked at.
         before: digests of the parameters before the step that is being taken.
     """
 
     def __init__(self) -> None:
         self.always: set[int] | None = None
+        self.alive: set[int] = set()
         self.changed: set[int] = set()
         self.told: set[int] = set()
         self.samples = 0
@@ -54,6 +56,8 @@ def _step_due(active: Recorder, step: Step) -> None:
         seen = _look(holding, zeros.always)
         if seen is None:
             continue
+        if zeros.always is None:
+            zeros.alive = {position for position, zero in seen.items() if not zero}
         zeros.always = {position for position, zero in seen.items() if zero}
         zeros.samples += 1
         if zeros.told - zeros.always:
@@ -116,6 +120,8 @@ def _tell(active: Recorder, holding: Holding, zeros: Zeros, step: Step) -> None:
     groups = () if optimizer is None else optimizer.param_groups
     decays = {id(p): float(g.get("weight_decay") or 0) for g in groups for p in g["params"]}
     own = [decays.get(id(p), 0.0) for p in holding.parameters(indices)]
+    owners = [name.rpartition(".")[0] for name in holding.model.names]
+    modules = {owners[i] for i in indices}
     active.emit(
         ZeroGradients(
             at=time.monotonic(),
@@ -126,5 +132,6 @@ def _tell(active: Recorder, holding: Holding, zeros: Zeros, step: Step) -> None:
             indices=tuple(indices),
             weight_decay=max(own, default=0.0),
             moved=tuple(i for i, decay in zip(indices, own, strict=True) if not decay),
+            beside=tuple(i for i in sorted(zeros.alive) if owners[i] in modules),
         )
     )

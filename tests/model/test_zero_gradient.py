@@ -20,34 +20,43 @@ from ddpdoctor.probe.holdings import Holding
 CHECK = ZeroGradient()
 
 
-def zeros(samples=4, decay=0.1, indices=(4, 5)):
+def zeros(samples=4, decay=0.1, indices=(4, 5), beside=()):
     return ZeroGradients(
-        at=0, model=0, optimizer=0, step=8, samples=samples, indices=indices, weight_decay=decay
-    )
+        at=0, model=0, optimizer=0, step=8, samples=samples, indices=indices, weight_decay=decay,
+        beside=beside,
+    )  # fmt: skip
 
 
-def seen(monkeypatch, optimizer, weight, *, steps):
-    """What is told of a run; `weight` is by what the gradients are multiplied at a step."""
+def seen(monkeypatch, optimizer, weight, *, steps, alive=()):
+    """What is told of a run; `weight` is by what the gradients are multiplied at a step,
+    but for those of the `alive`."""
     told: list[ZeroGradients] = []
     active: Any = SimpleNamespace(emit=told.append)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     every = list(range(len(parameters)))
     references = [weakref.ref(p) for p in parameters]
-    model: Any = SimpleNamespace(number=0, expected=every, parameters=references)
+    names = [f"layer.{n}" for n in every]
+    model: Any = SimpleNamespace(number=0, expected=every, parameters=references, names=names)
     holding = Holding(model, 0, every)
     step: Any = SimpleNamespace(holdings=[holding], optimizer=weakref.ref(optimizer))
     step.known = SimpleNamespace(notes={}, step=step)
     monkeypatch.setattr(optimizers, "known", lambda: [step.known])
     monkeypatch.setattr(watcher, "_ends", SimpleNamespace(wake=lambda awake=True: None))
     for step.number in range(steps):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, weight(step.number))
+        for n, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, 1.0 if n in alive else weight(step.number))
         if told_at(step.number):
             watcher._step_due(active, step)
         optimizer.step()
         watcher._step_ends(active, step)
     watcher._leaving(active, None)
     return told
+
+
+def test_what_has_a_gradient_beside_it_is_told(monkeypatch):
+    optimizer = torch.optim.SGD(weights(3), 0.1, weight_decay=0.1)
+    told = seen(monkeypatch, optimizer, lambda step: 0.0, steps=9, alive=(2,))
+    assert (told[-1].indices, told[-1].beside) == ((0, 1), (2,))
 
 
 def weights(count=2):
@@ -107,6 +116,20 @@ def test_an_optimizer_inside_another_on_some_ranks_tells_the_same():
 def test_two_optimizers_of_which_each_has_its_own():
     other = msgspec.structs.replace(zeros(indices=(2, 3)), optimizer=1)
     assert len(list(CHECK.examine(both(zeros(), other)))) == 2
+
+
+def test_a_bias_whose_weight_has_a_gradient_cancels_out():
+    cut, cancels = CHECK.examine(both(zeros(indices=(2, 3, 5), beside=(4,))))
+    assert (cut.subjects, cancels.subjects) == (("head.weight", "head.bias"), ("aux.bias",))
+    assert "only through something that is zero" in cut.cause
+    assert "the gradient of aux.weight is not zero" in cancels.cause
+    assert "bias=False" in cancels.fix
+    assert "something that is zero" not in cancels.cause
+
+
+def test_a_weight_beside_a_bias_with_a_gradient_is_not_the_whole_module():
+    (found,) = CHECK.examine(both(zeros(indices=(4,), beside=(5,))))
+    assert found.cause.startswith("aux.weight reaches the loss only through something")
 
 
 def test_without_decay_nothing_is_lost():
