@@ -82,7 +82,8 @@ class Divergence:
     Attributes:
         keys: the moments at which they do, ascending; `compared` of those from the first on, of
             any tensor that does.
-        names: of the tensors that differ; `looked` of the `total` were compared from then on.
+        names: of the tensors that differ; `looked` of the `total` were compared while they did,
+            that is from then on, or where some of them were equal again meanwhile, at `keys`.
         minority: ranks that differ from most others; all ranks where there is no majority.
         at: wall clock of the first moment, on the last rank where it is none of a step.
         healed: a later moment at which all tensors were equal again, -1 for none.
@@ -240,7 +241,8 @@ def divergence(
     since = {key: seen for key, seen in looked.items() if key >= found.first}
     found.compared = sum(not positions.isdisjoint(seen) for seen in since.values())
     everything = set().union(*since.values())
-    found.looked = len(everything)
+    ended = found.compared > len(found.keys)
+    found.looked = len(set().union(*(looked[k] for k in found.keys)) if ended else everything)
     sound = everything - positions  # what these were before says nothing of the others
     equal = (k for k in reversed(looked) if k < found.first and not sound.issuperset(looked[k]))
     found.before = next(equal, -1)

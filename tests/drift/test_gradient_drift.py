@@ -271,3 +271,13 @@ def test_what_an_edit_made_not_finite_is_no_fault_of_its_own(edits, bad, follows
     run = run_of(ranks)
     (drift,), (origin,) = GradientDrift().examine(run), NonfiniteOrigin().examine(run)
     assert GradientDrift().explains(drift, origin) is follows
+
+
+def test_of_one_step_only_what_was_compared_in_it_counts():
+    rows = [{k: [1, 2, 3, 4] if k != 5 or n else [6, 6, 6, 6] for k in range(9)} for n in range(2)]
+    (finding,) = GradientDrift().examine(
+        run_of({n: [digests("gradients", rows[n], stride=2)] for n in range(2)}, count=9)
+    )
+    assert finding.evidence["differing"] == "2 of 2 tensors compared, of 4"
+    assert finding.evidence["looks_that_differ"] == "1 of 2 compared since"
+    assert finding.evidence["last_equal_at_step"] == 4
