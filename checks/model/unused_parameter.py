@@ -86,7 +86,9 @@ class UnusedParameter(Check):
         names = models.names_of(wrapped, [i for e in (event, *later) for i in e.indices])
         parts = models.parts_of(wrapped, event.indices)
         when = _when(rank, model, event, bool(later))
-        why = _why(event, parts[0], _share(rank, model, event))
+        share = _share(rank, model, event)
+        reasons = {p: _why(event, p, share) for p in parts}
+        why = reasons[parts[0]]
         yield self.finding(
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
@@ -100,13 +102,13 @@ class UnusedParameter(Check):
             summary=f"{models.some(names)} of {title_of(rank, wrapped)} got no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(parts[0], why, allowed),
+            cause=_cause(reasons, allowed),
             fix=_fix(
-                parts[0],
+                parts,
                 why,
                 allowed,
                 _called(event, parts[0]),
-                _freeze(rank, wrapped, parts[0]),
+                _freeze(rank, wrapped, parts),
                 models.names_in_code(rank, wrapped)[0],
             ),
             fix_kind=FixKind.CHECK,
@@ -123,7 +125,7 @@ class UnusedParameter(Check):
                 "unused": f"{len(names)} of {len(wrapped.parameters)} parameters",
                 "backward": event.backward,
                 **graphs.seen_by(rank, model, event),
-                "unused in": _share(rank, model, event) + f" ({names[0]})" * bool(later),
+                "unused in": share + f" ({names[0]})" * bool(later),
                 "find_unused_parameters": event.find_unused,
             },
             at=rank.wall(event.at),
@@ -207,8 +209,20 @@ def _related(
     return models.related(rank, places)
 
 
-def _cause(part: Part, why: str, allowed: bool) -> str:
-    text = {
+def _cause(reasons: dict[Part, str], allowed: bool) -> str:
+    alike = {why: [p for p in reasons if reasons[p] == why] for why in reasons.values()}
+    text = "; ".join(_of_parts(parts, why) for why, parts in alike.items())
+    if allowed:
+        return f"{text}; DDP was told to expect that, so training is right"
+    whose = "them" if len(reasons) > 1 else "it"
+    return f"{text}; gradients that share a bucket with {whose} are applied without being averaged"
+
+
+def _of_parts(parts: list[Part], why: str) -> str:
+    """Why the first gets no gradient, and that it is the same with others."""
+    part, *others = parts
+    more = f", and so it is with {models.some(p.title for p in others)}" if others else ""
+    return {
         NEVER: f"{part.title} was never called in the forward",
         OUTPUT: f"{part.title} was called, but no gradient comes back through what it returned: "
         "that does not reach the loss, or only detached",
@@ -220,15 +234,17 @@ def _cause(part: Part, why: str, allowed: bool) -> str:
         BESIDE: f"the loss does not depend on a parameter of {part.title}: the forward does not "
         "use it, or what it adds drops out (as a bias does of a loss of derivatives)",
         PLAIN: f"{part.title} took no part in the loss",
-    }[why]
-    if allowed:
-        return f"{text}; DDP was told to expect that, so training is right"
-    return f"{text}; gradients that share a bucket with it are applied without being averaged"
+    }[why] + more
 
 
-def _freeze(rank: Rank, wrapped: Wrapped, part: Part) -> str:
-    """Code that freezes it: the module where all of it is unused, else the parameter."""
+def _freeze(rank: Rank, wrapped: Wrapped, parts: list[Part]) -> str:
+    """Code that freezes them."""
     inner = models.names_in_code(rank, wrapped)[1]
+    return models.some(dict.fromkeys(_freezing(wrapped, p, inner) for p in parts), 3)
+
+
+def _freezing(wrapped: Wrapped, part: Part, inner: str) -> str:
+    """The module where all of it is unused, else the parameter."""
     names = models.names_of(wrapped, part.positions)
     if part.whole and part.module:
         return f"`{part.code(inner)}.requires_grad_(False)`"
@@ -237,15 +253,17 @@ def _freeze(rank: Rank, wrapped: Wrapped, part: Part) -> str:
     return f"`{replace(part, module=names[0]).code(inner)}.requires_grad_(False)`"
 
 
-def _fix(part: Part, why: str, allowed: bool, called: str, freeze: str, wrapper: str) -> str:
+def _fix(parts: list[Part], why: str, allowed: bool, called: str, freeze: str, wrapper: str) -> str:
     if allowed and why not in (SOMETIMES, LEFT_OUT):
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
     if allowed:
         return "nothing to change; `find_unused_parameters=True` is needed for this model"
     if why == LEFT_OUT or (why == SOMETIMES and called == "yes"):
+        first = parts[0].code(f"{wrapper}.module")
+        others = f" (and so {models.some(p.title for p in parts[1:])})" if parts[1:] else ""
         return (
             "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
-            f"sum(p.sum() for p in {part.code(f'{wrapper}.module')}.parameters())`; "
+            f"sum(p.sum() for p in {first}.parameters())`{others}; "
             "`find_unused_parameters=True` does not help where the wrapper's output depends on it"
         )
     return {

@@ -30,6 +30,16 @@ def test_a_layer_that_is_never_called():
     assert [r.label for r in found.related] == ["wrapped here", "backward without it"]
 
 
+def test_of_several_modules_all_are_named():
+    every = dict.fromkeys(range(2, 6), 1)
+    (found,) = find(unused([2, 3, 4, 5], called=("", "body")), use(1, every))
+    assert found.cause.startswith("head (Linear) was never called in the forward, and so it is")
+    assert "with aux (Linear); gradients that share a bucket with them" in found.cause
+    assert "`net.head.requires_grad_(False)`, `net.aux.requires_grad_(False)`; if" in found.fix
+    (found,) = find(unused([2, 3, 4, 5], called=("", "body", "aux")), use(1, every))
+    assert found.cause.startswith("head (Linear) was never called in the forward; aux (Linear) was")
+
+
 def test_a_model_that_was_wrapped_before_anybody_watched():
     events = rank(unused([4, 5]), use(1, {4: 1, 5: 1}))
     events = [
