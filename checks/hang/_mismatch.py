@@ -337,8 +337,10 @@ def _fault(
         return extra, _minority(callers, rest, extra, known)
     x, y = a[0], b[0]
     if x.what[0] == y.what[0] and x.text == y.text:
-        if len(one) < len(other):
-            return x, tuple(sorted(one))
+        if len(one) < len(other) and 2 * len(other) >= len(made):
+            return x, tuple(sorted(set(made) - set(other)))
+        if len(one) + len(other) < len(made):
+            return x, tuple(sorted(made))
         new = [_new(m, logs, known, index) for m in (x, y)]
         if new[0] != new[1]:
             return (x, tuple(sorted(one))) if new[0] else (y, tuple(sorted(other)))

@@ -102,13 +102,27 @@ def test_of_two_ranks_the_one_that_changed_is_at_fault(tmp_path: Path) -> None:
     assert finding.ranks == (0,)
 
 
-def test_each_rank_its_own_root(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+@pytest.mark.parametrize(
+    ("before", "roots", "ranks"),
+    [
+        ((), (0, 1), (0, 1)),
+        ((0, 2), (0, 1, 2), (0, 1, 2)),
+        ((0,), (1, 0, 0), (0,)),
+        ((0,), (0, 0, 1, 2), (2, 3)),
+        ((0,), (0, 0, 1, 2, 3), (0, 1, 2, 3, 4)),
+        ((0,), (0, 0, 0), None),
+    ],
+)
+def test_who_is_at_fault_of_many_roots(
+    tmp_path: Path, before: tuple[int, ...], roots: tuple[int, ...], ranks: tuple[int, ...] | None
+) -> None:
+    made = tapes(len(roots))
     for rank, tape in made.items():
-        tape.call("broadcast", 9, numel=4, dtype="float32", root=rank)
-    (finding,) = found(run_of(tmp_path, made))
-    assert finding.ranks == (0, 1)
-    assert "roots" in finding.summary
+        for root in (*before, roots[rank]):
+            tape.call("broadcast", 9, numel=4, dtype="float32", root=root)
+    told = found(run_of(tmp_path, made))
+    assert [f.ranks for f in told] == ([ranks] if ranks else [])
+    assert all("roots" in f.summary for f in told)
 
 
 def test_sizes_that_may_differ(tmp_path: Path) -> None:
