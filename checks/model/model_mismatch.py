@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
+from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _models as models
+from ._orders import Apart, apart
 
 TOLD = 12
 """Rows of the table of differences."""
@@ -36,11 +37,13 @@ class Held:
 
     Attributes:
         origin: the record it stands in.
+        number: how many models the rank wrapped for the group before.
     """
 
     rank: Rank
     origin: Wrapped | Unwrapped
     parameters: tuple[Tensor, ...]
+    number: int = 0
 
     def signature(self) -> tuple[object, ...]:
         return tuple(_signature(p) for p in self.parameters)
@@ -52,13 +55,15 @@ class ModelMismatch(Check):
     ## What it finds
     Lists of parameters that are not the same on all ranks of a group when the model is wrapped (or,
     where gradients are reduced by hand, when the optimizer first steps): other names, another
-    order, other shapes or dtypes, frozen here and trained there.
+    order, other shapes or dtypes, frozen here and trained there. Also the same models wrapped in
+    another order.
 
     ## How it knows
     As the wrapper is made, before it communicates, each rank records the list of the model's
     parameters: names, shapes, dtypes and which of them are trained. Of a model without a wrapper it
     is the list that the optimizer holds at its first step. Lists of the ranks of one group are
-    compared position by position. The finding is proven.
+    compared position by position, and the lines that made the models wrapped at one number. The
+    finding is proven.
 
     ## Why it hurts
     DDP broadcasts and reduces by position. Where the shapes differ the constructor raises or
@@ -67,8 +72,9 @@ class ModelMismatch(Check):
 
     ## How to fix it
     Build the model from the same arguments on every rank, and register layers in a fixed order:
-    `for name in sorted(names)`. Compute sizes from all of the data, or on rank 0 and broadcast
-    them; convert to one dtype, freeze on every rank or on none, before the wrap.
+    `for name in sorted(names)`; so are several models to be wrapped. Compute sizes from all of the
+    data, or on rank 0 and broadcast them; convert to one dtype, freeze on every rank or on none,
+    before the wrap.
 
     ## When it stays quiet
     Parameters in `_ddp_params_and_buffers_to_ignore`; models of different groups (pipeline stages,
@@ -86,9 +92,19 @@ class ModelMismatch(Check):
         return None if run.any(Wrapped) or run.any(Unwrapped) else models.NO_DDP
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        turned: set[tuple[int, ...]] = set()
         for held in [*_wrapped(run), *_reduced_by_hand(run)]:
-            if len({h.signature() for h in held}) > 1:
-                yield self._tell(run, held)
+            ranks = tuple(h.rank.rank for h in held)
+            majority, others = _sides(held)
+            if not others:
+                continue
+            origins = _origins(majority[0], others[0])
+            if origins is None:
+                yield self._tell(run, held, majority, others)
+            elif not origins.reordered or ranks not in turned:
+                yield self._tell_origins(held, majority, others, origins)
+                if origins.reordered:
+                    turned.add(ranks)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "first-failure":
@@ -101,10 +117,39 @@ class ModelMismatch(Check):
             "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
         )  # fmt: skip
 
-    def _tell(self, run: Run, held: list[Held]) -> Finding:
-        usual, _ = Counter(h.signature() for h in held).most_common(1)[0]
-        majority = [h for h in held if h.signature() == usual]
-        others = [h for h in held if h.signature() != usual]
+    def _tell_origins(
+        self, held: list[Held], majority: list[Held], others: list[Held], origins: Apart
+    ) -> Finding:
+        """Other models, or the same ones in another order."""
+        here, there = majority[0], others[0]
+        clear = 2 * len(majority) > len(held)
+        who = [ranks_text(ranks) for ranks in ([h.rank.rank for h in majority], [there.rank.rank])]
+        what = "their models in another order" if origins.permuted else "different models"
+        which = f"number {here.number + 1}" if here.number else "the first"
+        lines = [Related(f"the model of {w}", at) for w, at in zip(who, origins.made, strict=True)]
+        wrapped = origins.loop or there.rank.location(there.origin.site)
+        if not origins.reordered and wrapped is not None:
+            lines = [lines[1], lines[0], Related("wrapped here", wrapped)]
+            wrapped = origins.made[1]
+        return self.finding(
+            ranks=tuple(h.rank.rank for h in (others if clear else held)),
+            subjects=tuple(dict.fromkeys((here.origin.kind, there.origin.kind))),
+            location=wrapped,
+            label="not the same model on all ranks",
+            related=tuple(r for r in lines if r.location != wrapped),
+            summary=f"ranks wrap {what}: {which} is the {here.origin.kind} made "
+            f"{_in(origins.made[0])} on {who[0]}, and the {there.origin.kind} made "
+            f"{_in(origins.made[1])} on {who[1]}",
+            cause=origins.cause,
+            fix=origins.fix,
+            fix_kind=FixKind.CHECK,
+            evidence=_compared(here, there),
+            at=min(h.rank.wall(h.origin.at) for h in held),
+        )
+
+    def _tell(
+        self, run: Run, held: list[Held], majority: list[Held], others: list[Held]
+    ) -> Finding:
         here, there = majority[0], others[0]
         places = _differences(here.parameters, there.parameters)
         first = places[0]
@@ -130,18 +175,7 @@ class ModelMismatch(Check):
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
-            evidence={
-                "differences": f"{len(places)} of "
-                f"{max(len(here.parameters), len(there.parameters))} parameters",
-                "parameters": [
-                    {
-                        "position": i,
-                        f"rank {here.rank.rank}": _told(_at(here.parameters, i)),
-                        f"rank {there.rank.rank}": _told(_at(there.parameters, i)),
-                    }
-                    for i in places[:TOLD]
-                ],
-            },
+            evidence=_compared(here, there),
             at=min(h.rank.wall(h.origin.at) for h in held),
         )
 
@@ -154,11 +188,12 @@ def _wrapped(run: Run) -> Iterator[list[Held]]:
         for wrapped in rank.of(Wrapped):
             _, ranks = models.members(rank, wrapped)
             listed = tuple(p for p in wrapped.parameters if not p.ignored)
-            found.setdefault((ranks, counts[ranks]), []).append(Held(rank, wrapped, listed))
+            held = Held(rank, wrapped, listed, counts[ranks])
+            found.setdefault((ranks, held.number), []).append(held)
             counts[ranks] += 1
-    for (members, _), held in found.items():
-        if len(held) > 1 and members:
-            yield held
+    for (members, _), each in found.items():
+        if len(each) > 1 and members:
+            yield each
 
 
 def _reduced_by_hand(run: Run) -> Iterator[list[Held]]:
@@ -174,6 +209,52 @@ def _reduced_by_hand(run: Run) -> Iterator[list[Held]]:
                 found.setdefault((event.optimizer, told[event.optimizer]), []).append(held)
                 told[event.optimizer] += 1
     yield from (held for held in found.values() if len(held) > 1)
+
+
+def _sides(held: list[Held]) -> tuple[list[Held], list[Held]]:
+    """Those with the model that most have, and the others: it has other parameters, or as many from
+    another line while each rank wraps the other's later."""
+    usual, _ = Counter(h.signature() for h in held).most_common(1)[0]
+    majority = [h for h in held if h.signature() == usual]
+    others = [h for h in held if h.signature() != usual]
+    if others or len(held) < 2:
+        return majority, others
+    turned = [h for h in held if (found := _apart(held[0], h)) is not None and found.permuted]
+    return [h for h in held if h not in turned], turned
+
+
+def _apart(here: Held, there: Held) -> Apart | None:
+    if isinstance(here.origin, Wrapped) and isinstance(there.origin, Wrapped):
+        return apart((here.rank, here.origin), (there.rank, there.origin))
+    return None
+
+
+def _origins(here: Held, there: Held) -> Apart | None:
+    """The lines of models that are not one model with other dtypes, or frozen on some ranks."""
+    found = _apart(here, there)
+    layers = [[(p.name, p.shape) for p in held.parameters] for held in (here, there)]
+    return found if found and (found.permuted or layers[0] != layers[1]) else None
+
+
+def _compared(here: Held, there: Held) -> Evidence:
+    places = _differences(here.parameters, there.parameters)
+    longest = max(len(here.parameters), len(there.parameters))
+    return {
+        "differences": f"{len(places)} of {longest} parameters",
+        "parameters": [
+            {
+                "position": i,
+                f"rank {here.rank.rank}": _told(_at(here.parameters, i)),
+                f"rank {there.rank.rank}": _told(_at(there.parameters, i)),
+            }
+            for i in places[:TOLD]
+        ],
+    }
+
+
+def _in(made: Location) -> str:
+    named = made.function and not made.function.startswith("<")
+    return f"in {made.function} ({made})" if named else f"at {made}"
 
 
 def _signature(parameter: Tensor) -> tuple[object, ...]:

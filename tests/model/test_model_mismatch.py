@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 from ddpdoctor.checks.model.model_mismatch import ModelMismatch
-from recordings import make_run, steps
+from recordings import make_run, site, steps
 from wraps import codes, group, parameters, rank, sites, wrap
 
-from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events import CallSite, Place, Submodule, Tensor, Unwrapped, UnwrappedState
 
 CHECK = ModelMismatch()
 
@@ -109,3 +109,87 @@ def test_gradients_that_are_reduced_by_hand():
     assert codes(make_run({0: grown, 1: grown}), CHECK) == [], "a group was added on every rank"
     other = [*by_hand(("head",), "gradients"), *by_hand(("head", "neck"), "gradients")]
     assert codes(make_run({0: grown, 1: other}), CHECK) == ["DDP309 error"]
+
+
+MAKERS = {"actor": 60, "critic": 61, "judge": 62}
+
+
+def wrap_each(names, sizes, *, comprehension=True, group=0):
+    """A rank that wraps models in that order, each from a function of its own."""
+    text = "nets = {n: DDP(PARTS[n]()) for n in names}" if comprehension else "nets[n] = DDP(made)"
+    events = [site(at, "nets.py", at, "return nn.Linear(...)", name) for name, at in MAKERS.items()]
+    events.append(site(70, "train.py", 70, text))
+    events.append(CallSite(at=0, id=1, places=(Place(70),)))
+    for number, name in enumerate(names):
+        size = sizes[name]
+        listed = [Tensor("weight", (size, size), "float32"), Tensor("bias", (size,), "float32")]
+        made = Submodule("", "Linear", MAKERS[name])
+        wrapped = wrap(model=number, kind="Linear", group=group, listed=tuple(listed))
+        events.append(msgspec.structs.replace(wrapped, site=70, modules=(made,)))
+    return events
+
+
+def in_orders(*orders, sizes=None, **more):
+    """Ranks that wrap such models, in one group."""
+    sizes = sizes or {"actor": 4, "critic": 8, "judge": 16}
+    ranks = tuple(range(len(orders)))
+    return list(
+        CHECK.examine(
+            make_run(
+                {r: [group(ranks), *wrap_each(o, sizes, **more)] for r, o in enumerate(orders)}
+            )
+        )
+    )
+
+
+def test_models_wrapped_in_another_order():
+    (found,) = in_orders(("actor", "judge", "critic"), ("actor", "critic", "judge"))
+    assert "their models in another order: number 2 is the Linear made in judge" in found.summary
+    assert "critic (nets.py:61) on rank 1" in found.summary
+    assert (found.location.file, found.location.line, found.ranks) == ("train.py", 70, (0, 1))
+    assert [r.location.line for r in found.related] == [62, 61]
+    assert "sorted(names)" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("comprehension", "line", "cause", "fix"),
+    [(True, 70, "another order on each rank", "sorted"), (False, 60, "branches", "branches")],
+)
+def test_other_models_of_which_nothing_more_is_seen(comprehension, line, cause, fix):
+    (found,) = in_orders(("critic",), ("actor",), comprehension=comprehension)
+    assert "different models: the first is the Linear made in critic" in found.summary
+    assert found.location.line == line
+    assert cause in found.cause
+    assert "the layers are the same" not in found.cause
+    assert fix in found.fix
+
+
+def test_models_of_equal_shapes_in_another_order_are_mixed_in_silence():
+    same = {"actor": 4, "critic": 4}
+    (found,) = in_orders(("actor", "critic"), ("critic", "actor"), sizes=same)
+    assert found.evidence["differences"] == "0 of 2 parameters"
+    assert "averages one model into the other" in found.cause
+    for orders in (
+        (("actor", "critic"), ("actor", "critic")),
+        (("actor",), ("critic",)),  # loaded here, made there
+        (("actor", "actor"), ("critic", "critic")),
+    ):
+        assert in_orders(*orders, sizes=same) == []
+
+
+def test_one_line_makes_all_models():
+    """Of a size counted from data nothing else can be told."""
+    (found,) = find(wrap(), wrap(listed=parameters()[:2]))
+    assert "wrap different models" not in found.summary
+
+
+def test_models_of_equal_shapes_wrapped_for_groups_of_their_own():
+    orders = (("actor", 0), ("critic", 1)), (("critic", 1), ("actor", 0))
+    ranks = {}
+    for rank_number, order in enumerate(orders):
+        events = [group((0, 1), n, name) for n, name in enumerate("ab")]
+        for model, (name, number) in enumerate(order):
+            *lines, wrapped = wrap_each((name,), {name: 4}, group=number)
+            events += [*lines, msgspec.structs.replace(wrapped, model=model)]
+        ranks[rank_number] = events
+    assert codes(make_run(ranks), CHECK) == []
