@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
 
+from ._branches import condition, head_of
 from ._log import Log, Made, book
 from ._mismatch import Parting
 from ._partings import partings
@@ -74,16 +75,20 @@ class GroupCreationMismatch(Check):
             f"{ranks_text(r)} make{'s' if len(r) == 1 else ''} {_members(members)}"
             for members, r in sides.items()
         )
+        branched = _of_members(parting)
+        cause = (
+            "new_group is a collective of all ranks of the world, members or not, and its calls "
+            "pair by their order"
+        )
         return self.finding(
-            ranks=parting.odd,
+            ranks=tuple(sorted(parting.made)) if branched else parting.odd,
             steps=_late(parting.place),
             subjects=tuple(_members(members) for members in sides),
             location=parting.location,
             label="other ranks make another group here",
-            related=related(parting, parting.place, parting.location),
+            related=branched or related(parting, parting.place, parting.location),
             summary=f"ranks make different process groups as their number {parting.index}: {told}",
-            cause="new_group is a collective of all ranks of the world, members or not, and its "
-            "calls pair by their order",
+            cause=f"{cause}; here only its members make each" if branched else cause,
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,
             evidence=evidence(run, (parting, ())),
@@ -144,6 +149,21 @@ _FIX = (
     "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
     "else mine`; or pass `use_local_synchronization=True`"
 )
+
+
+def _of_members(parting: Parting) -> tuple[Related, ...]:
+    """The branch by which every rank makes no groups but those that it is in; empty for none."""
+    found = [(made, condition(made)) for made in parting.made.values()]
+    heads = {around[1].line for _, around in found if around is not None}
+    if len(heads) != 1 or any(around is None for _, around in found):
+        return ()
+    if any(rank not in made.signature.ranks for rank, made in parting.made.items()):
+        return ()
+    place, head = found[0][1] or (None, None)
+    spot = parting.place.rank.location(place.site) if place else None
+    if spot is None or head is None:
+        return ()
+    return (Related("lets only the members through", head_of(spot, head)),)
 
 
 def _late(place: Made) -> Steps | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import START, Tape, run_of, stall
@@ -28,6 +29,22 @@ def test_every_rank_its_own_group(tmp_path: Path) -> None:
         tape.call("new_group", 9, group=NEW, ranks=mine)
     (finding,) = found(run_of(tmp_path, made))
     assert set(finding.subjects) == {"[0, 1]", "[2, 3]"}
+
+
+@pytest.mark.parametrize("branch", ["if rank in ranks:", "if tensor_parallel > 1:"])
+@pytest.mark.parametrize("third", [(1, 2), (0,)])
+def test_groups_that_only_their_members_make(
+    tmp_path: Path, branch: str, third: tuple[int, ...]
+) -> None:
+    made = {rank: Tape(rank, 3) for rank in range(3)}
+    for rank, tape in made.items():
+        mine = (0, 1) if rank < 2 else third
+        tape.call("new_group", 9, group=NEW, ranks=mine, inside=((8, branch),))
+    (finding,) = found(run_of(tmp_path, made))
+    own = "rank in ranks" in branch and third == (1, 2)
+    assert finding.ranks == ((0, 1, 2) if own else (2,))
+    assert ("only its members make each" in finding.cause) is own
+    assert (8 in [r.location.line for r in finding.related if "members" in r.label]) is own
 
 
 def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None:
