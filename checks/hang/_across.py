@@ -76,7 +76,7 @@ def told(now: Scene, ring: list[Stand]) -> dict[str, Any]:
         "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
         "stuck": not now.failed,
         **fields.get("evidence", {}),
-        **victims(waiting),
+        **victims(now, waiting),
     }
     return fields | {
         "subjects": tuple(sorted({s.made.signature.op for s in ring if s.made})),

@@ -138,8 +138,8 @@ def _unique(stands: Iterable[Stand]) -> list[Stand]:
     return list({s.rank.rank: s for s in stands}.values())
 
 
-def victims(waiting: list[Stand]) -> Evidence:
-    """Who waits where, since when."""
+def victims(scene: Scene, waiting: list[Stand]) -> Evidence:
+    """Who waited where, for how long in the end."""
     rows: dict[str, list[Stand]] = {}
     for stand in waiting:
         rows.setdefault(stand.doing, []).append(stand)
@@ -148,7 +148,7 @@ def victims(waiting: list[Stand]) -> Evidence:
             {
                 "ranks": fold_ranks(s.rank.rank for s in stands),
                 "where": doing,
-                "seconds": round(max(s.still_s for s in stands), 1),
+                "seconds": round(scene.waited(stands), 1),
             }
             for doing, stands in rows.items()
         ]

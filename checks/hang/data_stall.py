@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ddpdoctor.events import LoaderSeen, RankStood
+from ddpdoctor.events import LoaderSeen, RankStood, Worker
 from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Rank, Run, ranks_text
 
@@ -26,10 +26,16 @@ SLEEPS = (
     "`num_workers=0` the report names the line; with `timeout=60` the DataLoader itself raises "
     "where no batch comes"
 )
+LOCKED = (
+    "give the lock back on every way out of the data set's code (`with`, or `finally:`), and keep "
+    "no file open that it is on; `lslocks` on that machine tells who holds it"
+)
 NO_WORKERS = (
     "see what this line waits for on that rank (a file, a lock, the network) and give it a limit; "
     "with `num_workers=1` and `timeout=60` the DataLoader itself raises where no batch comes"
 )
+_FILE_LOCK = re.compile(r"lock_(?:inode|file)_wait|fcntl_(?:set|get)lk")
+"""Functions of the kernel."""
 
 
 class DataStall(Check):
@@ -37,8 +43,8 @@ class DataStall(Check):
 
     ## What it finds
     Ranks that stand in their DataLoader's `next` longer than the stall time, and what their workers
-    do: gone, stuck in a lock, sleeping, reading, or computing. Also a worker that died, where
-    torch raises for it.
+    do: gone, stuck in a lock (of a thread, or on a file), sleeping, reading, or computing. Also a
+    worker that died, where torch raises for it.
 
     ## How it knows
     Each rank writes down when it goes into its loader's `next` and when it comes out. Once the run
@@ -136,11 +142,11 @@ class DataStall(Check):
             summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
             + _workers_text(first.stood, loader),
             cause=_cause(first.stood, loader) + _threads.remark(thread),
-            fix=NO_WORKERS if not workers else SLEEPS if _sleeps(first.stood) else WORKERS,
+            fix=NO_WORKERS if not workers else _fix(first.stood),
             fix_kind=FixKind.CHECK,
             evidence={
                 **_workers(first.stood),
-                **victims(waiting),
+                **victims(now, waiting),
                 "hang_after_s": round(now.hang_after, 1),
                 "stacks": merged_stacks(now),
             },
@@ -207,7 +213,36 @@ def _cause(stood: RankStood | None, loader: LoaderSeen | None) -> str:
         )
     if _sleeps(stood):
         return f"a worker sleeps, as `time.sleep` does, in the code that loads {loader.dataset}"
+    if _locked(stood):
+        return (
+            f"{_on_lock(stood)} for a lock on a file (`flock`, `lockf`), which another process "
+            "holds, or a worker itself by a file that it keeps open"
+        )
     return "the workers do not deliver the next batch"
+
+
+def _fix(stood: RankStood | None) -> str:
+    """What to do about workers that deliver nothing."""
+    if _sleeps(stood):
+        return SLEEPS
+    return LOCKED if _locked(stood) else WORKERS
+
+
+def _locked(stood: RankStood | None) -> bool:
+    """Whether workers wait for a lock on a file, and none computes."""
+    workers = stood.workers if stood is not None else ()
+    return any(map(_for_file, workers)) and not any(w.state == "R" for w in workers)
+
+
+def _on_lock(stood: RankStood) -> str:
+    count = sum(map(_for_file, stood.workers))
+    if count == len(stood.workers):
+        return "the worker waits" if count == 1 else "all workers wait"
+    return f"{count} of the workers {'waits' if count == 1 else 'wait'}"
+
+
+def _for_file(worker: Worker) -> bool:
+    return _FILE_LOCK.search(worker.waits_in) is not None
 
 
 def _sleeps(stood: RankStood | None) -> bool:

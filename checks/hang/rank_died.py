@@ -134,7 +134,8 @@ class RankDied(Check):
         there = bool(crashed) or inside_call(rank)
         placed = "sent at" if sent else "in" if there else "last seen at"
         unseen = _spawned_unseen(run, died)
-        rest = [s for s in scene(run).stands.values() if s.rank.rank not in ranks and s.blocked]
+        now = scene(run)
+        rest = [s for s in now.stands.values() if s.rank.rank not in ranks and s.blocked]
         return self.finding(
             ranks=ranks,
             steps=Steps.of([rank.steps]) if rank.steps else None,
@@ -160,7 +161,7 @@ class RankDied(Check):
             if unseen
             else _fix(name, starved, rank, bool(crashed)),
             fix_kind=FixKind.CHECK,
-            evidence={**({"signal": name} if name else {}), **memory, **victims(rest)},
+            evidence={**({"signal": name} if name else {}), **memory, **victims(now, rest)},
             at=first.at,
         )
 

@@ -153,7 +153,7 @@ class RankExitedEarly(Check):
                 "left": fold_ranks(ranks),
                 "steps": steps,
                 **({} if since is None else {"apart_since_step": since}),
-                **(victims(waiting) if first.made else {"waiting_in": call}),
+                **(victims(now, waiting) if first.made else {"waiting_in": call}),
                 "stuck": not now.failed and still,
             },
             at=now.at,

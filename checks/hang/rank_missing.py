@@ -102,7 +102,7 @@ class RankMissing(Check):
             evidence={
                 "call_number": first.call.index if first.call else -1,
                 "missing": fold_ranks(ranks),
-                **victims(waiting),
+                **victims(now, waiting),
                 "cpu_share_of_missing": absent[0].cpu,
                 "time_to_verdict_s": round(waited, 2),
                 "hang_after_s": round(now.hang_after, 1),

@@ -87,7 +87,7 @@ class Stall(Check):
         evidence: Evidence = {
             "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
             "stuck": not now.failed,
-            **victims(ring),
+            **victims(now, ring),
             "stacks": merged_stacks(now),
         }
         at = now.at - max(s.still_s for s in ring)

@@ -49,6 +49,27 @@ def test_a_worker_that_sleeps_in_code_of_its_own(tmp_path: Path) -> None:
     assert "`num_workers=0` the report names the line" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("channels", "states", "told"),
+    [
+        (("locks_lock_inode_wait",) * 2, "SS", "all workers wait for a lock on a file"),
+        (("do_lock_file_wait", "pipe_read"), "SS", "1 of the workers waits for a lock on a file"),
+        (("locks_lock_inode_wait", ""), "SR", "do not deliver"),  # it has the lock, and works
+        (("locks_lock_inode_wait", "hrtimer_nanosleep"), "SS", "a worker sleeps"),
+        (("pipe_read", "pipe_read"), "SS", "do not deliver"),
+    ],
+)
+def test_workers_that_wait_for_a_lock_on_a_file(
+    tmp_path: Path, channels: tuple[str, str], states: str, told: str
+) -> None:
+    workers = [
+        Worker(pid=7 + n, state=states[n], cpu_s=0.1, waits_in=c) for n, c in enumerate(channels)
+    ]
+    (finding,) = found(starving(tmp_path, *workers))
+    assert told in finding.cause
+    assert ("give the lock back" in finding.fix) == ("lock on a file" in told)
+
+
 def test_where_it_waited_until_it_was_interrupted(tmp_path: Path) -> None:
     made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=9, state=State.BEGUN, at=START + 5)

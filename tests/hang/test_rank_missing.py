@@ -48,7 +48,7 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
     assert finding.location is not None
     assert (finding.location.line, finding.location.source) == (33, "time.sleep(1000)")
     assert finding.evidence["waiting"] == [
-        {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 45.0}
+        {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 95.0}
     ]
 
 
