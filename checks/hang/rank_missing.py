@@ -9,6 +9,7 @@ from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Sev
 from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_text
 
 from . import _threads
+from ._entering import entering
 from ._overdue import overdue
 from ._scene import Scene, Stand, scene
 from ._signals import stopping
@@ -22,7 +23,7 @@ class RankMissing(Check):
     Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
     in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
     by a signal, with the line that sent it where a rank did. A thread of that rank that failed
-    before is named with it.
+    before is named with it, and so is a `with` that it waits to enter while others wait inside.
 
     ## How it knows
     Each rank writes down every call before it makes it: those that wait in one are compared with
@@ -82,6 +83,7 @@ class RankMissing(Check):
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
         thread = _threads.failed(now, absent[0])
+        block = entering(absent[0], waiting)
         return self.finding(
             ranks=ranks,
             confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
@@ -91,13 +93,19 @@ class RankMissing(Check):
             label=f"stops {ranks_text(ranks[:1])}" if sent else _label(absent[0], ranks),
             related=(
                 *_threads.place(thread, absent[0]),
+                *(block.related if block else ()),
                 *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
             ),
             summary=f"{ranks_text(ranks)} {does} come to {call}, "
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{it} {be} {absent[0].doing}",
-            cause=_cause(absent[0], why, sender) + _threads.remark(thread),
-            fix=_threads.FIX if thread is not None else _fix(absent[0], first, why, sender),
+            cause=(block.cause if block else _cause(absent[0], why, sender))
+            + _threads.remark(thread),
+            fix=block.fix
+            if block
+            else _threads.FIX
+            if thread is not None
+            else _fix(absent[0], first, why, sender),
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,

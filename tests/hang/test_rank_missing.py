@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     InitEntered,
     SignalSent,
     Site,
+    StackFrame,
     StallOver,
     ThreadFailed,
 )
@@ -50,6 +51,34 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
     assert finding.evidence["waiting"] == [
         {"ranks": "0,2", "where": "in all_reduce (train.py:9)", "seconds": 95.0}
     ]
+
+
+@pytest.mark.parametrize(
+    ("head", "inner", "cpu", "told"),
+    [
+        ("with lock(path):", "__enter__", 0.0, True),
+        ("with lock(path):", "__exit__", 0.0, False),
+        ("with lock(path):", "__enter__", 0.9, False),  # it is loading something
+        ("with lock(path):", "", 0.0, True),
+        ("with other(path):", "__enter__", 0.0, False),
+    ],
+)
+def test_a_lock_that_a_waiting_rank_holds(
+    tmp_path: Path, head: str, inner: str, cpu: float, told: bool
+) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made[0].call("barrier", 20, inside=((16, "with lock(path):"),), state=State.BEGUN, at=START + 5)
+    line = 16 if "lock" in head else 12
+    frames = [StackFrame(file=f"{CWD}/train.py", line=line, function="main", user=True, text=head)]
+    if inner:
+        frames.insert(0, StackFrame(file="/usr/lib/contextlib.py", line=1, function=inner))
+        flock = f"{CWD}/lock.py"
+        frames.insert(0, StackFrame(file=flock, line=3, function="lock", user=True, text="flock()"))
+    seen = [stood(1, 16, head, frames=tuple(frames), cpu=cpu), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
+    assert ("rank 1 waits to enter `with lock(path):` (train.py:16)" in finding.cause) is told
+    assert ("make no collective inside of `with lock(path):`" in finding.fix) is told
+    assert any("came in here" in r.label for r in finding.related) is told
 
 
 @pytest.mark.parametrize("done", [0, 3])
