@@ -227,7 +227,8 @@ def divergence(
         if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
             break  # not the same step any more: see `_skipped`
         looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
-        differing = _differing(rows, key, len(names), parts=kind.startswith("state:"))
+        parts = kind.startswith("state:") or point == "part"
+        differing = _differing(rows, key, len(names), parts=parts)
         if differing:
             if not found.keys:
                 found.split = _split(rows, key, len(names), differing)
@@ -322,7 +323,7 @@ def kinds(group: Replicas, prefix: str) -> list[str]:
 def _events(member: Member, kind: str, point: str) -> Iterator[Digests]:
     for event in member.rank.of(Digests):
         same = event.model == member.model and event.kind == kind and event.point == point
-        evaluated = point in ("eval", "again")
+        evaluated = point in ("eval", "again", "part")
         if same and (evaluated or event.optimizer == member.optimizer):
             yield event
 
@@ -347,7 +348,7 @@ def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]
     """The rows of every rank by moment; a backward before a step that one is known to lack counts
     as if it had made it."""
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
-    if point == "again":
+    if point in ("again", "part"):
         _evaluations.together(tables)
     if point == "eval":
         _evaluations.alone(tables, {n: _rows(m, kind, "again") for n, m in group.members.items()})

@@ -27,16 +27,19 @@ class BufferDrift(Check):
 
     ## What it finds
     Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
-    when the model is evaluated, through the wrapper or around it, or its state is taken and a file
-    is written. Also buffers that came after the wrap (masks of a pruning), at the steps compared.
+    when the model or a part of it is evaluated, through the wrapper or around it, or its state is
+    taken and a file is written. Also buffers that came after the wrap (masks of a pruning), at the
+    steps compared.
 
     ## How it knows
     All buffers are digested at the first forward without gradients after training, in `eval()`
-    mode, and at the end; where DDP does not copy them, also before the forward that follows a step
-    at which `parameter-drift` compares. When `state_dict()` is taken, the next step is compared
-    whole; it counts as saved where a file is written in the same step. Those that came after the
-    wrap are digested before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on. The digests of one moment
-    are compared between the ranks, of buffers with fractions only; the finding is proven.
+    mode, and at the end; those of a part where `eval()` is called on it and it is then called by
+    itself, after four forwards of training or more; where DDP does not copy them, also before the
+    forward that follows a step at which `parameter-drift` compares. When `state_dict()` is taken,
+    the next step is compared whole; it counts as saved where a file is written in the same step.
+    Those that came after the wrap are digested before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on.
+    The digests of one moment are compared between the ranks, of buffers with fractions only; the
+    finding is proven.
 
     ## Why it hurts
     Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
@@ -50,7 +53,8 @@ class BufferDrift(Check):
     The ordinary difference after each training forward, which DDP repairs by copying rank 0's
     buffers at the next one, or the program itself before it evaluates or saves; SyncBatchNorm;
     ignored buffers; counters and random states of a rank.
-    Buffers that differ, but are neither evaluated nor saved, are a note at most.
+    Buffers that differ, but are neither evaluated nor saved, are a note at most; so are those of a
+    part that is evaluated, where the next forward of the model copies them.
     """
 
     code = "DDP403"
@@ -115,6 +119,12 @@ class BufferDrift(Check):
             spot = _evaluation(group)
             yield self._finding(run, group, evaluated, "when the model is evaluated", spot)
             return
+        if part := _matters(group, divergence(group, "buffers", "part")):
+            part.before = -1
+            when, spot = "when a part of it is evaluated", _evaluation(group, "part")
+            mild = Severity.NOTE if group.any.seen.broadcast else Severity.WARNING
+            yield self._finding(run, group, part, when, spot, mild)
+            return
         if group.any.seen.broadcast:
             return  # the next forward copies rank 0's: by design
         saves = _saves(group)
@@ -140,9 +150,10 @@ class BufferDrift(Check):
         wrapped = _causes.wrap_line(group)
         broadcast = group.any.seen.broadcast
         # The wrapper's own forward would have copied them before it evaluates.
-        around = broadcast and spot is not None and found.point == "eval"
+        part = found.point == "part"
+        around = broadcast and spot is not None and found.point in ("eval", "part")
         if around:
-            location, label = spot, "calls the model inside of the wrapper"
+            location, label = spot, f"calls {'a part of ' * part}the model inside of the wrapper"
             related = (Related(group.any.wrapped.here, wrapped),) if wrapped else ()
         else:
             location, related = wrapped, (Related("they matter here", spot),) if spot else ()
@@ -174,7 +185,9 @@ class BufferDrift(Check):
             f"{group.any.wrapped.kind} "
             f"{_causes.differ(len(found.names), found.split, run)} {when}",
             cause=cause,
-            fix="call the wrapper itself on every rank, `model(x)`, which copies rank 0's buffers "
+            fix=alike
+            if around and part
+            else "call the wrapper itself on every rank, `model(x)`, which copies rank 0's buffers "
             f"first; or {alike}"
             if around
             else f"{alike}, or leave `broadcast_buffers` on",
@@ -191,10 +204,10 @@ def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
     steps = (
         event.step
         for event in member.rank.of(Digests)
-        if (event.model, event.kind, event.point) == (member.model, found.kind, "eval")
+        if (event.model, event.kind, event.point) == (member.model, found.kind, found.point)
         if event.keys[-1:] == (found.first,)
     )
-    step = next(steps, 0) if found.point == "eval" else 0
+    step = next(steps, 0) if found.point in ("eval", "part") else 0
     return Steps.of([step]) if 0 < step <= member.last_step else None
 
 
@@ -240,11 +253,11 @@ def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
     return found
 
 
-def _evaluation(group: Replicas) -> Location | None:
+def _evaluation(group: Replicas, point: str = "eval") -> Location | None:
     """The line of the first evaluation."""
     for member in group.members.values():
         for event in member.rank.of(Digests):
-            if event.point == "eval" and event.model == member.model and event.site >= 0:
+            if event.point == point and event.model == member.model and event.site >= 0:
                 return member.rank.location(event.site)
     return None
 

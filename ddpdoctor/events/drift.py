@@ -45,11 +45,11 @@ class Digests(Event, frozen=True, tag="digests"):
             were not), `buffers`, or `state:<key>` of the optimizer.
         point: `step` (before an optimizer step), `kept` (buffers that DDP does not copy: after a
             step, as the next forward with gradients finds them), `eval` (after the first forward
-            without gradients), `again` (of an evaluation after that without training in between)
-            or `end`.
+            without gradients), `again` (of an evaluation after that without training in between),
+            `part` (buffers of a part of the model that is evaluated by itself) or `end`.
         keys: per row, the number of the moment: the optimizer's step (`UNHELD`: the backward that
             averaged), or for `eval`, `kept` and `end` the forwards with gradients before it; for
-            `again` that times `AGAIN`, and which one it is.
+            `again` and `part` that times `AGAIN`, and which one it is.
         strides: per row, which tensors (see `chosen`).
         counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".
         backwards: per row, how many backwards of the model had averaged gradients by then: ranks

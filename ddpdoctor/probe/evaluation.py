@@ -1,11 +1,13 @@
 """What is evaluated: parameters and buffers at the first forward without gradients after training.
 
 Where the model inside of the wrapper is called, no forward of the wrapper tells of it. `eval()` is
-called rarely: only from there to the next forward of the model a hook waits for that.
+called rarely: only from there to the next forward of the model a hook waits for that. A part of the
+model may be evaluated by itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -19,6 +21,10 @@ from .rows import Row
 from .torch_private import compiling
 
 LOST = "drift at evaluation"
+
+RARELY = 4
+"""Forwards with gradients after which a part that is called without is evaluated; one that is
+called in between is part of the training (it makes the targets, say)."""
 
 
 class Evaluated:
@@ -47,6 +53,7 @@ class Trial(NamedTuple):
 
 class _Known:
     evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
+    in_parts: defaultdict[int, Evaluated] = defaultdict(Evaluated)
     trials: list[Trial] = []
     settling = Subscriptions()
     """While digests are on their way."""
@@ -55,6 +62,7 @@ class _Known:
 class _Awaited:
     handle: Any = None
     models: set[Model] = set()
+    parts: list[tuple[weakref.ref[Any], Model]] = []
     forwards = Subscriptions()
 
 
@@ -62,11 +70,13 @@ def install() -> None:
     import torch.nn
 
     _Known.evaluated.clear()
+    _Known.in_parts.clear()
     _Known.trials.clear()
     moments.trial_ends.subscribe(_trial_ends, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
     _Known.settling[:] = (moments.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
     _Awaited.models.clear()
+    _Awaited.parts.clear()
     around(torch.nn.Module, "eval", before=_evaluating, lost=LOST)
     _Awaited.forwards[:] = (
         moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
@@ -80,15 +90,24 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     module = args[0]
     for model in models.live():
         inner = model.inner()
-        if inner is None or not (module is inner or module is model.ddp()):
+        if inner is None:
             continue
-        _Known.evaluated[model.number].begun = True
-        parts = inner.modules()
+        whole = module is inner or module is model.ddp()
+        if not (whole or module._modules):
+            continue  # a layer, most likely frozen
+        parts = list(inner.modules())
+        if not (whole or any(module is part for part in parts)):
+            continue
+        if whole:
+            _Known.evaluated[model.number].begun = True
         if compiling() or any(
             hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in parts
         ):
             return  # a hook would have it compiled anew
-        _Awaited.models.add(model)
+        if whole:
+            _Awaited.models.add(model)
+        elif not any(part() is module for part, _ in _Awaited.parts):
+            _Awaited.parts.append((weakref.ref(module), model))
         if _Awaited.handle is None:
             register = torch.nn.modules.module.register_module_forward_pre_hook
             _Awaited.handle = register(shielded("evaluation", _called, LOST))
@@ -101,6 +120,37 @@ def _called(module: Any, args: Any) -> None:
     model = next((m for m in _Awaited.models if m.inner() is module), None)
     if model is not None:
         guarded("evaluation", lambda active: _inner(active, model), lost=LOST)
+        return
+    part = next((p for p in _Awaited.parts if p[0]() is module), None)
+    if part is not None:
+        guarded("evaluation", lambda active: _part(active, module, *part), lost=LOST)
+
+
+def _part(active: Recorder, module: Any, part: weakref.ref[Any], model: Model) -> None:
+    import torch
+
+    if torch.is_grad_enabled():
+        return
+    _Awaited.parts[:] = (p for p in _Awaited.parts if p[0] is not part)
+    _look_at_part(active, module, model, active.site())
+    _rest()
+
+
+def _look_at_part(active: Recorder, module: Any, model: Model, site: int) -> None:
+    """The buffers of a part of the model, as `_look` of all: the others are still in training."""
+    known = _Known.in_parts[model.number]
+    if known.forwards != model.forwards:
+        often = model.forwards - max(0, known.forwards) < RARELY
+        known.forwards, known.times = model.forwards, AGAIN if often else 0
+    if known.times >= AGAIN:
+        return
+    key, known.times = AGAIN * model.forwards + known.times, known.times + 1
+    own = {id(buffer) for buffer in module.buffers()}
+    waiting = drift.digest(active, [b if id(b) in own else None for b in drift.buffers(model)])
+    if waiting is not None:
+        row = Row(key, 1, model.synced_backwards, waiting)
+        _Known.trials.append(Trial(row, model.number, "buffers", "part", active.step, site))
+    _tell(active)
 
 
 def _inner(active: Recorder, model: Model) -> None:
@@ -167,7 +217,12 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
 
 def _no_longer(model: Model) -> None:
     _Awaited.models.discard(model)
-    if not _Awaited.models:
+    _Awaited.parts[:] = (p for p in _Awaited.parts if p[1] is not model)
+    _rest()
+
+
+def _rest() -> None:
+    if not (_Awaited.models or _Awaited.parts):
         _let_go()
 
 

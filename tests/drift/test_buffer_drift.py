@@ -246,3 +246,30 @@ class Known:
 
     def __init__(self, fields):
         self.__dict__ = fields.__dict__
+
+
+def of_a_part(*values, nth=0):
+    key = 6 * AGAIN + nth
+    return digests("buffers", {key: values}, point="part", optimizer=-1, site=LINE)
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "severity", "line"), [(False, Severity.WARNING, 10), (True, Severity.NOTE, 33)]
+)
+def test_a_part_of_the_model_that_is_evaluated(broadcast, severity, line):
+    ranks = {0: [of_a_part(1, 0)], 1: [of_a_part(3, 0)]}
+    (finding,) = BufferDrift().examine(run_of(ranks, broadcast=broadcast))
+    assert finding.summary.endswith("when a part of it is evaluated")
+    assert (finding.severity, finding.location.line) == (severity, line)
+    assert finding.subjects == ("norm.running_mean",)
+
+
+def test_parts_that_are_the_same_or_that_not_all_ranks_evaluate():
+    same, other = of_a_part(1, 0), of_a_part(3, 0)
+    for ranks in (
+        {0: [same], 1: [same]},
+        {0: [other, of_a_part(1, 0, nth=1)], 1: [same]},
+        {0: [other], 1: []},
+        {0: [same], 1: [of_a_part(0, 5)]},
+    ):
+        assert list(BufferDrift().examine(run_of(ranks, broadcast=False))) == []
