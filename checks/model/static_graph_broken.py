@@ -21,6 +21,10 @@ CHANGES = (
     "leave out `static_graph=True`; where parameters are unused in some steps: "
     "`DDP(..., find_unused_parameters=True)`",
 )
+REENTRANT = (
+    "give every `checkpoint(...)` `use_reentrant=False`, as `find_unused_parameters=True` does not "
+    "work with re-entrant ones; then "
+)
 
 
 class StaticGraphBroken(Check):
@@ -46,8 +50,9 @@ class StaticGraphBroken(Check):
 
     ## How to fix it
     Leave `static_graph=True` out; where parameters are unused in some steps,
-    `find_unused_parameters=True`. With gradient accumulation let the first backward of the run
-    synchronise. What never reaches the loss: freeze it before the wrap, or do not return it.
+    `find_unused_parameters=True`, with which checkpoints need `use_reentrant=False`. With gradient
+    accumulation let the first backward of the run synchronise. What never reaches the loss: freeze
+    it before the wrap, or do not return it.
 
     ## When it stays quiet
     Graphs that are static, also with parameters that are never used, also under re-entrant
@@ -95,9 +100,12 @@ class StaticGraphBroken(Check):
             if promised
             else (ACCUMULATES if accumulates else CHANGES)
         )
+        if (cause, fix) == CHANGES and any(e.nested for e in events):
+            places.append(("checkpoints a part of it", last.checkpoint_site))
+            fix = REENTRANT + fix
         return self.finding(
             ranks=tuple(r.rank for r in seen),
-            steps=Steps.of(e.step for e in events),
+            steps=_steps(events, silent),
             subjects=(title_of(rank, wrapped),),
             location=rank.location(wrapped.site),
             label="promises a static graph",
@@ -115,6 +123,14 @@ class StaticGraphBroken(Check):
             },
             at=rank.wall(first.at),
         )
+
+
+def _steps(events: list[Record], silent: int) -> Steps:
+    """What torch says at a forward is about the step before."""
+    told = [e.step for e in events if e.kind != "changed"]
+    steps = told or [max(0, e.step - 1) for e in events]
+    first, last = min(steps), max(steps)
+    return Steps(first, last, min(max(silent, 1), last - first + 1))
 
 
 def _beside_the_loss(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from .calls import (
     Way,
 )
 from .codec import decode, encode
-from .communication import SyncTimes
+from .communication import CommHook, SyncTimes
 from .data import (
     ContentRead,
     EpochBegan,
@@ -61,7 +61,6 @@ from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
 from .model import (
     Bypassed,
-    CommHook,
     ModulesSkipped,
     Named,
     ParametersChanged,

@@ -1,4 +1,4 @@
-"""What DDP itself measures of its gradient synchronisation."""
+"""DDP's own gradient synchronisation: what it measures, and what averages in its place."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ class SyncTimes(Event, frozen=True, tag="sync-times"):
     overlap_s: float
     bucket_bytes: tuple[int, ...] = ()
     bucket_view: bool = False
+
+
+class CommHook(Event, frozen=True, tag="comm-hook"):
+    """The program gave a wrapped model a communication hook, which averages in DDP's place.
+
+    Attributes:
+        name: of the function or class, with the last part of its module's.
+    """
+
+    model: int
+    name: str
+    site: int = -1
+
+    def describe(self) -> str:
+        return f"model {self.model}: communication hook {self.name}"

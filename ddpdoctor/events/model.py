@@ -383,6 +383,8 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
         unsynced: forwards under `no_sync` so far; `unsynced_site` the line of the last.
         promised: what this backward did not reach, where the first one reached all of it without a
             gradient: torch led that one to every output of the forward, and waits since.
+        nested: most backwards inside one of its backwards (re-entrant checkpointing);
+            `checkpoint_site` as in `ReadyTwice`.
     """
 
     model: int
@@ -395,21 +397,8 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
     site: int = -1
     forward_site: int = -1
     promised: tuple[int, ...] = ()
-
-
-class CommHook(Event, frozen=True, tag="comm-hook"):
-    """The program gave a wrapped model a communication hook, which averages in DDP's place.
-
-    Attributes:
-        name: of the function or class, with the last part of its module's.
-    """
-
-    model: int
-    name: str
-    site: int = -1
-
-    def describe(self) -> str:
-        return f"model {self.model}: communication hook {self.name}"
+    nested: int = 0
+    checkpoint_site: int = -1
 
 
 class ZeroGradients(Event, frozen=True, tag="zero-gradients"):

@@ -34,6 +34,9 @@ _silent: Counter[Model] = Counter()
 _hollow: dict[Model, set[int]] = {}
 """What the first averaging backward of such a model reached without a gradient."""
 
+_nested: Counter[Model] = Counter()
+"""The most backwards inside one of such a model's."""
+
 _static = Subscriptions()
 
 
@@ -42,6 +45,7 @@ def install() -> None:
 
     _silent.clear()
     _hollow.clear()
+    _nested.clear()
     around(
         DistributedDataParallel, "register_comm_hook", after=_hooked, before=_hooking, lost=HOOKS
     )
@@ -89,6 +93,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if not model.static_graph:
             continue
+        _nested[model] = max(_nested[model], backward.nested)
         silent = model.number not in backward.synced
         if not silent and model not in _hollow:
             firing = next((k.firing for k in backward.looks if k.model is model), None)
@@ -122,6 +127,8 @@ def _tell_static(
             site=site,
             forward_site=model.forward_site,
             promised=promised,
+            nested=_nested[model],
+            checkpoint_site=_checkpoint_site(active, model) if _nested[model] else -1,
         ),
         vital=True,
     )

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from ddpdoctor.checks.model.static_graph_broken import StaticGraphBroken
@@ -23,7 +24,31 @@ def broken(kind, **more):
 def test_each_way_it_shows(kind):
     (found,) = CHECK.examine(make_run({r: rank(broken(kind, silent=2)) for r in (0, 1)}))
     assert found.location.line == 5
-    assert found.steps.first == 4
+    assert found.steps.first == (3 if kind == "changed" else 4), "of the step before"
+    assert "use_reentrant" not in found.fix
+
+
+def test_one_break_is_one_step_though_torch_says_so_in_the_next():
+    events = (broken("silent", silent=1), msgspec.structs.replace(broken("changed"), step=5))
+    (found,) = CHECK.examine(make_run({r: rank(*events) for r in (0, 1)}))
+    assert (found.steps.first, found.steps.last, found.steps.count) == (4, 4, 1)
+
+
+def test_several_silent_steps():
+    rows = [msgspec.structs.replace(broken("silent", silent=n), step=3 + n) for n in (1, 2, 4)]
+    (found,) = CHECK.examine(make_run({r: rank(*rows) for r in (0, 1)}))
+    assert (found.steps.first, found.steps.last, found.steps.count) == (4, 7, 4)
+
+
+def test_under_reentrant_checkpointing_the_other_option_alone_would_fail():
+    event = broken("silent", silent=1, nested=3, checkpoint_site=51)
+    (found,) = CHECK.examine(make_run({r: rank(event) for r in (0, 1)}))
+    assert found.fix.startswith("give every `checkpoint(...)` `use_reentrant=False`")
+    assert "find_unused_parameters=True)`" in found.fix
+    assert "checkpoints a part of it" in [r.label for r in found.related]
+    first = broken("asserted", unsynced=3, nested=3)
+    (found,) = CHECK.examine(make_run({r: rank(first) for r in (0, 1)}))
+    assert "use_reentrant" not in found.fix, "it is the schedule of the first step"
 
 
 def test_accumulation_is_named_as_the_cause():
@@ -62,7 +87,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     first = SimpleNamespace(looks=[look], synced={0}, untouched={0: ()})
     second = SimpleNamespace(looks=[], synced=set(), untouched={0: untouched})
     for backward in (first, second):
-        more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1}
+        more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1, "nested": 0}
         reduction._backward_ends(active, SimpleNamespace(**vars(backward), **more))
     assert [(e.kind, e.promised) for e in told] == [("silent", promised)]
 
