@@ -46,6 +46,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
     findings: list[Finding] = []
     examined: list[str] = []
     skipped: list[Skipped] = []
+    partly: list[Skipped] = []
     tables: list[Table] = []
     makers: dict[str, Check] = {check.name: check for check in checks}
     for check in checks:
@@ -53,6 +54,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
             reason = check.unobserved(run) or run.not_observed(check.name)
             found = [] if reason else list(check.examine(run))
             tables += [] if reason else check.tables(run)
+            part = None if reason else check.left_out(run)
         except Exception as error:  # a broken check must not hide what the others found
             skipped.append(Skipped(check.name, f"the check itself failed: {error!r}"))
             findings.append(_about_itself(check, error))
@@ -61,6 +63,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
             skipped.append(Skipped(check.name, reason))
         else:
             examined.append(check.name)
+            partly += [Skipped(check.name, part)] if part else []
             findings += found
     findings = fold(_each_once(findings), makers)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
@@ -71,7 +74,12 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
         ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
         findings=tuple(findings),
         overhead=Overhead(budget_percent=run.info.budget_percent, measured_percent=_overhead(run)),
-        coverage=Coverage(examined=tuple(examined), skipped=tuple(skipped), lost=tuple(_lost(run))),
+        coverage=Coverage(
+            examined=tuple(examined),
+            skipped=tuple(skipped),
+            partly=tuple(partly),
+            lost=tuple(_lost(run)),
+        ),
         tables=tuple(tables),
     )
 

@@ -167,6 +167,10 @@ class Check(ABC):
         """Why this run cannot be judged (`no optimizer step seen`), or None where it can."""
         return None
 
+    def left_out(self, run: Run) -> str | None:
+        """What of this run is not judged though the rest is, and why; None where all of it is."""
+        return None
+
     def tables(self, run: Run) -> Iterable[Table]:
         """Facts to show in the report even when all is well."""
         return ()
@@ -239,10 +243,11 @@ class Skipped(msgspec.Struct, frozen=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What was examined and what was not, and why."""
+    """What was examined and what was not, and why; `partly`: what was, but for this."""
 
     examined: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    partly: tuple[Skipped, ...] = ()
     lost: tuple[str, ...] = ()
 
 

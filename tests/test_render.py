@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from recordings import make_run, site, steps, torch_loaded
 from rich.cells import cell_len
-from toys import HOSTILE, ToyBlind, ToyHostile, ToyQuiet, ToyStep
+from toys import HOSTILE, ToyBlind, ToyHostile, ToyPartly, ToyQuiet, ToyStep
 
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
@@ -67,6 +67,13 @@ def test_head_and_foot() -> None:
     assert "\n1 error\n" in text
     assert "not examined: no GPU (toy-blind)" in text
     assert "the doctor's own time was not measured" in text
+
+
+def test_what_a_check_leaves_out_is_said() -> None:
+    report = report_of(ToyPartly(), ToyQuiet())
+    assert report.coverage.examined == ("toy-partly", "toy-quiet")
+    assert [(s.check, s.reason) for s in report.coverage.partly] == [("toy-partly", "3 parameters")]
+    assert "left out: 3 parameters (toy-partly)" in render.text(report)
 
 
 def test_a_clean_run_says_on_what_grounds() -> None:

@@ -110,6 +110,16 @@ class ToyBlind(ToyQuiet):
         return "no GPU"
 
 
+class ToyPartly(ToyQuiet):
+    """Sees most of it."""
+
+    code = "DDP995"
+    name = "toy-partly"
+
+    def left_out(self, run: Run) -> str | None:
+        return "3 parameters"
+
+
 ALL = (ToyBlind(), ToyStep(), ToyHostile(), ToyQuiet())
 
 

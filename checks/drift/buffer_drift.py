@@ -18,6 +18,7 @@ from ._replicas import (
     never_change,
     replicas,
 )
+from ._uncompared import uncompared
 
 LATE = "differ_and_came_after_the_wrap"
 
@@ -69,6 +70,9 @@ class BufferDrift(Check):
         if not any(g.any.wrapped.buffers for g in groups) and not run.any(LateBuffers):
             return "the models have no buffers"
         return None
+
+    def left_out(self, run: Run) -> str | None:
+        return uncompared(run, "buffers")
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)

@@ -21,6 +21,7 @@ from ._replicas import (
     lacking,
     replicas,
 )
+from ._uncompared import uncompared
 
 
 class GradientDrift(Check):
@@ -67,6 +68,9 @@ class GradientDrift(Check):
         if not any(compared(g, "gradients") for g in groups):
             return "the ranks have no step in common before which averaged gradients were digested"
         return None
+
+    def left_out(self, run: Run) -> str | None:
+        return uncompared(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return each_model(run, self._judge)

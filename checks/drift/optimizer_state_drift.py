@@ -20,6 +20,7 @@ from ._replicas import (
     kinds,
     replicas,
 )
+from ._uncompared import uncompared
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -69,6 +70,9 @@ class OptimizerStateDrift(Check):
         if not any(kinds(g, "state:") for g in groups):
             return "no optimizer's state was digested (it has none, or there was one step only)"
         return None
+
+    def left_out(self, run: Run) -> str | None:
+        return uncompared(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return each_model(run, self._judge)

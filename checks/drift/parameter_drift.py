@@ -35,6 +35,7 @@ from ._replicas import (
     replicas,
 )
 from ._skipped import Skipped
+from ._uncompared import uncompared
 
 
 class ParameterDrift(Check):
@@ -73,8 +74,9 @@ class ParameterDrift(Check):
     the same file on every rank. Edit parameters on all ranks alike.
 
     ## When it stays quiet
-    Sharded and ignored parameters; ranks of different groups; local SGD, where copies that differ
-    are averaged again; weights that are exchanged for a while and put back (EMA at evaluation).
+    Sharded parameters; those that DDP is told to ignore, which the report names as left out; ranks
+    of different groups; local SGD, where copies that differ are averaged again; weights that are
+    exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
     part, unless the exchange stops for good after more than half of all, or after the very first or
     while another group goes on with its own, and nothing takes its place; ranks of a group that
@@ -103,6 +105,9 @@ class ParameterDrift(Check):
         if not any(compared(g, "parameters", p) for g in groups for p in ("step", "eval")):
             return "the ranks have no step in common at which parameters were digested"
         return None
+
+    def left_out(self, run: Run) -> str | None:
+        return uncompared(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge, unheld=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 
-from ..findings import Confidence, Finding, RankState, Report, Severity, Steps
+from ..findings import Confidence, Finding, RankState, Report, Severity, Skipped, Steps
 from ..run import fold_ranks, ranks_text
 from .words import between, clean, columns, count, duration, figure, some, title
 
@@ -262,15 +262,18 @@ def total_steps(report: Report) -> int | None:
 
 def gaps(report: Report) -> list[str]:
     """What was not examined and why, and what the records lack."""
-    return [*_skipped(report), *(f"missing: {clean(line)}" for line in report.coverage.lost)]
-
-
-def _skipped(report: Report) -> list[str]:
-    """One line for all of it: `findings.json` has every check with its reason."""
     if not report.ranks:
-        return []  # nothing was there to be examined; `missing` says why
+        skipped = []  # nothing was there to be examined; `missing` says why
+    else:
+        skipped = _reasons("not examined", report.coverage.skipped)
+        skipped += _reasons("left out", report.coverage.partly)
+    return [*skipped, *(f"missing: {clean(line)}" for line in report.coverage.lost)]
+
+
+def _reasons(title: str, what: Iterable[Skipped]) -> list[str]:
+    """One line for all of it: `findings.json` has every check with its reason."""
     by_reason: dict[str, list[str]] = {}
-    for skipped in report.coverage.skipped:
+    for skipped in what:
         by_reason.setdefault(clean(skipped.reason), []).append(skipped.check)
     told = [
         f"{reason} ({some(checks) if len(checks) <= NAMED_CHECKS else count(len(checks), 'check')})"
@@ -279,7 +282,7 @@ def _skipped(report: Report) -> list[str]:
     more = len(told) - REASONS_LIMIT
     if more > 0:
         told[REASONS_LIMIT:] = [f"{count(more, 'more reason')} in findings.json"]
-    return [f"not examined: {'; '.join(told)}"] if told else []
+    return [f"{title}: {'; '.join(told)}"] if told else []
 
 
 def overhead(report: Report) -> str:
