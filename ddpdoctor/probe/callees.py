@@ -1,12 +1,14 @@
-"""The functions of the program that the forwards of a model call, as their code names them."""
+"""The functions of the program that others call, as their code names them."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from .frames import variables
 from .sites import classify
 
 MOST = 200
@@ -29,6 +31,33 @@ def called_by(begun: Iterable[tuple[FunctionType, type]]) -> set[CodeType]:
                 seen.add(found.__code__)
                 ahead.append((found, owner))
     return seen - first
+
+
+_CALLED = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)*)\(")
+
+
+def called_in(frame: FrameType, text: str) -> set[CodeType]:
+    """The code of what these lines of a running function call, and of what that calls."""
+    known = {**frame.f_globals, **variables(frame)}
+    found = [f for path in set(_CALLED.findall(text)) if (f := _resolved(path, known)) is not None]
+    begun = [(function, owner) for function, owner in found if _is_users(function)]
+    return {function.__code__ for function, _ in begun} | called_by(begun)
+
+
+def _resolved(path: str, known: dict[str, Any]) -> tuple[FunctionType, type] | None:
+    """What a dotted name stands for, of a module its forward; nothing is run for it."""
+    first, *rest = path.split(".")
+    value = owner = known.get(first)
+    for name in rest:
+        owner = value
+        inside = inspect.getattr_static(value, "_modules", None)
+        parts = inside if isinstance(inside, dict) else {}
+        value = parts.get(name, inspect.getattr_static(value, name, None))
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if not isinstance(value, (FunctionType, type)):
+        owner, value = value, getattr(type(value), "forward", None)
+    return (value, type(owner)) if isinstance(value, FunctionType) else None
 
 
 def _is_users(function: FunctionType) -> bool:

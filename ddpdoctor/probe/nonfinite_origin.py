@@ -10,7 +10,7 @@ import inspect
 import linecache
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from .torch_private import node_number, saved, shard
 MOST_NODES = 4000
 
 _IN_SOURCE = {
-    "div": r"(?<![/\w])[^/\n#]*[^/\s]\s*/\s*[^/=]",
+    "div": r"(?<![/\w])[^/\n#]*[^/\s]\s*/\s*[^/=]|\bdiv_?\(",
     "pow": r"\*\*|\bpow\w*\(",
     "linalg_vector_norm": r"norm\(",
     "log": r"(?<!math\.)(?<!self\.)(?<!wandb\.)(?<!logger\.)\blog_?\(",
@@ -104,9 +104,13 @@ def largest(tensors: Iterable[Any]) -> float:
     return found
 
 
-def trace(root: Any, names: dict[int, str]) -> Origin:
+Names = Mapping[int, Sequence[str]]
+"""Of parameters by id: of one that several modules share all it has, in the model's order."""
+
+
+def trace(root: Any, names: Names) -> Origin:
     """The operation that first made something non-finite, an empty one where the graph does not
-    tell; `names` of parameters by id."""
+    tell."""
     start = getattr(root, "grad_fn", None)
     if start is None:
         return Origin()
@@ -128,7 +132,7 @@ def trace(root: Any, names: dict[int, str]) -> Origin:
     return Origin(_operation(origin), _nearest(origin, names), number=node_number(origin))
 
 
-def _of_derivative(made: Any, order: list[Any], names: dict[int, str], site: int) -> Origin:
+def _of_derivative(made: Any, order: list[Any], names: Names, site: int) -> Origin:
     """The derivative's formula is of the result of the operation, or of what that was given."""
     below = _nodes(made)
     given = set(below)
@@ -252,12 +256,22 @@ def _operation(node: Any) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _nearest(node: Any, names: dict[int, str]) -> str:
-    for below in _nodes(node):
+def _nearest(node: Any, names: Names) -> str:
+    """Of a parameter that is shared, the table that is looked up comes first, and last what is
+    nearest to the loss."""
+    for user, below in _with_users(node):
         variable = getattr(below, "variable", None)
-        if variable is not None and id(variable) in names:
-            return names[id(variable)]
+        if variable is not None and (known := names.get(id(variable))):
+            return known[0 if user is None or "embedding" in _operation(user) else -1]
     return ""
+
+
+def _with_users(node: Any) -> Iterator[tuple[Any, Any]]:
+    """The nodes of a graph, breadth first, each after those that it is given to."""
+    yield None, node
+    for user in _nodes(node):
+        for below, _ in user.next_functions:
+            yield user, below
 
 
 _MAKES = {"div": re.compile(_IN_SOURCE["div"].replace("[^/=]", r"(?![\s\d])[^/=]"))}
@@ -342,14 +356,33 @@ def _spelled(operation: str) -> re.Pattern[str]:
     return re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
 
 
+def lines_from(operation: str, frame: FrameType, first: int) -> set[tuple[str, int, str]]:
+    """(file, line, function) of what uses an operation in the lines of a function from that one to
+    the one that is running, or in what these call."""
+    if operation in _COMMON and operation not in _MAKES:
+        return set()
+    code, pattern = frame.f_code, _MAKES.get(operation) or _spelled(operation)
+    lines = linecache.getlines(code.co_filename)[first - 1 : frame.f_lineno]
+    plain = [text.partition("#")[0] for text in lines]
+    found = {
+        (code.co_filename, number, code.co_name)
+        for number, text in enumerate(plain, first)
+        if pattern.search(text)
+    }
+    called = callees.called_in(frame, "".join(plain))
+    return found | {place for code in called for place in _matches(code, pattern)}
+
+
 def line_of_operation(
     operation: str, module: Any, frame: FrameType | None
 ) -> tuple[str, int, str] | None:
     """(file, line, function) where the user's code uses an operation, if in one place only: in a
-    `forward` of the model, or else in what that calls, or in the file that calls backward."""
+    `forward` of the model, if there is one, or else in what that calls, or in the file that calls
+    backward."""
     pattern = _spelled(operation)
-    found = {place for code in _forwards(module) for place in _matches(code, pattern)}
-    if not found and operation not in _COMMON:
+    codes = set() if module is None else _forwards(module)
+    found = {place for code in codes for place in _matches(code, pattern)}
+    if not found and module is not None and operation not in _COMMON:
         called = callees.called_by(callees.forwards(module.modules()))
         found = {place for code in called for place in _matches(code, pattern)}
     if not found and frame is not None and operation not in _COMMON:

@@ -33,7 +33,11 @@ def of(
         return _after_the_forward(active, origin, forward_site, frame, root)
     if origin.entered:
         return _of_maker(active, live, origin.module, forward_site)
-    site = _of_operation(active, origin, live, frame)
+    outside = bool(returned) and all(0 <= number <= origin.number for number in returned)
+    if outside and frame is not None and origin.derivative_site < 0:
+        site = _outside(active, origin, frame, forward_site)
+    else:
+        site = _of_operation(active, origin, live, frame)
     if site >= 0 or frame is None or origin.derivative_site >= 0:
         return site if site >= 0 else origin.derivative_site
     within = len(returned) == 1 and 0 <= origin.number < returned[0]
@@ -72,6 +76,17 @@ def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: An
         if place is not None:
             return active.sites.place(*place)
     return -1
+
+
+def _outside(active: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
+    """The line that made it of what the models returned: after the call of these where the same
+    function makes the backward, or else in its file."""
+    first = active.sites.line(forward_site, frame.f_code)
+    found = nonfinite_origin.lines_from(origin.operation, frame, first) if first > 0 else set()
+    if not found:
+        place = nonfinite_origin.line_of_operation(origin.operation, None, frame)
+        found = set() if place is None else {place}
+    return active.sites.place(*found.pop()) if len(found) == 1 else -1
 
 
 def _after_the_forward(

@@ -276,13 +276,14 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         _judging.wake()
 
 
-def _names() -> dict[int, str]:
+def _names() -> dict[int, list[str]]:
     """Names of the wrapped models' parameters, by id."""
-    found: dict[int, str] = {}
+    found: dict[int, list[str]] = {}
     for model in models.live():
         inner = model.inner()
         if inner is not None:
-            found |= {id(p): name for name, p in inner.named_parameters()}
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), []).append(name)
     return found
 
 
@@ -401,7 +402,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if suspect.kind == "gradient":
             known = _names()
             # Else in the order of the forward: the last one is the nearest to where it arose.
-            found = suspect.names or [known[id(p)] for p in reversed(bad) if id(p) in known]
+            found = suspect.names or [known[id(p)][0] for p in reversed(bad) if id(p) in known]
             suspect = msgspec.structs.replace(
                 suspect,
                 names=tuple(found[:5]),

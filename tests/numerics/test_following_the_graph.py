@@ -26,9 +26,21 @@ def test_followed_through_a_graph(operation: str) -> None:
         "sqrt": lambda x: torch.sqrt(-x.abs() - 1),
         "exp": lambda x: torch.exp(x * 0 + 1000.0),
     }[operation](out)
-    origin = trace(made.sum(), {id(p): n for n, p in model.named_parameters()})
+    origin = trace(made.sum(), {id(p): [n] for n, p in model.named_parameters()})
     assert origin.operation in (operation, "reciprocal")
     assert origin.module == "2"
+
+
+def test_of_a_table_that_is_also_the_last_layer_the_nearest_is_told() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.nonfinite_origin import trace
+
+    table, last = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+    last.weight = table.weight
+    names = {id(table.weight): ["table.weight", "last.weight"]}
+    rows = table(torch.tensor([1, 2])).sin()
+    assert trace((last(rows) / torch.zeros(1)).sum(), names).module == "last"
+    assert trace(last(rows / torch.zeros(1)).sum(), names).module == "table"
 
 
 def test_a_shortcut_to_a_later_operation_does_not_hide_the_first() -> None:
@@ -42,7 +54,7 @@ def test_a_shortcut_to_a_later_operation_does_not_hide_the_first() -> None:
     for _ in range(5):
         late = -late
     loss = late.sum() + middle.sum()
-    names = {id(p): f"inner.{n}" for n, p in inner.named_parameters()}
+    names = {id(p): [f"inner.{n}"] for n, p in inner.named_parameters()}
     made = trace(loss, names)
     assert (made.operation, made.module) == ("softmax", "inner")
 
@@ -81,7 +93,7 @@ def test_a_constant_was_made_before_it_came_into_the_graph(monkeypatch: Any) -> 
     from ddpdoctor.probe import nonfinite_origin, sites
 
     net = Spectrum.made()
-    names = {id(p): n for n, p in net.named_parameters()}
+    names = {id(p): [n] for n, p in net.named_parameters()}
     origin = nonfinite_origin.trace(net(torch.zeros(2, 4)).sum(), names)
     assert (origin.operation, origin.entered, origin.module) == ("", "addmm", "first")
     monkeypatch.setattr(sites, "classify", lambda file: "user")
@@ -186,6 +198,72 @@ def before(tmp_path: Path, monkeypatch: Any) -> Any:
     return made
 
 
+AFTER = """
+import torch
+
+class Loss(torch.nn.Module):
+    def forward(self, x):
+        return (x / x.sum(1, keepdim=True)).mean()
+
+class Trainer:
+    def __init__(self):
+        self.criterion = Loss()
+
+    def rate(self, step):
+        return step / 7
+
+    def mean(self, x, mask):
+        return (x * mask).sum() / mask.sum()
+
+    def accuracy(self, out, right):
+        return right / len(out)
+
+    def step(self, model, x, look):
+        self.rate(3)
+        out = model(x)
+        {lines}
+        loss = {loss}
+        look()
+
+trainer = Trainer()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "lines", "expected"),
+    [
+        ("self.mean(out, x)", "", {16}),
+        ("self.criterion(out)", "", {6}),
+        ("trainer.mean(out, x)", "", {16}),
+        ("(out / x.sum()).mean()", "", {25}),
+        ("torch.nn.functional.mse_loss(out, x)", "", set()),
+        ("out.mean() / 4", "", set()),
+        ("self.mean(out, x)", "self.accuracy(out, x)", {16, 19}),
+    ],
+)
+def test_the_lines_between_the_forward_and_the_backward(
+    tmp_path: Path, monkeypatch: Any, loss: str, lines: str, expected: set[int]
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.nonfinite_origin import lines_from
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    text = AFTER.replace("{loss}", loss).replace("{lines}", lines or "pass")
+    (tmp_path / "trained_after.py").write_text(text)
+    linecache.checkcache()
+    monkeypatch.delitem(sys.modules, "trained_after", raising=False)
+    importlib.invalidate_caches()
+    made = importlib.import_module("trained_after")
+    found: list[set[int]] = []
+
+    def look() -> None:
+        places = lines_from("div", sys._getframe(1), 23)
+        found.append({line for _, line, _ in places})
+
+    made.trainer.step(torch.nn.Linear(3, 3), torch.ones(2, 3), look)
+    assert found == [expected]
+
+
 def test_a_module_without_parameters_made_it_before_one_with_them(before: Any) -> None:
     from torch.nn import Linear, Sequential
 
@@ -230,9 +308,10 @@ def test_where_the_forward_made_it_and_the_line_is_not_known(
     from ddpdoctor.probe import nonfinite_origin, nonfinite_sites
 
     monkeypatch.setattr(nonfinite_origin, "line_of_loss", lambda frame, root: 40)
-    active: Any = SimpleNamespace(sites=SimpleNamespace(number=lambda code, line: line))
+    sites = SimpleNamespace(number=lambda code, line: line, line=lambda site, code: -1)
+    active: Any = SimpleNamespace(sites=sites)
     origin = nonfinite_origin.Origin("log", number=number)
-    frame = SimpleNamespace(f_code=None)
+    frame = SimpleNamespace(f_code=SimpleNamespace(co_filename="train.py"))
     assert nonfinite_sites.of(active, origin, [], frame, None, 7, False, [5]) == line
 
 
@@ -310,7 +389,7 @@ def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> N
     first = derivatives.begins((), {"create_graph": True})
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     derivatives.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
-    origin = trace(force.pow(2).sum() + energy, {id(p): n for n, p in model.named_parameters()})
+    origin = trace(force.pow(2).sum() + energy, {id(p): [n] for n, p in model.named_parameters()})
     derivatives.forget()
     assert origin.derivative_site == 7
     assert origin.operation == ("" if operation == "of its own" else operation)
