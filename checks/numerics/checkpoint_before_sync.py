@@ -9,7 +9,7 @@ from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run, fold_ranks, shorten
 
-from ._files import Touch, called, key, locked, ordered, steps_of, writes
+from ._files import Touch, called, key, locked, met, ordered, steps_of, writes
 
 _ABSENT = "FileNotFoundError"
 _TORN = re.compile(
@@ -49,7 +49,8 @@ class CheckpointBeforeSync(Check):
     A barrier or any other collective in between; a key of a store, or another file that a loop asks
     for, that the reader waited for before it found the file whole; a file that both lock; files
     that were there before, and are overwritten only after another collective; a rank that reads
-    what it wrote itself; files that appear whole by a rename, where they were found.
+    what it wrote itself; files that appear whole by a rename, where they were found, but for those
+    that took the place of one that had been there since an earlier collective of both.
     """
 
     code = "DDP803"
@@ -170,7 +171,7 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
         if write.rank.rank == read.rank.rank or ordered(write, read):
             continue
         whole = write.event.how == "rename" and read.began >= write.began
-        if whole and not _failure(write, read):
+        if whole and not _failure(write, read) and not _replaced(write, read, touches):
             continue
         stored = getattr(read.event, "stored", 0.0)
         if stored and read.rank.wall(stored) >= write.ended:
@@ -180,3 +181,16 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
             continue  # or for another file that does
         return write
     return None
+
+
+def _replaced(write: Touch, read: Touch, touches: list[Touch]) -> bool:
+    """Whether what was renamed took the place of an earlier one that both had met since, so that
+    the read might have found that one: it neither waited for the file nor asked again."""
+    before = [t for t in touches if t.rank is write.rank and t.began < write.began]
+    again = [
+        e
+        for e in read.rank.of(FileRead)
+        if e.path == read.event.path and e.marks == read.event.marks
+    ]
+    awaited = getattr(read.event, "awaited", True)
+    return not awaited and len(again) == 1 and any(met(t, read) for t in before)

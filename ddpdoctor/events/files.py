@@ -58,7 +58,8 @@ class FileRead(Event, frozen=True, tag="file-read"):
         failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
         stored: when the rank last came back from waiting for a key of a store, 0 for never.
         callers: the lines that led to `site`, the nearest first.
-        polled: there, or in `callers`, the program has waited for another file before, in a loop.
+        polled: there, or in `callers`, the program has waited for another file before, in a loop;
+            awaited: for another or for this one.
     """
 
     path: str
@@ -73,3 +74,4 @@ class FileRead(Event, frozen=True, tag="file-read"):
     stored: float = 0.0
     callers: tuple[int, ...] = ()
     polled: bool = False
+    awaited: bool = False

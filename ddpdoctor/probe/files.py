@@ -316,17 +316,19 @@ def _tell_read(
             stored=meetings.stored_at(),
             callers=active.sites.callers(),
             polled=_polled(active),
+            awaited=_polled(active, itself=True),
         )
     )
 
 
-def _polled(active: Recorder) -> bool:
-    """Whether the reader, or one of those that called it, has waited for another file before."""
+def _polled(active: Recorder, *, itself: bool = False) -> bool:
+    """Whether the reader, or one of those that called it, has waited for another file before;
+    `itself`: or for this one."""
     frame = active.sites.user_frame(sys._getframe(1))
     for _ in range(CALLERS):
         if frame is None:
             break
-        if active.sites.kind(frame.f_code) is USER and polling.polled_before(frame):
+        if active.sites.kind(frame.f_code) is USER and polling.polled_before(frame, itself=itself):
             return True
         frame = frame.f_back
     return False

@@ -22,8 +22,9 @@ _ASKS = frozenset(
 _RESTS = frozenset(("sleep", "wait"))
 
 
-def polled_before(frame: FrameType) -> bool:
-    """Whether the function of a frame has waited for another file than its current line reads."""
+def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
+    """Whether the function of a frame has waited for another file than its current line reads;
+    `itself`: or for that one."""
     waiting = {name: code for name, code in _callable(frame) if _ASKS & set(code.co_names)}
     own = _ASKS & set(frame.f_code.co_names)
     tree = function_of(frame.f_code) if own or waiting else None
@@ -41,7 +42,7 @@ def polled_before(frame: FrameType) -> bool:
             and not never_runs(frame.f_code, line, frame.f_globals.get)
         ):
             asked |= given
-    return bool(asked - read)
+    return bool(asked if itself else asked - read)
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:

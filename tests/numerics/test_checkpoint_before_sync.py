@@ -84,6 +84,20 @@ def test_appears_whole() -> None:
     assert found([wrote(how="rename")], [read(at=1000.5, failed="FileNotFoundError")])
 
 
+def test_takes_the_place_of_an_earlier_one() -> None:
+    """The read may find either; whichever it was, nothing decided that."""
+    earlier, later = wrote(3, how="rename", at=1000.0), wrote(how="rename")
+    (finding,) = found([earlier, later], [read(at=1001.6)])
+    assert finding.confidence is Confidence.SUSPECTED
+    assert not found([earlier, later], [read(5, at=1001.6)]), "a collective after the write"
+    assert not found([earlier, later], [read(3, at=1000.6)]), "and before it"
+    apart = wrote(4, how="rename", at=1000.0)
+    assert not found([apart, later], [read(at=1001.6)]), "no collective between the writes"
+    asks = msgspec.structs.replace(read(at=1001.6), awaited=True)  # type: ignore[type-var]
+    assert not found([earlier, later], [asks]), "waits until the file is a newer one"
+    assert not found([earlier, later], [read(at=1001.2), read(at=1001.6)]), "reads until it is"
+
+
 def test_nobody_writes() -> None:
     assert CheckpointBeforeSync().unobserved(make_run({0: [read()]}))
 

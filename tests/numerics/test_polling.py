@@ -87,6 +87,22 @@ def waits_afterwards(path: Path, marker: Path) -> bool:
     return found
 
 
+def test_the_file_itself_was_waited_for(tmp_path: Path) -> None:
+    def read(path: Path) -> bool:
+        return polled_before(sys._getframe(1), itself=True)
+
+    def waits(path: Path) -> bool:
+        while path.stat().st_mtime < 0:
+            time.sleep(0)
+        return read(path)
+
+    def looks(path: Path) -> bool:
+        return path.exists() and read(path)
+
+    assert waits(tmp_path)
+    assert not looks(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("reader", "polled"),
     [
