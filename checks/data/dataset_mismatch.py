@@ -54,10 +54,14 @@ class DatasetMismatch(Check):
         return no_loader(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        by_place: dict[object, list[Fault]] = {}
+        groups: list[list[Fault]] = []
         for fault in of_check(run, self.name):
-            by_place.setdefault((_spot(fault), fault.doubt, fault.ranks), []).append(fault)
-        for faults in by_place.values():
+            known = next((g for g in groups if any(_one(fault, other) for other in g)), None)
+            if known is None:
+                groups.append([fault])
+            else:
+                known.append(fault)
+        for faults in groups:
             yield self._tell(run, faults[0], faults[1:])
 
     def explains(self, mine: Finding, other: Finding) -> bool:
@@ -95,10 +99,19 @@ class DatasetMismatch(Check):
             + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            **_why(kind, lengths, reordered=reordered, sampled=reader.seen.distributed),
+            **_why(kind, lengths, split, reordered=reordered, sampled=reader.seen.distributed),
             evidence={**fault.evidence, "lengths": lengths, **_positions(audit)},
             at=reader.rank.wall(audit.at),
         )
+
+
+def _one(a: Fault, b: Fault) -> bool:
+    """Whether two loaders suffer from one fault: one line makes their data sets, or what differs is
+    the same beneath them."""
+    if (a.doubt, a.ranks) != (b.doubt, b.ranks):
+        return False
+    beneath = _split(a) is None and a.evidence["digests"] == b.evidence["digests"]
+    return beneath or _spot(a) == _spot(b)
 
 
 def _positions(audit: Audit) -> Evidence:
@@ -115,8 +128,11 @@ def _steps(fault: Fault) -> Steps | None:
     return Steps(first, end - 1, end - first)
 
 
-def _why(kind: str, lengths: dict[int, int], *, reordered: bool, sampled: bool) -> dict[str, str]:
-    """`sampled`: a distributed sampler divides what each rank holds."""
+def _why(
+    kind: str, lengths: dict[int, int], split: Location | None, *, reordered: bool, sampled: bool
+) -> dict[str, str]:
+    """`split`: the line that makes the `Subset`; `sampled`: a distributed sampler divides what each
+    rank holds."""
     chosen = kind in ("indices", "choice")
     unlike = len(set(lengths.values())) > 1
     told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
@@ -139,6 +155,14 @@ def _why(kind: str, lengths: dict[int, int], *, reordered: bool, sampled: bool) 
             "fix": "choose them with a generator of one seed on all ranks (`random.Random(0)`, "
             "`torch.Generator().manual_seed(0)`); where each rank is to read a part of its own, "
             "leave the `DistributedSampler` out",
+        }
+    if kind == "indices" and split is not None and "Subset(" in split.source:
+        return {
+            "cause": "each rank chose the indices for itself, at random or from what is another on "
+            "each rank",
+            "fix": "choose them with a generator of one seed on all ranks "
+            "(`torch.randperm(n, generator=torch.Generator().manual_seed(0))`, "
+            "`numpy.random.default_rng(0).permutation(n)`)",
         }
     if kind == "indices":
         return {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
+from recordings import site
 
 from ddpdoctor.events import ContentRead, Event, Layer, Payload
 from ddpdoctor.events.pack import pack
@@ -101,6 +103,41 @@ def test_the_parts_of_one_split_are_one_finding() -> None:
     assert "`indices` of Photos (100, 99) and Rest (100) differs" in finding.summary
     assert finding.location is not None and finding.location.line == 21
     assert "sampler made here" in [r.label for r in finding.related]
+
+
+def test_one_listing_beneath_two_loaders_is_one_finding() -> None:
+    def both(rank: int, *orders: int) -> list[Event]:
+        kinds = {"distributed": True, "replicas": 2, "sampler_rank": rank, "total_size": 100}
+        return [
+            event
+            for n, order in enumerate(orders)
+            for event in loader(
+                n, [EVERYTHING[rank::2]], length=100 - n, sampler_site=n + 1, loop_site=n + 3,
+                payloads=(payload("text", order + rank, 5, name="dataset.names"),), **kinds,
+            )  # type: ignore[arg-type]
+        ]  # fmt: skip
+
+    (finding,) = examine(both(0, 1, 1), both(1, 1, 1))
+    assert "of Photos (100, 99) holds" in finding.summary
+    assert len(examine(both(0, 1, 7), both(1, 1, 7))) == 2, "two listings"
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [("DataLoader(Subset(ds, chosen))", False), ("a, b = random_split(ds, [80, 20])", True)],
+)
+def test_indices_that_the_program_makes_itself(text: str, split: bool) -> None:
+    line = site(9, "train.py", 15, text)
+    first, second = (
+        [line, *loader(
+            0, [EVERYTHING[r::2]], distributed=True, replicas=2, sampler_rank=r, total_size=100,
+            payloads=(payload("indices", r + 1, r + 5, name="indices"),),
+            layers=(Layer(data=1, site=9), Layer(data=0)),
+        )]
+        for r in range(2)
+    )  # fmt: skip
+    (finding,) = examine(first, second)
+    assert ("random_split" in finding.fix, "random_split" in finding.cause) == (split, split)
 
 
 def test_the_rank_that_is_alone_is_named() -> None:
