@@ -106,7 +106,8 @@ def _joined(several: list[Finding]) -> Finding:
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
-    """Put every finding that another one explains under the root of that explanation."""
+    """Put every finding that another one explains under the root of that explanation. What a run
+    broke off or stood still of is an error, whatever else it is."""
     because: dict[int, int] = {}
     for i, cause in enumerate(findings):
         maker = makers.get(cause.check)
@@ -116,12 +117,12 @@ def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
                 continue
             if maker.explains(cause, effect):
                 because[j] = i
-    told: dict[int, list[Consequence]] = {i: [] for i in range(len(findings))}
+    told: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
     for j in sorted(because):
-        effect = findings[j]
-        told[_root(j, because)].append(Consequence(effect.code, effect.check, effect.summary))
+        told[_root(j, because)].append(findings[j])
+    ends = {name for name, check in makers.items() if check.family == "hang"}
     return [
-        _with_consequences(finding, tuple(told[i]))
+        _with_consequences(finding, told[i], ends)
         for i, finding in enumerate(findings)
         if i not in because
     ]
@@ -133,12 +134,18 @@ def _root(i: int, because: dict[int, int]) -> int:
     return i
 
 
-def _with_consequences(finding: Finding, told: tuple[Consequence, ...]) -> Finding:
+def _with_consequences(finding: Finding, effects: list[Finding], ends: set[str]) -> Finding:
     import msgspec
 
-    if not told:
+    if not effects:
         return finding
-    return msgspec.structs.replace(finding, consequences=(*finding.consequences, *told))
+    told = (Consequence(e.code, e.check, e.summary) for e in effects)
+    ended = any(e.check in ends and e.severity is Severity.ERROR for e in effects)
+    return msgspec.structs.replace(
+        finding,
+        severity=Severity.ERROR if ended else finding.severity,
+        consequences=(*finding.consequences, *told),
+    )
 
 
 def _about_itself(check: Check, error: Exception) -> Finding:

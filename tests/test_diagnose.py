@@ -16,9 +16,6 @@ from ddpdoctor.run import Run
 class Says(Check):
     """A check that finds itself and explains the checks of some names."""
 
-    family = "model"
-    severity = Severity.ERROR
-
     def __init__(
         self,
         name: str,
@@ -26,7 +23,11 @@ class Says(Check):
         fails: bool = False,
         told: tuple[str, ...] = ("",),
         at: Location | None = None,
+        family: str = "model",
+        severity: Severity = Severity.ERROR,
     ) -> None:
+        self.family = family  # type: ignore[misc]
+        self.severity = severity  # type: ignore[misc]
         self.name = name  # type: ignore[misc]
         self.code = f"DDP9{ord(name[0])}"  # type: ignore[misc]
         self.explained = explained
@@ -60,6 +61,20 @@ def test_every_effect_stands_under_the_root_of_its_cause(
 ) -> None:
     report = diagnose(make_run({0: [started(0, 1)]}), checks)
     assert {f.check: [c.check for c in f.consequences] for f in report.findings} == roots
+
+
+@pytest.mark.parametrize(
+    ("family", "severity", "told"),
+    [("hang", Severity.ERROR, "error"), ("hang", Severity.NOTE, "warning"),
+     ("drift", Severity.ERROR, "warning")],
+)  # fmt: skip
+def test_what_a_run_broke_off_of_is_an_error(family: str, severity: Severity, told: str) -> None:
+    cause = Says("a", "b", "c", severity=Severity.WARNING)
+    (finding,) = diagnose(
+        make_run({0: steps(1)}),
+        [cause, Says("b", family=family, severity=severity), Says("c", severity=severity)],
+    ).findings
+    assert finding.severity.value == told
 
 
 def test_what_is_said_of_one_line_again_and_again_is_told_once() -> None:

@@ -40,7 +40,7 @@ class CheckpointBeforeSync(Check):
 
     ## Why it hurts
     The reader finds no file, half a file, or - worst - the one from the run before, and trains on
-    with other weights than the rest.
+    with other weights than the rest. Where a rank ended with it, it is an error.
 
     ## How to fix it
     `dist.barrier()` on all ranks after the write and before the read.
