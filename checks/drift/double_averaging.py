@@ -144,7 +144,7 @@ class DoubleAveraging(Check):
         times = next((f for f in sorted(factors) if summed and f in range(2, size + 1)), 0)
         same = not times and 1 in factors
         copied = all(c.copied for row in seen.values() for c in row)
-        effect, becomes, division = "which costs its time", "reduces equal numbers", ""
+        effect, becomes, division = "which costs its time", "brings nothing new", ""
         if times:
             effect = f"which leaves them {times:g} times what they were"
             becomes = f"adds {times:g} equal numbers"
