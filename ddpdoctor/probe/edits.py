@@ -38,6 +38,7 @@ SHARE, LEAST = 0.15, 0.05
 """Part of the doctor's budget for this, while it is within the budget and where it is not."""
 
 TOLD_AT_MOST = 300
+TOLD_ON_DEMAND = 20
 TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits; after that
 only where the next edit is due, if they come as regularly as the last two."""
@@ -187,6 +188,7 @@ def look_now(model: Model) -> None:
     costs, for as long as at the start."""
     followed = _followed(model)
     followed.moments, followed.next_at = 0, 0.0
+    followed.count = min(followed.count, TOLD_AT_MOST - TOLD_ON_DEMAND)
     _looking.wake()
 
 

@@ -253,3 +253,15 @@ def test_the_one_line_that_edits_the_state() -> None:
     )
     assert _edited_twice(optimizer) is None
     assert _cleared(optimizer, other) == 4
+
+
+@pytest.mark.parametrize(("told", "left"), [(300, 20), (290, 20), (7, 293)])
+def test_what_is_looked_for_is_told_however_much_was_before(
+    monkeypatch: pytest.MonkeyPatch, told: int, left: int
+) -> None:
+    """Who clips in every step has had all that is told before the reduction begins."""
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    model: Any = object()
+    edits._followed(model).count = told
+    edits.look_now(model)
+    assert edits.TOLD_AT_MOST - edits._followed(model).count == left
