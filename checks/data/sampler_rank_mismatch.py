@@ -124,7 +124,7 @@ class SamplerRankMismatch(Check):
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="divides the data over other ranks than there are",
-            related=(*_default(run.ranks[reader.rank.rank]), *related(reader, sampler=False)),
+            related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
             summary=f"the sampler of {dataset(reader)} divides it over {reader.seen.replicas} "
             f"replicas as {_places(fault)} on {whom(run, fault.ranks)}: "
             f"{among}{len(audit.shared)} samples read by several ranks"
@@ -178,7 +178,9 @@ def _beside(rank: Rank, averaging: set[int]) -> tuple[int, ...]:
     return next((ranks for ranks in groups if averaging & set(ranks) == {rank.rank}), ())
 
 
-def _default(rank: Rank) -> tuple[Related, ...]:
-    group = rank.default_group
+def _group(rank: Rank, averaging: set[int]) -> tuple[Related, ...]:
+    """Where the group that averages gradients was made, or else the default one."""
+    own = (g for g in rank.of(GroupReady) if g.member and set(g.ranks) == averaging and g.site >= 0)
+    group = next(own, rank.default_group)
     spot = rank.location(group.site) if group else None
     return (Related(f"group of {len(group.ranks)} made here", spot),) if group and spot else ()

@@ -99,6 +99,20 @@ def test_a_sub_group() -> None:
     assert not found(SamplerRankMismatch(), make_run(events))
 
 
+def test_the_group_that_averages_is_shown() -> None:
+    teams = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    events = {
+        r: [
+            msgspec.structs.replace(e, site=2 - e.group) if isinstance(e, GroupReady) else e
+            for e in (*prologue(4, group=team), *sampled(2, r % 2 if r < 2 else 0))
+        ]
+        for r, team in teams.items()
+    }
+    (finding,) = found(SamplerRankMismatch(), make_run(events))
+    (group, _) = finding.related
+    assert (group.label, group.location.line) == ("group of 2 made here", 10)
+
+
 def test_data_parallel_ranks_of_a_mesh() -> None:
     """Tensor-parallel pairs (0, 1) and (2, 3) share their part; gradients are averaged over all."""
     events = {}
