@@ -140,10 +140,12 @@ def _fix(fault: Fault) -> str:
                 "and let each rank draw other samples: "
                 "`generator=torch.Generator().manual_seed(seed + rank)`"
             )
+        each = "batches" if fault.readers[0].seen.batch_sampler else "indices"
         return (
             f"keep {sampler} and its choice, drawn from the same seed on every rank, and give each "
-            "rank its own part of it: `return iter(indices[rank::world_size])` at the end of "
-            "`__iter__`, in a class of its own where torch's is used"
+            f"rank its own part of it, as many as the others: `n = len({each}) // world_size * "
+            f"world_size`, `return iter({each}[rank:n:world_size])` at the end of `__iter__`, in a "
+            "class of its own where torch's is used"
         )
     return (
         "`sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler, ...)` "

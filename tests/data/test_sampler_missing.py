@@ -56,7 +56,10 @@ def test_a_sampler_of_the_program_keeps_its_choice(
     ]
     (finding,) = examine(*ranks)
     assert what in finding.cause
-    assert "keep Weighted" in finding.fix and "indices[rank::world_size]" in finding.fix
+    assert "keep Weighted" in finding.fix and "indices[rank:n:world_size]" in finding.fix
+    batched = [[msgspec.structs.replace(ranks[0][0], batch_sampler="Buckets"), *ranks[0][1:]]] * 2
+    (finding,) = examine(*batched)
+    assert "`n = len(batches) // world_size * world_size`" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_a_draw_of_a_rank_s_share_is_not_divided_once_more(
     drawn = {"sampler": "WeightedRandomSampler", "replacement": replacement}
     ranks = [loader(0, [EVERYTHING[:count]], content=1, **drawn) for _ in range(2)]
     (finding,) = examine(*ranks)
-    assert ("rank::world_size" in finding.fix) is again
+    assert ("rank:n:world_size" in finding.fix) is again
     assert ("manual_seed(seed + rank)" in finding.fix) is not again
 
 
