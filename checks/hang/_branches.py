@@ -23,6 +23,7 @@ _SIZE = re.compile(
 _BESIDE = re.compile(
     r"if|elif|else|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
 )
+_BRANCHES = ("if ", "elif ", "else:", "except", PAST)
 _ARMS = ("else:", "elif ", "except", PAST)
 
 
@@ -45,9 +46,13 @@ def unbranched(head: Enclosing, what: str) -> str:
         part, rest = found
         where_to = f"{'past' if head.text.startswith(PAST) else 'under'} `if {rest}:`"
         return f"{what} on every rank: put it {where_to} (the same on all), without `{part}`"
+    out_of = f"out of `{head.text}`"
     if head.text.startswith(PAST):
-        return f"{what} on every rank: move it in front of `{opener(head)}`"
-    return f"{what} on every rank: move it out of `{head.text}`"
+        out_of = f"in front of `{opener(head)}`"
+    shared = ""
+    if head.text.startswith(("if ", "elif ", PAST)) and on_rank((head,)) is None:
+        shared = ", or make its condition from a value that is equal on all (`all_reduce` it first)"
+    return f"{what} on every rank: move it {out_of}{shared}"
 
 
 def unwrapped(head: Enclosing, made: Made) -> str:
@@ -164,19 +169,43 @@ def avoided(call: Made, made: Made) -> bool:
 
 
 def _passed(made: Made, call: Made, inside: Place) -> bool:
-    """Whether a rank is further down in a function, without a call that another makes there."""
-    spot = call.rank.location(inside.site)
-    if spot is None or made.step != call.step:
+    """Whether a rank is further down in a function, or in one that called it, without a call that
+    another makes there."""
+    if call.site is None or made.step != call.step:
         return False
     if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
         return False
-    places = made.site.places if made.site else ()
-    here = (made.rank.location(p.site) for p in places)
-    return any(
-        at is not None and (at.file, at.function) == (spot.file, spot.function)
+    first, *callers = call.site.places[call.site.places.index(inside) :]
+    if _is_below(made, call.rank, first, ()):
+        return True
+    for place in callers:
+        around = _around(call.rank, place)
+        if _is_below(made, call.rank, place, around):
+            return True
+        if any(head.text.startswith(_BRANCHES) for head in around):
+            return False  # that may be what parted them
+    return False
+
+
+def _is_below(made: Made, rank: Rank, place: Place, around: tuple[Enclosing, ...]) -> bool:
+    """Whether a rank is further down in the function of a place, inside of all that is around
+    that."""
+    spot = rank.location(place.site)
+    return spot is not None and any(
+        at is not None
+        and (at.file, at.function) == (spot.file, spot.function)
         and at.line > spot.line
-        for at in here
-    )  # fmt: skip
+        and all(head in there.inside for head in around)
+        for there in (made.site.places if made.site else ())
+        for at in (made.rank.location(there.site),)
+    )
+
+
+def _around(rank: Rank, place: Place) -> tuple[Enclosing, ...]:
+    """The statements around a place, but for one in whose condition it is."""
+    spot = rank.location(place.site)
+    line = spot.line if spot else -1
+    return tuple(h for h in place.inside if h.line != line or not h.text.endswith(":"))
 
 
 def begins_round(made: Made, other: Made) -> bool:

@@ -145,6 +145,26 @@ def test_the_advice_names_the_wrapper_as_the_program_does(
     assert finding.fix == f"run the wrapped model on every rank, or use {told} under `if R == 0:`"
 
 
+@pytest.mark.parametrize(
+    ("line", "around", "told"), [(45, "", True), (45, "if late:", False), (41, "", False)]
+)
+def test_a_branch_in_a_function_that_the_other_is_back_from(
+    tmp_path: Path, line: int, around: str, told: bool
+) -> None:
+    made = tapes()
+    vote = ((15, "if loss > self.factor * mean:"),)
+    made[0].call("barrier", 5, caller=line, state=State.BEGUN)
+    made[1].call(
+        line=17, inside=vote, caller=42, branches={42: around} if around else None,
+        state=State.BEGUN,
+    )  # fmt: skip
+    (finding,) = found(run_of(tmp_path, made))
+    assert ("only some ranks enter `if loss > self.factor * mean:`" in finding.cause) is told
+    assert ("move it out of `if loss > self.factor * mean:`, or" in finding.fix) is told
+    if told:
+        assert (finding.ranks, str(finding.location)) == ((1,), "train.py:17")
+
+
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
     made = tapes()
     past = (Enclosing(line=7, text="past if rank != 0:", opener=6),)
