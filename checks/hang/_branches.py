@@ -116,6 +116,13 @@ def _on_size(text: str) -> bool:
     return bool(sizes) and all(sizes)
 
 
+def finalizer(made: Made) -> Location | None:
+    """The line in a `__del__` that led to a call."""
+    depths = range(len(made.site.places) if made.site else 0)
+    spots = (made.location_at(depth) for depth in depths)
+    return next((spot for spot in spots if spot and spot.function == "__del__"), None)
+
+
 def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
     """Whether a place that communicates, or a line that led to it, is inside the statement at that
     line."""

@@ -10,7 +10,7 @@ from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
 from ddpdoctor.run import Run, ranks_text
 
 from . import _across
-from ._branches import condition, opener, parts, unbranched, unwrapped
+from ._branches import condition, finalizer, opener, parts, unbranched, unwrapped, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop
 from ._mismatch import Parting, entered, opposed
@@ -56,7 +56,8 @@ class CollectiveMismatch(Check):
 
     ## How to fix it
     Let every rank of the group make the same calls in the same order: move the collective out of
-    the branch, or compute the condition from a value that all ranks share.
+    the branch, or compute the condition from a value that all ranks share. Make none in `__del__`,
+    which runs at another time on every rank.
 
     ## When it stays quiet
     Point-to-point calls; the two arms of `if rank == 0: broadcast(...) else: broadcast(...)`, which
@@ -191,6 +192,12 @@ def _cause(parting: Parting, stuck: bool) -> str:
     if call := aside(parting):
         return f"{order(call)}; {effect}"
     branched = entered(parting)
+    if (spot := _when_collected(parting)) is not None:
+        here = f" (here {where(branched[1])})" if branched else ""
+        return (
+            f"{parting.place.signature.op} comes from `__del__` ({spot}), which Python runs when "
+            f"it collects the object, at another time on every rank{here}; {effect}"
+        )
     left = left_loop(parting)
     if left is not None:
         known = _why(parting, left) if left.known else ""
@@ -232,6 +239,14 @@ def _ways_out(parting: Parting) -> list[WayOut]:
     return [out for made in parting.made.values() if (out := way_out(made)) is not None]
 
 
+def _when_collected(parting: Parting) -> Location | None:
+    """The line in a `__del__` that led to the call of the ranks at fault, where others are in a
+    call that none led to."""
+    if all(finalizer(made) for made in parting.made.values()):
+        return None
+    return finalizer(parting.place)
+
+
 def _around(parting: Parting) -> str:
     """What leads around the call that was left out."""
     if ways := ways_around(parting.place):
@@ -247,6 +262,11 @@ def _fix(parting: Parting) -> str:
         return remedy(call)
     branched = entered(parting)
     op = parting.place.signature.op
+    if _when_collected(parting) is not None:
+        return (
+            f"make no collective in `__del__`: call {op} in a method of its own (`close()`), at "
+            "the same place on every rank"
+        )
     left = left_loop(parting)
     if left is not None:
         return left.fix

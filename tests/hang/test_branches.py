@@ -165,6 +165,25 @@ def test_a_branch_in_a_function_that_the_other_is_back_from(
         assert (finding.ranks, str(finding.location)) == ((1,), "train.py:17")
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_call_of_an_object_that_is_collected(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    made = tapes()
+    for rank, tape in made.items():
+        collected = rank in ranks
+        op = "all_reduce" if rank else "barrier"
+        inside = ((35, "if rank == 1 and i == 20:"),) if rank else ()
+        tape.call(op, 18 - rank, inside=inside, state=State.BEGUN)
+        tape.events = [
+            replace(e, function="__del__") if isinstance(e, Site) and collected else e
+            for e in tape.events
+        ]
+    (finding,) = found(run_of(tmp_path, made))
+    told = len(ranks) == 1
+    assert ("comes from `__del__` (train.py:17)" in finding.cause) is told
+    assert ("(here under `if rank == 1 and i == 20:`)" in finding.cause) is told
+    assert ("make no collective in `__del__`" in finding.fix) is told
+
+
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
     made = tapes()
     past = (Enclosing(line=7, text="past if rank != 0:", opener=6),)
