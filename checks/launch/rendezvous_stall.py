@@ -28,9 +28,11 @@ class RendezvousStall(Check):
     Each rank records when it enters `init_process_group` and when it has its group. The finding is
     made once a rank has waited in there for the stall time (`--hang-after`; by default 30 s before
     training begins), or has raised a timeout or a lost connection; the stacks of the ranks that are
-    missing, taken at that moment, say where they are. It is proven where `world_size` is larger
-    than the number of processes that `ddpdoctor run` launched, else suspected. Of a program that
-    starts its ranks itself only those are known that came to `init_process_group`.
+    missing, taken at that moment, say where they are. Where `ddpdoctor run` launched them it is
+    proven if `world_size` is larger than their number, and if the processes of all that are missing
+    have ended with status 0, which stops the run unless `--on-hang report` is given; else it is
+    suspected. Of a program that starts its ranks itself only those are known that came to
+    `init_process_group`.
 
     ## Why it hurts
     `init_process_group` waits for everybody, half an hour by default (ten minutes with NCCL), and
@@ -178,6 +180,13 @@ class RendezvousStall(Check):
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
         left = bool(late) and all(_left(r) for r in late)
+        all_there = run.info.launcher == "run"
+        never = (
+            all_there
+            and left
+            and len(late) == len(absent)
+            and all(_is_over(r) and r.exit_code == 0 for r in late)
+        )
         came = fold_ranks(r.rank for r in waiting)
         evidence = {
             "came": came,
@@ -185,16 +194,18 @@ class RendezvousStall(Check):
             "world_size_expected": world,
             **({"processes_seen": seen} if launched is None else {"processes_launched": launched}),
             "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
+            **({"stuck": run.stall is not None} if never else {}),
         }
         wrong_size = bool(too_many) and not late
         unseen = launched is None and not late
         # Who launches ranks himself may be about to launch the others.
-        all_there = run.info.launcher == "run"
         exist = f"only {launched} exist{'' if all_there else ' so far'}" if wrong_size else ""
         exist = f"only {seen} were seen" if unseen else exist
         return self.finding(
             ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
-            confidence=Confidence.PROVEN if wrong_size and all_there else Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN
+            if never or (wrong_size and all_there)
+            else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=here if wrong_size else where or here,
             label="waits for ranks that do not exist"
@@ -322,11 +333,17 @@ def _left(rank: Rank) -> RankExiting | None:
     return leaving if fine else None
 
 
+def _is_over(rank: Rank) -> bool:
+    """Whether its process was seen to end by itself."""
+    ended, told = rank.ended, rank.stopped
+    return ended is not None and not ended.by_launcher and (told is None or ended.at < told.at)
+
+
 def _state(run: Run, rank: Rank) -> str:
     if leaving := _left(rank):
         where = rank.location(leaving.site)
         return f"gone ({leaving.how}{f' at {where}' if where else ''})"
-    if rank.ended is not None and not rank.ended.by_launcher and rank.stopped is None:
+    if _is_over(rank):
         how = rank.signal or f"status {rank.exit_code}"
         return f"gone ({how})"
     where = _where(run, rank)
