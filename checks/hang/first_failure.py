@@ -44,6 +44,8 @@ from ._failures import (
 from ._telling import never_made
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
+QUIT = "bdb.BdbQuit"
+NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 
 class FirstFailure(Check):
@@ -63,7 +65,8 @@ class FirstFailure(Check):
     call failed that raised them; the launcher and the node's monitor record how processes end. The
     failures of all ranks are put in the order of these times; torch's errors whose text speaks of a
     lost connection or of a timeout count as consequences, and so does what is raised while one of
-    these is handled. The finding is proven.
+    these is handled. Of a text that is no Python it shows the line that could not be parsed, of a
+    debugger that was quit the `breakpoint()` before. The finding is proven.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
@@ -142,7 +145,7 @@ class FirstFailure(Check):
             steps=None if step is None else Steps.of([step]),
             subjects=(what,),
             location=where,
-            label="raised here" if first.exception else "left here",
+            label=_label(first),
             related=_received(first) + (lost.related if lost else ()),
             summary=summary,
             cause=(f"{lost.cause}; " if lost else "")
@@ -235,6 +238,12 @@ class FirstFailure(Check):
         )
 
 
+def _label(first: Failure) -> str:
+    if first.kind_raised == QUIT:
+        return "stops in the debugger here"
+    return "raised here" if first.exception else "left here"
+
+
 def _step(first: Failure) -> int | None:
     """The step it failed in; None where training had not begun, was over (no step after the groups
     were destroyed), or was of optimizers in turn, each with steps of its own."""
@@ -291,6 +300,11 @@ def _cause(
     told = f"the text means: {meant}" if meant else ""
     if first.kind_raised == "KeyboardInterrupt":
         told = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
+    if first.kind_raised == QUIT:
+        told = (
+            f"a `breakpoint()` was reached on {ranks_text(ranks)}, and the debugger was quit: by "
+            "itself, where it finds no input, since ranks have no terminal of their own"
+        )
     if first.kind == "exit" and raised_exit(first.rank):
         told = f"{EXIT_RAISED}, ended it"
     if others:
@@ -315,6 +329,13 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> st
         return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
     if "LOCAL_RANK" in message:
         return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
+    if first.kind_raised == QUIT:
+        return (
+            "take the `breakpoint()` out; to stop in one rank, call "
+            f"`torch.distributed.breakpoint({ranks[0]})` on every rank: the others wait for it"
+        )
+    if first.kind_raised in NO_PYTHON:
+        return "mend the text there: every rank that comes to it fails"
     read = "read the exception" if first.exception else "see what decides to leave here"
     if len(ranks) == run.world_size and not alike:
         return f"{read}: ranks have one each, so look at what they do not share (data, paths)"

@@ -92,7 +92,8 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     Attributes:
         kind: qualified class name.
         message: its text, cut to a few kilobytes.
-        frames: outermost first.
+        frames: outermost first; after those of the traceback the line that could not be parsed, or
+            the `breakpoint()` of a debugger that quit.
         caught: the program caught it: just before it left with a status of its own, or it went on.
         relayed: the exception that torch raised again here, as one of a DataLoader's worker.
         first: the exception that was being handled as it was raised; the first of several.

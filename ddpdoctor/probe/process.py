@@ -20,6 +20,7 @@ from . import moments, stacks
 from .frames import passed_over
 from .passing import raised_at
 from .patching import replace
+from .pointing import pointed_at
 from .recorder import Recorder, guarded, recorder
 from .relayed import relayed
 from .sites import USER
@@ -273,7 +274,7 @@ def _raised(
         at=time.monotonic(),
         kind=qualified(type(error)),
         message=text[:MESSAGE_LIMIT],
-        frames=frames,
+        frames=frames + _pointed_at(active, error),
         caught=caught,
         step=active.step,
         relayed=relayed(text, active.sites, MESSAGE_LIMIT),
@@ -314,6 +315,16 @@ def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
         frames.append(_frame(active, trace.tb_frame.f_code, trace.tb_lineno))
         trace = trace.tb_next
     return tuple(frames[-FRAME_LIMIT:])
+
+
+def _pointed_at(active: Recorder, error: BaseException) -> tuple[Frame, ...]:
+    place = pointed_at(active.sites, error)
+    if place is None:
+        return ()
+    active.sites.place(*place)
+    file, line, function = place
+    inside = enclosing(file, line)
+    return (Frame(os.path.abspath(file), line, function, user=True, inside=inside),)
 
 
 def _callers(active: Recorder) -> tuple[Frame, ...]:

@@ -79,6 +79,27 @@ def test_an_exception_that_hides_another(behind: str, ranks: tuple[int, ...]) ->
         assert "; it was handling ValueError: bad batch (train.py:4)" in finding.summary
 
 
+def test_a_breakpoint_that_was_left_in() -> None:
+    """The last frame is the line that called the debugger."""
+    run = make_run(
+        {0: raised(5.5, "RuntimeError", CLOSED), 1: raised(5.2, "bdb.BdbQuit", "", line=15)},
+        ended={0: 1, 1: 1},
+    )
+    (finding,) = found(run)
+    assert finding.location is not None
+    assert (finding.ranks, finding.location.line) == ((1,), 15)
+    assert finding.label == "stops in the debugger here"
+    assert "a `breakpoint()` was reached on rank 1" in finding.cause
+    assert "no terminal of their own" in finding.cause
+    assert "torch.distributed.breakpoint(1)" in finding.fix
+
+
+def test_a_text_that_is_no_python_fails_wherever_it_is_read() -> None:
+    (finding,) = found(make_run({1: raised(5.2, "SyntaxError")}, ended={0: None, 1: 1}))
+    assert finding.ranks == (1,)
+    assert "every rank that comes to it" in finding.fix
+
+
 def test_the_same_exception_everywhere_is_one_fault() -> None:
     (finding,) = found(
         make_run({r: raised(5 + r) for r in range(4)}, ended=dict.fromkeys(range(4), 1))
