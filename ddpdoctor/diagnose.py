@@ -36,7 +36,7 @@ from .findings import (
     Tool,
 )
 from .run import Rank, Run, fold_ranks
-from .whereabouts import whereabouts
+from .whereabouts import interrupted, whereabouts
 
 SHORTEST_MEASURED_S = 2.0
 
@@ -247,6 +247,8 @@ def steps_in_turn(rank: Rank) -> int:
 
 def _last_thing(rank: Rank) -> str:
     """What this rank did last, in words."""
+    if line := interrupted(rank):
+        return f"interrupted at {line}"
     # After an exception, leaving is no news.
     skipped = RankExiting if rank.exception else ()
     every = reversed(list(rank))

@@ -174,6 +174,12 @@ class RingWriter:
         _HEAD.pack_into(self._map, 0, MAGIC, VERSION, SLOTS, self._pid, 0, nonce)
 
     @property
+    def progress_at(self) -> float:
+        """As `Ring.progress_at`."""
+        _, _, since = _PHASE.unpack_from(self._map, _PHASE_AT)
+        return float(max(since, _MOVED.unpack_from(self._map, _MOVED_AT)[2]))
+
+    @property
     def newest(self) -> int:
         """The number of the last call, -1 before the first."""
         return self._count - 1

@@ -25,9 +25,12 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
         return ""
     stood = _stood(run, rank)
     at = _until(run, rank, ring, stood)
-    if (rank.signal or live) and at - ring.progress_at < STOOD_S:
-        return ""
     call = next((c for c in reversed(ring.last_calls) if c.open_at(at)), None)
+    if ring.progress_at > at and call is None:
+        return _interrupted(rank)
+    moved_at = call.began if call and ring.progress_at > at else ring.progress_at
+    if (rank.signal or live) and at - moved_at < STOOD_S:
+        return ""
     if call is not None:
         return _in_call(rank, call) + _for(at - call.began)
     if stood is not None and stood.at >= ring.progress_at and (frame := stood.user_frame):
@@ -44,10 +47,30 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     return ""
 
 
+def interrupted(rank: Rank) -> str:
+    """The line that a `KeyboardInterrupt` met, where that ended the rank: `train.py:14 in main`."""
+    raised = rank.exception
+    if raised is None or raised.kind != "KeyboardInterrupt" or raised.caught:
+        return ""
+    frame = next((f for f in reversed(raised.frames) if f.user), None)
+    if frame is None:
+        return ""
+    return f"{shorten(frame.file, rank.cwd)}:{frame.line} in {frame.function}"
+
+
+def _interrupted(rank: Rank) -> str:
+    """Where it stood that has gone on since, if only to its end."""
+    place, raised = interrupted(rank), rank.exception
+    if not place or raised is None or raised.still_s < STOOD_S:
+        return ""
+    return f"at {place}{_for(raised.still_s)}"
+
+
 def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
     """When it was ended; where that is not on record, when it was last heard of or seen."""
     if (ended := rank.ended) is not None:
-        return min(ended.at, rank.stopped.at) if rank.stopped else ended.at
+        ends = (rank.stopped, rank.exception if interrupted(rank) else None)
+        return min(ended.at, *(e.at for e in ends if e is not None))
     pid = rank.started.pid if rank.started else 0
     samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == pid)
     told = (e.at for e in (rank.last, stood, *samples) if e is not None)

@@ -97,6 +97,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         caught: the program caught it: just before it left with a status of its own, or it went on.
         relayed: the exception that torch raised again here, as one of a DataLoader's worker.
         first: the exception that was being handled as it was raised; the first of several.
+        still_s: so long before the rank was last seen to do anything; -1 for unknown.
     """
 
     kind: str
@@ -106,6 +107,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     step: int = -1
     relayed: Relayed | None = None
     first: Relayed | None = None
+    still_s: float = -1.0
 
     def describe(self) -> str:
         told = self.relayed or self

@@ -269,9 +269,9 @@ def _newest(active: Recorder) -> int:
 def _raised(
     active: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
 ) -> ExceptionRaised:
-    text = text_of(error)
+    text, now = text_of(error), time.monotonic()
     return ExceptionRaised(
-        at=time.monotonic(),
+        at=now,
         kind=qualified(type(error)),
         message=text[:MESSAGE_LIMIT],
         frames=frames + _pointed_at(active, error),
@@ -279,6 +279,7 @@ def _raised(
         step=active.step,
         relayed=relayed(text, active.sites, MESSAGE_LIMIT),
         first=_first(active, error),
+        still_s=round(now - active.tape.ring.progress_at, 3) if active.tape else -1.0,
     )
 
 

@@ -12,7 +12,7 @@ from tapes import Tape, run_of, stood
 
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Event, ExceptionRaised, ProcessEnded, RankSample, Stopped
+from ddpdoctor.events import Event, ExceptionRaised, Frame, ProcessEnded, RankSample, Stopped
 from ddpdoctor.render.live import snapshot
 from ddpdoctor.ring import Phase, State
 
@@ -85,3 +85,36 @@ def test_the_live_table_says_where_ranks_stand(tmp_path: Path, seconds: float, t
     table = snapshot(run, "runs/a", 100, 20, styled=False)
     assert ("in barrier at train.py:31 for 7 s" in table) is told
     assert "running" in table
+
+
+def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> tuple[str, str]:
+    """Where rank 1 was as Ctrl-C came 12 s after the start, of which it died with a traceback, and
+    what is told of it last."""
+    at = START + 12
+    frames = (Frame("/home/user/project/train.py", 14, "wait_for_license", user=True),)
+    raised = ExceptionRaised(
+        at=at + 0.01, kind="KeyboardInterrupt", message="", frames=frames, still_s=still_s
+    )
+    seen: list[Event] = [
+        Stopped(at=at, by="interrupt", reason="SIGINT"),
+        *(ProcessEnded(at=at + 2, rank=r, pid=PID + r, wall=WALL, signal=2) for r in range(2)),
+    ]
+    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    for ending in made.values():
+        ending.now(Phase.LEAVING, -1)
+        ending.progress_at = at + 0.5
+    run = run_of(tmp_path, made, nodes={0: seen}, more={1: [raised]}, outcome="killed")
+    row = diagnose(run, [RankMissing()]).ranks[1]
+    return row.stood, row.last
+
+
+def test_where_they_stood_at_ctrl_c(tmp_path: Path) -> None:
+    place = "at train.py:14 in wait_for_license"
+    slept = stopped_by_hand(tmp_path / "a", Tape(1, 2).call(line=9), 4.2)
+    assert slept == (f"{place} for 4 s",) * 2
+    training = stopped_by_hand(tmp_path / "b", Tape(1, 2).call(line=9), 0.02)
+    assert training == ("", f"interrupted {place}")
+    for lasted, told in (4.0, "in all_reduce at train.py:10 for 4 s"), (0.3, ""):
+        waiting = Tape(1, 2).call(at=START + 12 - lasted, lasts=lasted + 0.2, state=State.FAILED)
+        stood_at, last = stopped_by_hand(tmp_path / f"c{lasted}", waiting, 0.0)
+        assert (stood_at, last) == (told, told or f"interrupted {place}")
