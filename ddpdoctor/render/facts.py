@@ -208,10 +208,13 @@ def tables(report: Report) -> list[Grid]:
 
 
 def verdict(report: Report) -> list[str]:
-    """The count line; for a clean run, on what grounds it is called so."""
+    """The count line; for a clean run, on what grounds it is called so; where nothing says why it
+    ended, where the ranks stood."""
     by = Counter(f.severity for f in report.findings)
     if by:
-        return [", ".join(count(by[s], s.value) for s in Severity if by[s])]
+        lines = [", ".join(count(by[s], s.value) for s in Severity if by[s])]
+        told = by[Severity.ERROR] or any(f.check == "stall" for f in report.findings)
+        return lines if told or _running(report) else [*lines, *_stood(report)]
     examined = count(len(report.coverage.examined), "check")
     steps = most_steps(report)
     grounds = f"examined {examined} over {count(len(report.ranks), 'rank')}, {count(steps, 'step')}"

@@ -13,6 +13,7 @@ from tapes import Tape, run_of, stood
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, ExceptionRaised, Frame, ProcessEnded, RankSample, Stopped
+from ddpdoctor.findings import Report, Severity
 from ddpdoctor.render.live import snapshot
 from ddpdoctor.ring import Phase, State
 
@@ -87,9 +88,8 @@ def test_the_live_table_says_where_ranks_stand(tmp_path: Path, seconds: float, t
     assert "running" in table
 
 
-def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> tuple[str, str]:
-    """Where rank 1 was as Ctrl-C came 12 s after the start, of which it died with a traceback, and
-    what is told of it last."""
+def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> Report:
+    """Ctrl-C came 12 s after the start; rank 1 died of it with a traceback."""
     at = START + 12
     frames = (Frame("/home/user/project/train.py", 14, "wait_for_license", user=True),)
     raised = ExceptionRaised(
@@ -104,17 +104,28 @@ def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> tuple[str, st
         ending.now(Phase.LEAVING, -1)
         ending.progress_at = at + 0.5
     run = run_of(tmp_path, made, nodes={0: seen}, more={1: [raised]}, outcome="killed")
-    row = diagnose(run, [RankMissing()]).ranks[1]
-    return row.stood, row.last
+    return diagnose(run, [RankMissing()])
+
+
+def row(report: Report) -> tuple[str, str]:
+    return report.ranks[1].stood, report.ranks[1].last
 
 
 def test_where_they_stood_at_ctrl_c(tmp_path: Path) -> None:
     place = "at train.py:14 in wait_for_license"
     slept = stopped_by_hand(tmp_path / "a", Tape(1, 2).call(line=9), 4.2)
-    assert slept == (f"{place} for 4 s",) * 2
+    assert row(slept) == (f"{place} for 4 s",) * 2
     training = stopped_by_hand(tmp_path / "b", Tape(1, 2).call(line=9), 0.02)
-    assert training == ("", f"interrupted {place}")
+    assert row(training) == ("", f"interrupted {place}")
+    for report, severity, told in (
+        (slept, Severity.NOTE, True),
+        (slept, Severity.ERROR, False),
+        (training, Severity.NOTE, False),
+    ):
+        other = RankMissing().finding(severity=severity, summary="other", cause="c", fix="f")
+        text = " ".join(render.text(msgspec.structs.replace(report, findings=(other,))).split())
+        assert (f"at the end rank 1 was {place} for 4 s" in text) is told
     for lasted, told in (4.0, "in all_reduce at train.py:10 for 4 s"), (0.3, ""):
         waiting = Tape(1, 2).call(at=START + 12 - lasted, lasts=lasted + 0.2, state=State.FAILED)
-        stood_at, last = stopped_by_hand(tmp_path / f"c{lasted}", waiting, 0.0)
-        assert (stood_at, last) == (told, told or f"interrupted {place}")
+        report = stopped_by_hand(tmp_path / f"c{lasted}", waiting, 0.0)
+        assert row(report) == (told, told or f"interrupted {place}")
