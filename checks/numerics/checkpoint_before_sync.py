@@ -16,10 +16,12 @@ _TORN = re.compile(
     r"EOFError|unexpected EOF|pickle data was truncated|invalid load key|PytorchStreamReader"
     r"|Unsupported operand (80|0)\b|persistent id instruction|unpack requires a buffer"
     r"|JSONDecodeError|BadZipFile|SafetensorError|EOF: reading array|cannot reshape array"
+    r"|^OSError: \[Errno 22\]"
 )
 """What readers of checkpoints, arrays and settings say of half a file. The first byte of an archive
 is 80, which means a persistent id to those that read fewer than four bytes and take it for a
-pickle; 0 is what is not written yet."""
+pickle; 0 is what is not written yet. Of an archive without its end, places before its begin are
+looked for."""
 
 
 class CheckpointBeforeSync(Check):

@@ -168,6 +168,7 @@ def explained(reader: list[Event], write: Event) -> tuple[Finding, bool]:
         ("_pickle.UnpicklingError", "A load persistent id instruction was encountered,\nbut no"),
         ("struct.error", "unpack requires a buffer of 4 bytes"),
         ("json.decoder.JSONDecodeError", "Expecting value: line 1 column 6 (char 5)"),
+        ("OSError", "[Errno 22] Invalid argument"),
     ],
 )
 def test_the_reader_ended_with_what_half_a_file_gives(kind: str, message: str) -> None:
@@ -182,6 +183,7 @@ def test_the_reader_ended_with_what_half_a_file_gives(kind: str, message: str) -
     [
         [opened(1002.0), ended("ValueError", "boom")],
         [opened(1002.0), ended("EOFError", function="receive")],
+        [opened(1002.0), ended("OSError", "[Errno 5] Input/output error")],
         [opened(1002.0), opened(1002.5, "/other.json"), ended("json.JSONDecodeError", "Expecting")],
         [read(failed=FOREIGN), ended("_pickle.UnpicklingError", FOREIGN)],
         [opened(1002.0), ended("_pickle.UnpicklingError", "Unsupported operand 149")],
