@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ddpdoctor.events import EpochEnded
 from ddpdoctor.findings import Table
 from ddpdoctor.run import Run, fold_ranks
 
@@ -15,7 +16,10 @@ from ._words import use
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 LOADERS = 8
 ROWS = 8
-"""Of one loader; equal epochs share one, and so do those in the middle that are too many."""
+"""Of one loader; equal epochs share one, and so do those in the middle that are too many. Loaders
+of one line with equal rows are told once."""
+FEWEST = 8
+"""Indices that tell one order from another."""
 LISTED = 8
 """Ranks whose data sets' lengths are listed one by one."""
 
@@ -26,12 +30,19 @@ def audit_table(run: Run) -> Iterator[Table]:
     overlaps = of_check(run, "data-overlap")
     sets = [f for f in overlaps if f.parts]
     apart = [*of_check(run, "dataset-mismatch"), *sets]
-    rows: list[tuple[str, ...]] = []
-    for loader, ranks, made in audited[:LOADERS]:
+    alike: dict[tuple[tuple[str, ...], ...], int] = {}
+    for loader, ranks, made in audited:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
         unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
         beneath = next((f.beneath for f in overlaps if f.loader is loader and f.beneath), ())
-        rows += _rows(loader, beneath or made, not beneath and (own or unlike))
+        of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or unlike)))
+        if of_loader in alike or len(alike) < LOADERS:
+            alike[of_loader] = alike.get(of_loader, 0) + 1
+    rows = [
+        (f"{name} x{count}" if count > 1 else name, *row)
+        for of_loader, count in alike.items()
+        for name, *row in of_loader
+    ]
     told = {id(loader) for loader, _, _ in audited}
     for loader in loaders(run):
         if id(loader) not in told and len(rows) < LOADERS * ROWS:
@@ -62,7 +73,7 @@ def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
         f"{audit.length}{of}",
         str(audit.once),
         str(len(audit.repeated)),
-        str(audit.never) if audit.complete else "left early",
+        str(audit.never) if audit.complete or not audit.never else "left early",
         _order(audit, made),
     )
 
@@ -98,11 +109,19 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
     before = next((a for a in made if a.number == audit.number - 1), None)
     if before is None:
         return "shuffled"
-    last = {r: e.ended.order for r, e in before.epochs.items() if e.ended is not None}
-    same = [r for r, e in ends.items() if last.get(r) == e.order]
+    last = {r: e.ended for r, e in before.epochs.items() if e.ended is not None}
+    same = [r for r, e in ends.items() if r in last and _same(last[r], e)]
     if not same:
         return "new"
     return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
+
+
+def _same(before: EpochEnded, now: EpochEnded) -> bool:
+    """Of one that was left early only the first indices can be the same."""
+    if before.samples == now.samples:
+        return before.order == now.order
+    count = min(len(before.head), len(now.head))
+    return count >= FEWEST and before.head[:count] == now.head[:count]
 
 
 def _unaudited(loader: Loader) -> tuple[str, ...]:

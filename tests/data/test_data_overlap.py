@@ -309,6 +309,39 @@ def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     )
 
 
+def test_loaders_that_the_table_cannot_tell_apart_are_told_once() -> None:
+    def folds(rank: int) -> list[Event]:
+        kinds = {"distributed": True, "replicas": 2, "sampler_rank": rank}
+        return [
+            event
+            for n, length in enumerate((100, 100, 100, 60))
+            for event in loader(n, [list(range(rank, length, 2))], length=length, made=n,
+                                payloads=(Payload(name="x", kind="other", length=9, order=n),),
+                                **kinds)  # type: ignore[arg-type]
+        ]  # fmt: skip
+
+    (table,) = DataOverlap().tables(run_of(*map(folds, range(2))))
+    assert [row[0] for row in table.rows] == [
+        "train.py:11 (training) x3",
+        "train.py:11 (training)",
+    ]
+
+
+@pytest.mark.parametrize(("same", "told"), [(True, "as before"), (False, "new")])
+def test_the_order_of_an_epoch_that_was_left(same: bool, told: str) -> None:
+    orders = [shuffled(1, 0), shuffled(1, 0 if same else 1)[:12]]
+    ranks = [loader(0, orders, content=1, ends={"exhausted": [True, False]}) for _ in range(2)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert [row[-1] for row in table.rows] == ["shuffled", told]
+
+
+def test_all_was_read_though_the_loop_never_found_the_end() -> None:
+    ranks = [loader(0, [list(range(r, 100, 2))], exhausted=False, distributed=True, replicas=2,
+                    sampler_rank=r) for r in range(2)]  # fmt: skip
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert table.rows[0][6] == "0"
+
+
 @pytest.mark.parametrize("count", [8, 12])
 def test_the_table_leaves_no_epoch_out(count: int) -> None:
     """Each epoch is left after another number of samples, so that no two share a row."""
