@@ -70,7 +70,7 @@ def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
     """When it was ended; where that is not on record, when it was last heard of or seen."""
     if (ended := rank.ended) is not None:
         ends = (rank.stopped, rank.exception if interrupted(rank) else None)
-        return min(ended.at, *(e.at for e in ends if e is not None))
+        return min([ended.at, *(e.at for e in ends if e is not None)])
     pid = rank.started.pid if rank.started else 0
     samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == pid)
     told = (e.at for e in (rank.last, stood, *samples) if e is not None)

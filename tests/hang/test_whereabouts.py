@@ -129,3 +129,12 @@ def test_where_they_stood_at_ctrl_c(tmp_path: Path) -> None:
         waiting = Tape(1, 2).call(at=START + 12 - lasted, lasts=lasted + 0.2, state=State.FAILED)
         report = stopped_by_hand(tmp_path / f"c{lasted}", waiting, 0.0)
         assert row(report) == (told, told or f"interrupted {place}")
+
+
+def test_a_rank_that_was_killed_while_nobody_stopped_the_run(tmp_path: Path) -> None:
+    tape = Tape(1, 2).call(line=9).now(Phase.DATA, 7)
+    tape.progress_at = START + 5
+    killed = ProcessEnded(at=START + 12, rank=1, pid=PID + 1, wall=WALL, signal=9)
+    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    run = run_of(tmp_path, made, nodes={0: [killed]}, outcome="killed")
+    assert row(diagnose(run, []))[0] == "waiting for a batch at train.py:7 for 7 s"
