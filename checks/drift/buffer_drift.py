@@ -203,16 +203,19 @@ class BufferDrift(Check):
 
 
 def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
-    """The step of an evaluation while the training goes on."""
+    """The steps of the evaluations that differ, from the first while the training goes on; what
+    follows the last step counts to that."""
     member = group.any
-    steps = (
-        event.step
+    steps = {
+        event.keys[-1]: event.step
         for event in member.rank.of(Digests)
         if (event.model, event.kind, event.point) == (member.model, found.kind, found.point)
-        if event.keys[-1:] == (found.first,)
-    )
-    step = next(steps, 0) if found.point in ("eval", "part") else 0
-    return Steps.of([step]) if 0 < step <= member.last_step else None
+    }
+    if found.point not in ("eval", "part") or not 0 < steps.get(found.first, 0) <= member.last_step:
+        return None
+    told = Steps.of(min(steps[key], member.last_step) for key in found.keys if key in steps)
+    equal = found.compared - len(found.keys)
+    return told and Steps(told.first, told.last, told.count, told.count + equal)
 
 
 SYNC_NORM = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"

@@ -63,6 +63,24 @@ def test_the_step_of_an_evaluation(taken, told):
     assert (finding.steps and finding.steps.first) == told
 
 
+def test_all_evaluations_that_differ_count():
+    def looks(*values):
+        every = zip((2, 3, 9), values, strict=True)  # no step follows the last one
+        return [
+            digests("buffers", {6 * s: (v, 2)}, point="eval", optimizer=-1, site=LINE, step=s)
+            for s, v in every
+        ]
+
+    def told(*values):
+        run = run_of({0: looks(1, 1, 1), 1: looks(*values)}, broadcast=False, count=9)
+        (finding,) = BufferDrift().examine(run)
+        assert finding.steps.last <= 8
+        return finding.steps.first, finding.steps.count, finding.steps.compared
+
+    assert told(3, 3, 3) == (2, 3, 3)
+    assert told(1, 3, 1) == (3, 1, 2)
+
+
 def test_evaluation_around_the_wrapper_points_at_it():
     run = run_of({0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]})
     (finding,) = BufferDrift().examine(run)
