@@ -362,9 +362,10 @@ def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]
 
 
 def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
-    return _places(
-        rank, (("its forward", pattern.forward_site), ("its backward", pattern.backward_site))
-    )
+    """A second backward may be one over an earlier forward than the last."""
+    second = pattern.reason == "second backward"
+    forward = "the last forward before it" if second else "its forward"
+    return _places(rank, ((forward, pattern.forward_site), ("its backward", pattern.backward_site)))
 
 
 def _places(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:

@@ -63,6 +63,16 @@ def test_a_synchronised_last_backward():
     assert list(UnsyncedStep().examine(run)) == []
 
 
+@pytest.mark.parametrize(
+    ("reason", "label"),
+    [("no_sync", "its forward"), ("second backward", "the last forward before it")],
+)
+def test_a_second_backward_may_be_over_an_earlier_forward(reason, label):
+    bad = pattern(reason=reason, forward_site=OTHER)
+    (finding,) = UnsyncedStep().examine(run_of({n: [bad, local(n + 1)] for n in range(2)}))
+    assert (finding.related[0].label, finding.related[0].location.line) == (label, 35)
+
+
 def test_some_steps_only():
     events = [pattern(reason="", synced=1), pattern(step=2), pattern(step=3, reason="", synced=1)]
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
