@@ -14,11 +14,12 @@ from ..events import Bypassed
 from ..events.drift import UNHELD
 from . import exchanges, forwards, moments, optimizers, schemes
 from .digests import digests, readable
+from .frames import variables
 from .models import Model
 from .moments import Backward, Step, Subscriptions
 from .patching import on_restore
 from .recorder import Recorder, recorder
-from .resolving import Bound, call_in_frames, first_argument
+from .resolving import Bound, call_in_frames
 from .torch_private import compiling
 
 LOST = "forwards that go around DistributedDataParallel"
@@ -328,11 +329,24 @@ def _sprung(module: Any, args: Any) -> None:
 
 
 def _caller(active: Recorder, frame: FrameType | None) -> FrameType | None:
-    """The user's frame that went into the model: the first that is no method of its parts."""
+    """The user's frame that chose to go into the model: the first that was not given a part of it,
+    as its methods are, or that has the wrapper at hand; else the outermost that is no method."""
+    wrapper = None if _Trap.model is None else _Trap.model.ddp()
+    outermost = None
     while frame is not None:
-        owner = first_argument(frame)
-        inside = hasattr(owner, "_parameters") and owner in _Trap.modules
-        if not inside and active.sites.kind(frame.f_code) == "user":
-            return frame
+        if active.sites.kind(frame.f_code) == "user":
+            known, code = variables(frame), frame.f_code
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            given = [_is_part(known.get(name)) for name in names]
+            at_hand = wrapper is not None and any(value is wrapper for value in known.values())
+            if not any(given) or at_hand:
+                return frame
+            outermost = outermost if given[0] else frame
         frame = frame.f_back
-    return None
+    return outermost
+
+
+def _is_part(value: Any) -> bool:
+    import torch
+
+    return issubclass(type(value), torch.nn.Module) and value in _Trap.modules

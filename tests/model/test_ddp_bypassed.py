@@ -1,10 +1,12 @@
 """DDP304: steps on gradients that went around the wrapper."""
 
 import sys
+import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
 from recordings import make_run, site, steps
 from wraps import codes, rank
@@ -168,3 +170,47 @@ def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(
     bypass._judge(active, Mock(optimizer=lambda: optimizer, number=3))
     (event,) = (call.args[0] for call in active.emit.call_args_list)
     assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
+
+
+class Chooses:
+    """Calls helpers that are given a model, and knows its wrapper."""
+
+    def __init__(self, wrapper, net):
+        self.wrapper, self.net = wrapper, net
+
+    def helper(self, x, model):
+        return plain(model, x)
+
+    def chooses(self):
+        model = self.net
+        return self.helper(1, model)
+
+    def given(self, net):
+        return self.helper(1, net)
+
+    def given_with_the_wrapper(self, net):
+        wrapper = self.wrapper
+        return self.helper(wrapper and 1, net)
+
+
+def plain(model, x):
+    kinds = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "own")
+    frame = bypass._caller(SimpleNamespace(sites=kinds), sys._getframe())
+    return frame and frame.f_code.co_name
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda made: made.chooses(), "chooses"),
+        (lambda made: made.given(made.net), "<lambda>"),
+        (lambda made: made.given_with_the_wrapper(made.net), "given_with_the_wrapper"),
+        (lambda made: plain(made.net, 1), "<lambda>"),
+        (lambda made: made.helper(1, made.wrapper), "plain"),
+    ],
+)
+def test_who_chose_to_call_the_model_is_not_who_was_given_it(monkeypatch, call, named):
+    net, wrapper = torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)
+    monkeypatch.setattr(bypass._Trap, "modules", weakref.WeakSet([net]))
+    monkeypatch.setattr(bypass._Trap, "model", SimpleNamespace(ddp=lambda: wrapper))
+    assert call(Chooses(wrapper, net)) == named
