@@ -92,15 +92,17 @@ class ParametersChangedAfterWrap(Check):
         done, why = DONE[kind]
         wrapper, _ = models.names_in_code(rank, wrapped)
         title = title_of(rank, wrapped)
+        every = _events(rank, model, kind)
+        names = tuple(dict.fromkeys(name for e in every for name in e.names))
         spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=_extent(seen),
-            subjects=event.names,
+            subjects=names,
             location=spot or rank.location(event.forward_site),
             label=done if spot else "first forward after the change",
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
-            summary=f"{models.some(event.names)} of {title} {_were(done, event.names)} "
+            summary=f"{models.some(names)} of {title} {_were(done, names)} "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=f"DDP registered the parameters of {title} when it was wrapped: {why}",
             fix="change the model before it is wrapped, or wrap it again after the change: "
@@ -108,10 +110,11 @@ class ParametersChangedAfterWrap(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "change": kind,
-                "parameters": len(event.names),
-                "of them with a gradient": event.trained,
+                "parameters": len(names),
+                "of them with a gradient": max(e.trained for e in every),
                 "the group communicated in that backward": event.communicated,
                 "step": _step(rank, event),
+                **({"more at step": later} if (later := _later(rank, every)) else {}),
             },
             at=rank.wall(event.at),
         )
@@ -160,12 +163,24 @@ def _were(done: str, names: tuple[str, ...]) -> str:
     return done.replace("was ", "were ", 1) if len(names) > 1 else done
 
 
+def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
+    """Steps before which more were changed."""
+    told, found = set(every[0].names), []
+    for event in every[1:]:
+        if not told.issuperset(event.names):
+            found.append(_step(rank, event))
+            told.update(event.names)
+    return found
+
+
 def _event(rank: Rank, model: int, kind: str) -> ParametersChanged | None:
+    """The first."""
+    return next(iter(_events(rank, model, kind)), None)
+
+
+def _events(rank: Rank, model: int, kind: str) -> list[ParametersChanged]:
     wrapped = models.wrap_of(rank, model)
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
-        return None
-    for event in rank.of(ParametersChanged):
-        harmless = kind in WAITED_FOR and event.find_unused
-        if event.model == model and event.kind == kind and not harmless:
-            return event
-    return None
+        return []
+    mine = (e for e in rank.of(ParametersChanged) if (e.model, e.kind) == (model, kind))
+    return [e for e in mine if not (kind in WAITED_FOR and e.find_unused)]

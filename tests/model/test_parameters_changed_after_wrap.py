@@ -34,6 +34,18 @@ def test_the_forward_where_the_line_was_not_found():
     assert found.label == "first forward after the change"
 
 
+def test_what_is_changed_later_in_the_same_way_is_told_too():
+    both = ("head.weight", "head.bias", "body.bias")
+    more = changed("unfrozen", names=both, trained=3, step=6)
+    again = changed("unfrozen", step=7)
+    other = changed("frozen", names=("aux.weight",), trained=0, step=6, find_unused=True)
+    events = [changed("unfrozen"), more, again, other, *steps(8)]
+    (found,) = CHECK.examine(make_run({r: rank(*events) for r in (0, 1)}))
+    assert found.subjects == both
+    assert (found.steps.first, found.evidence["parameters"]) == (3, 3)
+    assert found.evidence["more at step"] == [6]
+
+
 def test_the_steps_that_follow_are_concerned_too():
     (found,) = CHECK.examine(make_run({r: rank(changed("unfrozen"), *steps(8)) for r in (0, 1)}))
     assert (found.steps.first, found.steps.last, found.steps.count) == (3, 7, 5)
