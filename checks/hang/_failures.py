@@ -65,6 +65,8 @@ TRANSLATIONS = (
      "CUDA_LAUNCH_BLOCKING=1 to see where"),
     (r"DataLoader worker .* (?:exited|is killed)", "a DataLoader worker died: out of memory, out "
      "of /dev/shm, or a crash in the data set's own code"),
+    (r"inLengthPerRank", "the split sizes of an all_to_all do not fit: what the rank keeps for "
+     "itself of what it sends is not as long as what it expects from itself"),
     (r"out of memory|OutOfMemory", "the device's memory is full on this rank"),
 )  # fmt: skip
 

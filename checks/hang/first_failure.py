@@ -327,6 +327,11 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> st
     message = first.message
     if "address already in use" in message.lower():
         return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
+    if "inLengthPerRank" in message:
+        return (
+            "let every rank expect what the others send: exchange the split sizes first, "
+            "`dist.all_to_all_single(expected, sent)` with one number for each rank"
+        )
     if "LOCAL_RANK" in message:
         return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
     if first.kind_raised == QUIT:

@@ -322,6 +322,13 @@ def test_the_advice_says_more_than_the_line() -> None:
     assert "the same on every rank" in all_.fix
 
 
+def test_the_split_sizes_of_an_all_to_all() -> None:
+    message = "[enforce fail at alltoallv.cc:138] inLengthPerRank[myRank] == outLengthPerRank[myRa"
+    (finding,) = found(make_run({0: raised(5, "RuntimeError", message), 1: []}, ended={0: 1, 1: 0}))
+    assert "the split sizes of an all_to_all do not fit" in finding.cause
+    assert "exchange the split sizes first" in finding.fix
+
+
 def test_ranks_that_fail_at_one_line_by_numbers_of_their_own() -> None:
     run = make_run(
         {r: raised(5, "KeyError", text) for r, text in enumerate(("97", "45"))}, ended={0: 1, 1: 1}
