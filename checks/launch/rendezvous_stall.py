@@ -180,6 +180,8 @@ class RendezvousStall(Check):
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
         left = bool(late) and all(_left(r) for r in late)
+        past = _past(first, where) if left else []
+        where = past[0] if len(past) == 1 else where
         all_there = run.info.launcher == "run"
         never = (
             all_there
@@ -208,14 +210,19 @@ class RendezvousStall(Check):
             else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=here if wrong_size else where or here,
-            label="waits for ranks that do not exist"
+            label="may have left here"
+            if len(past) == 1
+            else "waits for ranks that do not exist"
             if wrong_size
             else "waits for ranks that were not seen"
             if unseen
             else "left here"
             if where and left
             else "not in init_process_group",
-            related=(Related(f"{_wait(waiting)} here", here),) if here and where else (),
+            related=(
+                *(Related("may have left here", way) for way in past[:3] if way != where),
+                *((Related(f"{_wait(waiting)} here", here),) if here and where else ()),
+            ),
             summary=_summary(_wait(waiting), absent, world, exist)
             + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
             cause=f"world_size is {world}, but {launched} processes were launched"
@@ -324,6 +331,14 @@ def _where(run: Run, rank: Rank) -> Location | None:
             file = shorten(frame.file, rank.cwd)
             return Location(file, frame.line, frame.function, frame.text)
     return None
+
+
+def _past(came: Rank, left: Location | None) -> list[Location]:
+    """The `if` that return or exit before the line at which a rank came, where another one ended by
+    itself, or at a line that calls their function: `sys.exit(main())`."""
+    entered = came.latest(InitEntered)
+    found = [came.location(site) for site in entered.past] if entered else []
+    return [p for p in found if p and (left is None or f"{p.function}(" in left.source)]
 
 
 def _left(rank: Rank) -> RankExiting | None:

@@ -15,6 +15,8 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
         rendezvous: where the ranks meet: address and port, a URL, or a store of this process.
         changed: variables that matter and that are not what they were when the process started.
         set_at: the line of the program that sets such a variable, as its text says.
+        past: the `if` before this line, in its function and those that called it, under which a
+            process returns or exits instead.
     """
 
     backend: str
@@ -29,6 +31,7 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
     rendezvous: str = ""
     changed: dict[str, str] = {}
     set_at: dict[str, int] = {}
+    past: tuple[int, ...] = ()
 
     def describe(self) -> str:
         return f"init_process_group({self.backend or 'default'}) entered"

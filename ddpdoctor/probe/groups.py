@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..events import GroupDestroyed, GroupReady, InitEntered
+from ..events import CALLERS, GroupDestroyed, GroupReady, InitEntered
 from .environment import interesting_environment, lines_that_set
 from .frames import passed_over, unframe
 from .patching import around, replace
 from .recorder import Recorder, complain
+from .statements import ways_before
 from .surroundings import own_files
 from .torch_private import group_name, group_ranks, live_groups
 
@@ -146,9 +148,24 @@ def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
                 name: active.sites.place(file, line, "")
                 for name, (file, line) in lines_that_set(own_files()).items()
             },
+            past=_past(active),
         ),
         vital=True,
     )
+
+
+def _past(active: Recorder) -> tuple[int, ...]:
+    """The `if` by which a process could have left before it came to this line."""
+    found: list[int] = []
+    frame = active.sites.user_frame(sys._getframe())
+    for _ in range(CALLERS):
+        if frame is None:
+            break
+        code = frame.f_code
+        for line in ways_before(code.co_filename, frame.f_lineno):
+            found.append(active.sites.place(code.co_filename, line, code.co_name))
+        frame = active.sites.user_frame(frame.f_back)
+    return tuple(found)
 
 
 def _rendezvous(given: dict[str, Any]) -> str:

@@ -68,6 +68,13 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
     return tuple(found[: AROUND_LIMIT + past])
 
 
+def ways_before(file: str, line: int) -> tuple[int, ...]:
+    """The lines of the `if` before a line, around which it stands, that return or exit."""
+    lines = linecache.getlines(file)
+    past = (head for head in enclosing(file, line) if head.text.startswith("past "))
+    return tuple(h.opener for h in past if _RETURNS.search(_code(lines[h.line - 1])))
+
+
 def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
     """The numbers of lines that are indented less and less, from one upwards."""
     for number in range(start, 0, -1):

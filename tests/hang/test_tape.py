@@ -144,6 +144,25 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     assert not statements.enclosing(str(path), 14)[-1].exits
 
 
+def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def main():\n"
+        "    if not files:\n"
+        "        print('nothing to do')\n"
+        "        return 0\n"
+        "    if world < 1:\n"
+        "        raise ValueError(world)\n"
+        "    if show: sys.exit(0)\n"
+        "    if quick:\n"
+        "        files = files[:1]\n"
+        "    init()\n"
+    )
+    assert statements.ways_before(str(path), 10) == (7, 2)
+    assert statements.ways_before(str(path), 3) == ()
+    assert statements.ways_before("<stdin>", 10) == ()
+
+
 def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
     for sends in ((1,), (1,), ()):
         made.point_to_point(0, "batch_isend_irecv", 1, -1, sends, (3,))

@@ -89,6 +89,31 @@ def test_a_rank_that_is_gone_never_comes(
     assert bool(finding.evidence.get("stuck")) is proven
 
 
+@pytest.mark.parametrize(
+    ("leaves", "past", "line"),
+    [
+        ("sys.exit(main())", 1, 4),
+        ("sys.exit(main())", 2, 30),
+        ("sys.exit(main())", 0, 30),
+        ("sys.exit(0)", 1, 30),  # that is where it left
+        ("", 1, 4),
+    ],
+)
+def test_the_statement_by_which_a_rank_left(leaves: str, past: int, line: int) -> None:
+    ifs = [site(20 + n, "train.py", 4 + n, "if not files:") for n in range(past)]
+    *sites, came = entered(0)
+    came = replace(came, past=tuple(s.id for s in ifs))
+    how = RankExiting(at=START + 1, how="sys.exit" if leaves else "return", status=0,
+                      site=2 if leaves else -1)  # fmt: skip
+    left = [site(2, "train.py", 30, leaves, function="<module>"), how]
+    run = make_run({0: [*sites, *ifs, came], 1: left}, nodes={0: seen()[1:]}, ended={0: -15, 1: 0})
+    (finding,) = found(run)
+    assert finding.location is not None and finding.location.line == line
+    ways = [r.location.line for r in finding.related if "may have left" in r.label]
+    assert ways == ([4, 5] if past > 1 else [])
+    assert (finding.label == "may have left here") == (line == 4)
+
+
 def test_torch_gave_up() -> None:
     raised = ExceptionRaised(
         at=START + 9, kind="torch.distributed.DistStoreError", message="Timed out after 7 seconds"
