@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from ddpdoctor.events import Layer, Payload
 from ddpdoctor.events.pack import unpack
 
 from ._audit import Audit
-from ._content import Row, by_index, compare, told_apart
+from ._content import APART, ONCE, Row, by_index, compare, told_apart
 from ._loaders import Epoch, Reader, groups_of
 from ._streams import MATERIAL
 
@@ -73,20 +74,75 @@ def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | Non
     same. Samples that all ranks are to have beside their own, or draws, are none of these."""
     if any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
-    if not (depth := _depth(readers)):
+    depth = _depth(readers)
+    parts = _selected(readers, depth) if depth else _laid_out(readers)
+    ranks = tuple(sorted(p.reader.rank.rank for p in parts))
+    length = readers[0].seen.layers[depth].length if depth else 0
+    audits = tuple(_placed(a, parts, length) for audit in made if (a := audit.of(ranks)))
+    if not any(map(_much, audits)):
         return None
+    return Overlap(ranks, audits, {p.reader.rank.rank: _told(p.places) for p in parts})
+
+
+def _much(audit: Audit) -> bool:
+    """Whether ranks read enough of what another one read."""
+    few = min(len(read) for read in audit.per_rank.values())
+    return audit.sampled == 1 and len(audit.shared) >= max(FEWEST, MATERIAL * few)
+
+
+def _selected(readers: list[Reader], depth: int) -> list[Part]:
+    """The parts that overlap of those that the ranks select; empty where none do, or it is not
+    known to be one data set that they select from."""
     parts = [Part(r, _through(r.seen.layers[:depth])) for r in readers]
     if not all(p.places for p in parts) or not _one_beneath(readers, depth):
-        return None
+        return []
     found = [(a, b) for a, b in itertools.combinations(parts, 2) if _overlap(a, b, len(readers))]
     answers = {_contents(a, b) for a, b in found}
     beneath = _beneath(readers[0], depth)
-    if not found or "differ" in answers or (not beneath and "same" not in answers):
-        return None
-    ranks = tuple(sorted({p.reader.rank.rank for pair in found for p in pair}))
-    audits = tuple(_placed(audit, parts, depth) for audit in made if audit.sampled == 1)
-    told = {p.reader.rank.rank: _told(p.places) for p in parts if p.reader.rank.rank in ranks}
-    return Overlap(ranks, audits, told) if any(a.shared for a in audits) else None
+    if "differ" in answers or (not beneath and "same" not in answers):
+        return []
+    return [p for p in parts if any(p is a or p is b for a, b in found)]
+
+
+def _laid_out(readers: list[Reader]) -> list[Part]:
+    """The data of ranks whose samples are those of another rank so many places further on."""
+    starts = [{n: 0} for n in range(len(readers))]
+    for a, b in itertools.combinations(range(len(readers)), 2):
+        mine, theirs = starts[a], starts[b]
+        shift = 0 if mine is theirs else _shift(readers[a], readers[b])
+        if shift and not _may_share(readers[a], readers[b], len(readers)):
+            moved = mine[a] + shift - theirs[b]
+            mine.update({n: start + moved for n, start in theirs.items()})
+            for n in theirs:
+                starts[n] = mine
+    parts: dict[int, Part] = {}
+    end = 0
+    for joined in (found for n, found in enumerate(starts) if n == min(found) and len(found) > 1):
+        begin = end - min(joined.values())
+        for n, start in joined.items():
+            places = range(begin + start, begin + start + readers[n].seen.length)
+            parts[n] = Part(readers[n], places)
+            end = max(end, places.stop)
+    return [parts[n] for n in sorted(parts)]
+
+
+def _shift(a: Reader, b: Reader) -> int:
+    """The place in the data of `a` at which that of `b` begins, or so many before it; 0 where
+    neither goes on where the other is not over."""
+    mine, theirs = by_index(a), by_index(b)
+    if any(len(set(rows.values())) < APART * len(rows) for rows in (mine, theirs)):
+        return 0
+    places = {row: index for index, row in theirs.items()}
+    shifts = Counter(index - places[row] for index, row in mine.items() if row in places)
+    shift, count = max(shifts.items(), key=lambda item: item[1], default=(0, 0))
+    both = [mine[i] == theirs[i - shift] for i in mine if i - shift in theirs]
+    clear = ONCE * max(len(both), sum(shifts.values()))
+    if not shift or count < max(FEWEST, clear):
+        return 0
+    first, second = (a, b) if shift > 0 else (b, a)
+    common = first.seen.length - abs(shift)
+    few = min(a.seen.length, b.seen.length)
+    return shift if MATERIAL * few <= common <= second.seen.length else 0
 
 
 def _depth(readers: list[Reader]) -> int:
@@ -125,12 +181,17 @@ def _overlap(a: Part, b: Part, world: int) -> bool:
     count, (few, many) = len(shared), sorted((len(a.places), len(b.places)))
     if count < max(FEWEST, MATERIAL * few) or list(a.places) == list(b.places):
         return False
-    both = {a.reader.rank.rank, b.reader.rank.rank}
-    if any(both <= g and len(g) < world for g in groups_of(a.reader.rank)):
-        return False  # a group that may share on purpose
+    if _may_share(a.reader, b.reader, world):
+        return False
     first, second = list(a.places), list(b.places)
     goes_on = first[-count:] == second[:count] or second[-count:] == first[:count]
     return goes_on or count >= NEARLY_ALL * many
+
+
+def _may_share(a: Reader, b: Reader, world: int) -> bool:
+    """Whether both are in a smaller group, which may share its part on purpose."""
+    both = {a.rank.rank, b.rank.rank}
+    return any(both <= group and len(group) < world for group in groups_of(a.rank))
 
 
 def _contents(a: Part, b: Part) -> str:
@@ -148,8 +209,8 @@ def _by_place(part: Part) -> dict[int, Row]:
     return {part.places[i]: row for i, row in rows if i < len(part.places)}
 
 
-def _placed(audit: Audit, parts: list[Part], depth: int) -> Audit:
-    """The same with places for indices."""
+def _placed(audit: Audit, parts: list[Part], length: int) -> Audit:
+    """The same with places for indices, in a data set of that length at least."""
     by_rank = {p.reader.rank.rank: p.places for p in parts}
     placed: dict[int, Epoch] = {
         rank: _Placed(
@@ -158,8 +219,7 @@ def _placed(audit: Audit, parts: list[Part], depth: int) -> Audit:
         for rank, e in audit.epochs.items()
     }
     last = max(max(places) for places in by_rank.values())
-    length = max(parts[0].reader.seen.layers[depth].length, last + 1)
-    return Audit(audit.number, length, placed)
+    return Audit(audit.number, max(length, last + 1), placed)
 
 
 def _told(places: Sequence[int]) -> str:

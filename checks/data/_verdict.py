@@ -128,7 +128,7 @@ def _indexed(
         return None
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
-    if differing and loader.trains and (over := overlapping(readers, made)) is not None:
+    if loader.trains and (over := overlapping(readers, made)) is not None:
         worst = max(over.audits, key=lambda a: len(a.shared))
         told: dict[str, object] = {SELECTED: over.told}
         sharing = [r for r in readers if r.rank.rank in over.ranks]

@@ -22,9 +22,9 @@ class DataOverlap(Check):
     Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
     is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
     takes the same slices or draws the same random positions on every rank, be it only later in the
-    run, a sampler of one's own whose shares overlap, parts (`Subset`) that each rank selects from
-    one data set and that overlap. Data that each rank has of its own, but for some ranks that hold
-    the same.
+    run, a sampler of one's own whose shares overlap, parts of one data set (`Subset`, slices of a
+    list) that each rank selects and that overlap. Data that each rank has of its own, but for some
+    ranks that hold the same.
 
     ## How it knows
     Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
@@ -35,7 +35,9 @@ class DataOverlap(Check):
     gradients before the program exchanges them, in four steps. Content is read in host memory only.
     What a `Subset` selects is recorded up to 16,384 samples, at equal distances up to 262,144.
     Parts overlap where the end of one, three in ten samples or more, is the beginning of another,
-    or nine in ten are the same, and all ranks select from data that is made of the same.
+    or nine in ten are the same, all ranks select from data that is made of the same, and that much
+    is read by both. Of lists that each rank holds the digests tell whether one goes on where
+    another is not over.
     The finding is proven; suspected where samples could not be looked at, are all alike or change
     each time they are read, and where inputs are not known or seem to be drawn on the spot.
 

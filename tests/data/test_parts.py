@@ -7,13 +7,14 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
 from readers import found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import ContentRead, Event, GroupReady, Layer, Payload
-from ddpdoctor.events.pack import pack
+from ddpdoctor.events import ContentRead, EpochEnded, Event, GroupReady, Layer, Payload
+from ddpdoctor.events.pack import pack, pack_ascending
 from ddpdoctor.run import Run
 
 ORDER = random.Random(3).sample(range(400), 400)
@@ -120,3 +121,63 @@ def test_a_group_that_shares_its_part() -> None:
     assert found(DataOverlap(), run_of(*map(part, same)))
     shared = [[*([pair] if r < 2 else []), *part(p)] for r, p in enumerate(same)]
     assert not found(DataOverlap(), run_of(*shared))
+
+
+def held(places: Sequence[int], content: int = 0, **more: object) -> list[Event]:
+    """Each rank holds these samples of one data set, in a list of its own."""
+    length = len(places)
+    events = loader(0, [list(range(length))], length=length, **more)  # type: ignore[arg-type]
+    return [*events, samples([1000 * content + place for place in places])]
+
+
+def test_lists_of_each_rank_that_overlap() -> None:
+    (finding,) = found(DataOverlap(), run_of(held(range(60)), held(range(30, 90))))
+    assert finding.summary.startswith("both ranks deliver the same 30 of 90 samples")
+    assert "0 to 59 on rank 0, 30 to 89 on rank 1" in finding.cause
+    windows = [held(range(n, n + 40)) for n in (60, 40, 20)]
+    (finding,) = found(DataOverlap(), run_of(*windows, held(range(200, 240))))
+    assert finding.ranks == (0, 1, 2)
+    assert "40 to 79 on rank 0, 20 to 59 on rank 1, 0 to 39 on rank 2" in finding.cause
+    (finding,) = found(
+        DataOverlap(),
+        run_of(*(held(range(n, n + 40)) for n in (0, 200, 20, 220))),
+    )
+    assert "0 to 39 on rank 0, 60 to 99 on rank 1, 20 to 59 on rank 2" in finding.cause
+    (finding,) = found(DataOverlap(), run_of(held(range(80)), held(range(1, 80))))
+    assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (range(60), range(60, 120)),
+        (range(60), range(50, 110)),
+        ([*range(30), *range(100, 130)], [*range(30), *range(200, 230)]),
+        ([*range(100, 130), *range(30)], [*range(200, 240), *range(30)]),
+        (ORDER[:60], random.Random(5).sample(ORDER[:60], 60)),
+        ([n % 5 for n in range(60)], [n % 5 for n in range(2, 62)]),
+    ],
+)
+def test_lists_that_are_meant(first: Sequence[int], second: Sequence[int]) -> None:
+    assert not found(DataOverlap(), run_of(held(first), held(second)))
+    windows = held(range(60)), held(range(30, 90))
+    other = held(range(30, 90), content=1)
+    assert not found(DataOverlap(), run_of(windows[0], other)), "other samples"
+    evaluated = [held(range(n, n + 60), trains=False) for n in (0, 30)]
+    assert not found(DataOverlap(), run_of(*evaluated))
+
+
+def test_ranks_that_begin_elsewhere_in_the_same_and_stop_in_time() -> None:
+    rolled = [[*ORDER[n:], *ORDER[:n]] for n in (0, 200)]
+    everything, share = (
+        [
+            [e if not isinstance(e, EpochEnded) else msgspec.structs.replace(
+                e, exhausted=count == 400, samples=count,
+                indices=pack_ascending(array("q", range(count))),
+            ) for e in part(r)]
+            for r in rolled
+        ]
+        for count in (400, 200)
+    )  # fmt: skip
+    assert found(DataOverlap(), run_of(*everything))
+    assert not found(DataOverlap(), run_of(*share))
