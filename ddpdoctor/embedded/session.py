@@ -70,6 +70,7 @@ def checkup(function: Any = None, /, **options: Any) -> Any:
             `budget`, `quiet`, ...).
 
     Raises:
+        TypeError: it decorates no function.
         ValueError: an option does not exist or has a value it cannot have.
     """
     asked = _checked(options)
@@ -115,6 +116,16 @@ def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> An
     """A function of the same kind, which its caller may ask for (`inspect.iscoroutinefunction`)."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(asked, raise_on, function.__func__))
+    if isinstance(function, type):
+        raise TypeError(
+            f"checkup decorates a function, not the class {function.__qualname__}; decorate its "
+            "method that takes a training step"
+        )
+    if not callable(function):
+        raise TypeError(
+            f"checkup decorates a function, not {function!r}; options go by name: "
+            "@ddpdoctor.checkup(every=10)"
+        )
     if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
         session().prepare(asked)
     calls = _Calls(asked, raise_on)
@@ -187,8 +198,11 @@ def load(*folders: str | os.PathLike[str]) -> Report:
     """The report on a run from its folder (several: the nodes of one run), examined anew.
 
     Raises:
+        TypeError: no folder is given.
         ddpdoctor.runfolder.FolderError: a folder cannot be used.
     """
+    if not folders:
+        raise TypeError("load() needs a run folder: ddpdoctor.load('ddpdoctor-runs/...')")
     from ..postmortem import open_run
     from ..registry import all_checks
 

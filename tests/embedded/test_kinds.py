@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -93,3 +94,31 @@ def test_an_exception_passes(counted: Nothing) -> None:
     with pytest.raises(KeyError, match="mine"):
         step()
     assert (counted.over, counted.lost) == (0, 1)
+
+
+def test_what_is_no_function_is_refused(counted: Nothing) -> None:
+    class Trainer:
+        def step(self) -> int:
+            return 1
+
+    with pytest.raises(TypeError, match=r"not the class .*Trainer; decorate its method"):
+        ddpdoctor.checkup(Trainer)
+    with pytest.raises(TypeError, match=r"not 3; options go by name"):
+        ddpdoctor.checkup(3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="a function, not <property"):
+        ddpdoctor.checkup(every=3)(property(Trainer.step))  # type: ignore[arg-type]
+
+
+def test_what_can_be_called_like_a_function_is_decorated(counted: Nothing) -> None:
+    class Step:
+        def __call__(self, x: int) -> int:
+            return x + 1
+
+    ready, part = ddpdoctor.checkup(Step()), ddpdoctor.checkup(functools.partial(pow, 2))
+    assert (ready(1), part(3)) == (2, 8)
+    assert counted.began == 2
+
+
+def test_load_needs_a_folder() -> None:
+    with pytest.raises(TypeError, match="needs a run folder"):
+        ddpdoctor.load()
