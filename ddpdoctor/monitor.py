@@ -374,6 +374,7 @@ class Monitor:
                     available_bytes=machine.available_bytes(),
                     gpu_used_bytes=used,
                     gpu_busy_percent=busy,
+                    orphans=machine.orphans(),
                 )
             )
 

@@ -8,7 +8,8 @@ from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
 from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
 
-from ._claims import unentered
+from ._claims import claims, unentered
+from ._left import SHORT_S, gone_for_good, waits_for_all
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 
@@ -30,7 +31,8 @@ class RendezvousStall(Check):
     training begins), or has raised a timeout or a lost connection; the stacks of the ranks that are
     missing, taken at that moment, say where they are. Where `ddpdoctor run` launched them it is
     proven if `world_size` is larger than their number, and if the processes of all that are missing
-    have ended with status 0, which stops the run unless `--on-hang report` is given; else it is
+    have ended with status 0 on one node, with no restart left and no process that they started;
+    that stops the run unless `--on-hang report` or a short `timeout=` is given. Else it is
     suspected. Of a program that starts its ranks itself only those are known that came to
     `init_process_group`.
 
@@ -183,12 +185,14 @@ class RendezvousStall(Check):
         past = _past(first, where) if left else []
         where = past[0] if len(past) == 1 else where
         all_there = run.info.launcher == "run"
+        asked = [c for c in claims(run) if c.process in waiting]
         never = (
-            all_there
-            and left
+            left
             and len(late) == len(absent)
-            and all(_is_over(r) and r.exit_code == 0 for r in late)
+            and all(gone_for_good(run, r) for r in late)
+            and all(waits_for_all(c) for c in asked)
         )
+        stuck = run.stall is not None and not any(0 <= c.event.timeout_s < SHORT_S for c in asked)
         came = fold_ranks(r.rank for r in waiting)
         evidence = {
             "came": came,
@@ -196,7 +200,7 @@ class RendezvousStall(Check):
             "world_size_expected": world,
             **({"processes_seen": seen} if launched is None else {"processes_launched": launched}),
             "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
-            **({"stuck": run.stall is not None} if never else {}),
+            **({"stuck": stuck} if never else {}),
         }
         wrong_size = bool(too_many) and not late
         unseen = launched is None and not late

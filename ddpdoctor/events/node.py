@@ -148,11 +148,14 @@ class NodeSample(Event, frozen=True, tag="node-sample"):
 
     Attributes:
         gpu_used_bytes: by NVML's index, whoever uses it; `gpu_busy_percent` likewise.
+        orphans: processes that a rank, say, started and that have outlived it; -1 where such are
+            not known.
     """
 
     available_bytes: int
     gpu_used_bytes: tuple[int, ...] = ()
     gpu_busy_percent: tuple[int, ...] = ()
+    orphans: int = -1
 
 
 class MemoryLimit(Event, frozen=True, tag="memory-limit"):

@@ -70,26 +70,6 @@ def test_one_rank_left_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "status", "ended", "proven"),
-    [
-        ("run", 0, True, True),
-        ("exec", 0, True, False),  # it may start another process for that rank
-        ("run", 0, False, False),
-        ("run", 1, True, False),
-    ],
-)
-def test_a_rank_that_is_gone_never_comes(
-    launcher: str, status: int, ended: bool, proven: bool
-) -> None:
-    left = [RankExiting(at=START + 1, how="sys.exit", status=status)]
-    run = make_run({0: entered(0), 1: left}, nodes={0: seen()[1:]},
-                   ended={0: -15, 1: status if ended else None}, launcher=launcher)  # fmt: skip
-    (finding,) = found(run)
-    assert (finding.confidence is Confidence.PROVEN) is proven
-    assert bool(finding.evidence.get("stuck")) is proven
-
-
-@pytest.mark.parametrize(
     ("leaves", "past", "line"),
     [
         ("sys.exit(main())", 1, 4),
