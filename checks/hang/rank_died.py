@@ -47,8 +47,9 @@ MEANINGS = {
 }
 
 UNKNOWN = (
-    "nobody saw how this process ended, only that the others lost it: killed from outside (by the "
-    "kernel for lack of memory, a scheduler, or a person)"
+    "nobody saw how this process ended, only that the others lost it: it crashed in native code "
+    "(an extension, a driver), or was killed from outside (by the kernel for lack of memory, a "
+    "scheduler, or a person)"
 )
 TOLD = (
     "it wrote down its stacks, as it does at SIGTERM, and ended before those that lost it: told to "
@@ -263,7 +264,10 @@ def _fix(name: str | None, starved: bool, rank: Rank, crashed: bool) -> str:
             "memory-mapped, `torch.load(..., mmap=True)`"
         )
     if name is None:
-        return "look at what its launcher printed of this rank's end, and at `dmesg`"
+        return (
+            "look at what its launcher printed of this rank's end, and at `dmesg`, which tells of "
+            "crashes and of kills for lack of memory"
+        )
     if name == "SIGKILL":
         return "look at `dmesg` and the scheduler's log for who sent it; watch the memory figures"
     if name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE"):

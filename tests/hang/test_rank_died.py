@@ -150,6 +150,7 @@ def test_gone_without_a_word(lost: bool, tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes, ended=None))
     assert (finding.ranks, finding.confidence) == ((1,), Confidence.SUSPECTED)
     assert "ended without a word" in finding.summary
+    assert "crashed in native code" in finding.cause and "killed from outside" in finding.cause
 
 
 @pytest.mark.parametrize(
