@@ -313,15 +313,16 @@ def _lost(run: Run) -> list[str]:
         lost.append(f"{lines} unreadable lines in the records of {_ranks(unreadable)}")
     lost += [facts.refused for facts in (*run.ranks.values(), *run.nodes.values()) if facts.refused]
     torn = [r for r in run.ranks.values() if r.torn]
-    early = [r.rank for r in torn if r.state in ("finished", "failed")]
-    if early:
+    early = [r for r in torn if r.state in ("finished", "failed")]
+    for where, ranks in _by_reach(run, early):
         lost.append(
-            f"the records of {_ranks(early)} stop early, in the middle of a line: the disk was "
-            "full, a limit on the size of files was reached, or the files were cut later; nothing "
-            "is known of what came after"
+            f"the records of {_ranks(ranks)} stop early, in the middle of a line{where}: the disk "
+            "was full, a limit on the size of files was reached, or the files were cut later; "
+            "nothing is known of what came after"
         )
-    if cut := [r.rank for r in torn if r.rank not in early]:
-        lost.append(f"the last line in the records of {_ranks(cut)} is cut short")
+    for where, ranks in _by_reach(run, [r for r in torn if r not in early]):
+        after = f"{where}: nothing is known of what came after" if where else ""
+        lost.append(f"the last line in the records of {_ranks(ranks)} is cut short{after}")
     if empty := [r.rank for r in run.ranks.values() if r.started is None and not r.torn]:
         lost.append(
             f"the records of {_ranks(empty)} are empty: the disk was full, or the rank was killed "
@@ -343,6 +344,18 @@ def _lost(run: Run) -> list[str]:
     return lost
 
 
+def _by_reach(run: Run, ranks: Iterable[Rank]) -> list[tuple[str, list[int]]]:
+    """Ranks whose records are cut, with the step where those end if it went on, or another did."""
+    most = max((r.steps for r in run.ranks.values()), default=0)
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        told = max((e.step + 1 for e in rank.of(StepDone)), default=0)  # the ring may know of more
+        behind = told < most - 1  # by one is a rank that died
+        where = f", at step {told} of {most}" if behind else ""
+        found.setdefault(where, []).append(rank.rank)
+    return list(found.items())
+
+
 def _became_another(rank: Rank) -> bool:
     """Whether a process ended by itself, with a record of nothing but its start."""
     return rank.exit_code is not None and isinstance(rank.last, RankStarted) and not rank.torn
@@ -355,6 +368,11 @@ def _ranks(numbers: Iterable[int]) -> str:
 
 def why_nobody(run: Run) -> str:
     """Why a run has no rank on record."""
+    if not run.nodes and run.info.launcher in ("run", "exec"):  # whose monitor writes at once
+        return (
+            "the records are gone: the run folder, or what was in it, was deleted or moved while "
+            "the run went on, or later"
+        )
     if run.info.launcher == "run":
         return "torchrun started no rank; what it printed says why"
     inside = (e.folder for node in run.nodes.values() for e in node.of(ExaminedInside))

@@ -287,6 +287,17 @@ def test_the_log_of_a_rank_says_a_place_once(tmp_path: Path, said: bool) -> None
     assert (tmp_path / "rank-1.log").read_text().count("train.py:38") == 1
 
 
+@pytest.mark.parametrize("launcher", ["run", "exec"])
+def test_records_that_are_gone_are_no_launcher_s_failure(tmp_path: Path, launcher: str) -> None:
+    folder = write_folder(tmp_path / "run", {}, launcher=launcher)
+    (nobody,) = diagnose(load([folder]), []).coverage.lost
+    assert "gone" not in nobody
+    assert nobody.startswith("torchrun started no rank") is (launcher == "run")
+    folder.node_path(0).unlink()
+    (gone,) = diagnose(load([folder]), []).coverage.lost
+    assert gone.startswith("the records are gone: the run folder")
+
+
 def test_a_doctor_in_a_doctor_says_where_the_ranks_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

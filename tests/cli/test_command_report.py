@@ -95,6 +95,25 @@ def test_report_tells_what_the_records_lack(good: Path, capsys: Caught) -> None:
     assert "the records of rank 1 are empty" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("kept", "behind"), [(5, True), (9, False), (10, False)])
+@pytest.mark.parametrize("seen", [True, False])
+def test_report_says_how_far_cut_records_go(
+    seen: bool, kept: int, behind: bool, good: Path, capsys: Caught
+) -> None:
+    """Unless they go as far as the others': a rank that was killed there has no more to tell."""
+    record = good / "rank-1.jsonl"
+    lines = record.read_bytes().splitlines(keepends=True)
+    at = [n for n, line in enumerate(lines) if b'"step"' in line]
+    record.write_bytes(b"".join(lines[: at[kept - 1] + 1]) + b'["st')
+    if not seen:
+        (good / "node-0.jsonl").unlink()
+    assert main(["report", str(good)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("in the middle of a line" if seen else "rank 1 is cut short") in out
+    assert (f", at step {kept} of 10: " in out) is behind
+    assert ("nothing is known of what came after" in out) is (seen or behind)
+
+
 def test_report_names_what_may_not_be_read(
     good: Path, capsys: Caught, monkeypatch: pytest.MonkeyPatch
 ) -> None:
