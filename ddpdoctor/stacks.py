@@ -1,4 +1,4 @@
-"""faulthandler's dumps (`rank-R.stacks.txt`) to frames."""
+"""Dumps of stacks (`rank-R.stacks.txt`), as faulthandler writes them, to frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from .events import StackFrame
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+_THREAD = re.compile(
+    r"(?:Stack|(?:Current thread|Thread) 0x[0-9a-f]+.*) \(most recent call first\):"
+)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _NOT_USERS = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
 _OURS = re.compile(r"/ddpdoctor/(?:probe|shim)/")
@@ -47,7 +49,7 @@ def _threads(dump: str) -> list[tuple[bool, tuple[StackFrame, ...]]]:
 
 
 def main_thread(dump: str) -> tuple[StackFrame, ...]:
-    """The main thread's stack in the last dump: faulthandler lists it last."""
+    """The main thread's stack in the last dump: it stands last."""
     every = threads(dump)
     return every[-1] if every else ()
 

@@ -39,7 +39,8 @@ NOTICED_S = 5.5
 """The checks take it that the end of a process has reached the others after somewhat less."""
 PATIENCE = 1.5
 """A pause may be that much longer than the longest one that ended well."""
-ANSWERS_WITHIN_S = 1.0
+ANSWERS_WITHIN_S, UNANSWERED_S = 1.0, 0.5
+"""Who has not said by then where it stands is sent a signal."""
 BUSY = 0.3
 """Share of a core wanted. While every rank computes, none waits for another."""
 WHILE_BUSY = 6
@@ -70,7 +71,8 @@ class Episode:
 
     Attributes:
         pids: the ranks' processes then.
-        asked: when they were asked for their stacks; sizes: of their stack files before.
+        asked: when they were asked for their stacks; sizes: of their stack files before;
+            signalled: those who did not answer were sent a signal.
         told: it is on record; noticed: the user was told; proven: it cannot resolve.
         moved: when ranks were first seen to move again.
     """
@@ -80,6 +82,7 @@ class Episode:
     asked: float = 0.0
     moved: float = 0.0
     sizes: dict[int, int] | None = None
+    signalled: bool = False
     told: bool = False
     noticed: bool = False
     proven: bool = False
@@ -279,32 +282,31 @@ class Standing:
         return sorted(found, key=lambda f: (f.confidence is not Confidence.PROVEN, f.code))
 
     def _ask(self, live: list[Rank], episode: Episode, now: float) -> None:
-        episode.asked = now
-        episode.sizes = {}
+        episode.asked, episode.signalled = now, False
+        episode.sizes = {r.rank: _size(stacks.beside(r.path)) for r in live}
         for rank in live:
-            pid = rank.started.pid if rank.started else 0
-            path = stacks.beside(rank.path)
-            episode.sizes[rank.rank] = _size(path)
             _question(rank)
-            if path and machine.catches(pid, STACK_SIGNAL) and machine.has_open(pid, path):
-                with contextlib.suppress(OSError):
-                    os.kill(pid, STACK_SIGNAL)
 
     def _answered(self, live: list[Rank], episode: Episode, now: float) -> bool:
+        silent = _silent(live, episode)
+        if silent and not episode.signalled and now - episode.asked >= UNANSWERED_S:
+            episode.signalled = True
+            for rank in silent:
+                _signal(rank)
         if now - episode.asked >= ANSWERS_WITHIN_S:
             return True
-        sizes = episode.sizes or {}
-        return all(
-            _size(stacks.beside(r.path)) > sizes.get(r.rank, 0)
-            and any(log.at >= episode.asked for log in r.of(FlightLog))
-            for r in live
+        return not silent and all(
+            any(log.at >= episode.asked for log in r.of(FlightLog)) for r in live
         )
 
     def _tell(self, run: Run, live: list[Rank], episode: Episode, limit: float, now: float) -> None:
         """Write down where everybody is, then that the run stands still."""
         if now - episode.asked > 2 * ANSWERS_WITHIN_S:  # where they are now, not then
             self._ask(live, episode, now)
-            time.sleep(0.1)
+            until = now + ANSWERS_WITHIN_S
+            while _silent(live, episode) and (at := time.monotonic()) < until:
+                self._answered(live, episode, at)
+                time.sleep(0.05)
         for rank in live:
             self._stood_once.add(rank.rank)
             self._write(self._stood(rank, episode, now))
@@ -386,8 +388,22 @@ def _size(path: Path | None) -> int:
         return 0
 
 
+def _silent(live: list[Rank], episode: Episode) -> list[Rank]:
+    """Those who have not said where they stand since they were asked."""
+    sizes = episode.sizes or {}
+    return [r for r in live if _size(stacks.beside(r.path)) <= sizes.get(r.rank, 0)]
+
+
+def _signal(rank: Rank) -> None:
+    """Have faulthandler say where the main thread is."""
+    pid, path = rank.started.pid if rank.started else 0, stacks.beside(rank.path)
+    if path and machine.catches(pid, STACK_SIGNAL) and machine.has_open(pid, path):
+        with contextlib.suppress(OSError):
+            os.kill(pid, STACK_SIGNAL)
+
+
 def _question(rank: Rank) -> None:
-    """Wake the thread that reads torch's flight recorder."""
+    """Wake the thread that says where every thread is, and reads torch's flight recorder."""
     if rank.ring is None or not rank.ring.nonce:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:

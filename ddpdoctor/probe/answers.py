@@ -1,4 +1,5 @@
-"""Answers the monitor while the main thread stands still: what torch's flight recorder says.
+"""Answers the monitor while the main thread stands still: where every thread is, and what torch's
+flight recorder says.
 
 A thread waits in `recv` of an abstract datagram socket: no file is left behind, nothing is held at
 exit, and a forked child has no such thread. It touches torch only when it is asked.
@@ -64,13 +65,17 @@ def _serve(ears: _Ears, address: str, pid: int) -> None:
         if active is None or os.getpid() != pid:
             return
         try:
+            stacks.keep()
+            stacks.tell()
+        except Exception as error:
+            active.trouble("stacks", error, "where threads are in a hang")
+        try:
             _tell(active)
         except Exception as error:
             active.trouble("flight-recorder", error, "what DDP communicated in a hang")
 
 
 def _tell(active: Recorder) -> None:
-    stacks.keep()
     text = flight_recorder()
     if text is None:
         return

@@ -1,4 +1,8 @@
-"""The file that stacks go to, on the monitor's signal, on SIGTERM and in a crash.
+"""The file that stacks go to, when the monitor asks, on SIGTERM and in a crash.
+
+A thread that answers the monitor (see `answers`) writes those of all threads, since while it runs
+none of them does. Where it does not get to that, the monitor sends a signal, and faulthandler
+writes that of the main thread alone: reading the stack of a thread that runs may crash the process.
 
 faulthandler knows the number of a descriptor and writes to whatever the program has put there by
 then, so that its file is looked after whenever something is recorded or opened. (The monitor asks
@@ -11,14 +15,19 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import weakref
+from types import FrameType
 
 from ..held import HeldFile, nowhere
 from .recorder import Recorder
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
+
+_HEAD, _DEPTH = "Thread 0x{:016x} (most recent call first):\n", 100
+"""As faulthandler writes it, and so many frames of one thread."""
 
 
 class _Number:
@@ -52,7 +61,7 @@ class _Stacks:
     def send_to(self, number: int) -> None:
         self.number = number
         for signum, chain in self.signals.items():
-            faulthandler.register(signum, _Number(number), all_threads=True, chain=chain)
+            faulthandler.register(signum, _Number(number), all_threads=False, chain=chain)
         if self.crashes is not None and self.crashes() is not None:
             self.catch_crashes(number)
 
@@ -101,6 +110,27 @@ def keep() -> None:
         stacks.send_nowhere()
     finally:
         stacks.busy = False
+
+
+def tell() -> None:
+    """Write where every thread but this one is, the main one last."""
+    if (file := _stacks.file) is None:
+        return
+    main, own = threading.main_thread().ident, threading.get_ident()
+    frames = sys._current_frames()
+    order = sorted(frames.keys() - {own}, key=lambda thread: thread == main)
+    text = "".join(f"{_HEAD.format(n)}{_listed(frames[n])}\n" for n in order)
+    del frames  # they keep what is in them
+    file.write(text.encode(errors="replace"))
+
+
+def _listed(frame: FrameType | None) -> str:
+    lines: list[str] = []
+    while frame is not None and len(lines) < _DEPTH:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
+        frame = frame.f_back
+    return "".join(lines)
 
 
 def drop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.ring import Phase, RingWriter, State
-from ddpdoctor.run import Recording, Run
+from ddpdoctor.run import Rank, Recording, Run
 from ddpdoctor.runfolder import EventWriter, RunFolder
 
 
@@ -187,3 +188,26 @@ def test_who_leaves_is_given_the_time_to_end(
     reason = wait(bench, clock, 4)
     assert reason is not None
     assert "rank 1 leaves while rank 0 still waits" in reason
+
+
+def test_only_who_does_not_answer_is_sent_a_signal(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says where it stands when it is asked; rank 1 does not get to that."""
+    bench = Bench(tmp_path, Proves())
+    asked: list[int] = []
+    signalled: list[tuple[int, int]] = []
+
+    def question(rank: Rank) -> None:
+        asked.append(rank.rank)
+        if rank.rank == 0 and rank.path is not None:
+            rank.path.with_suffix(".stacks.txt").write_text(CRASHED)
+
+    monkeypatch.setattr(standing, "_question", question)
+    monkeypatch.setattr(machine, "catches", lambda pid, number: True)
+    monkeypatch.setattr(machine, "has_open", lambda pid, path: True)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append((pid, number)))
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    assert wait(bench, clock, 10) == "stuck"
+    assert asked == [0, 1]
+    assert signalled == [(PID + 1, standing.STACK_SIGNAL)]
