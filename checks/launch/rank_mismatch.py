@@ -168,10 +168,13 @@ def _started(members: list[Claim]) -> int:
 
 
 def _all_came(members: list[Claim]) -> bool:
-    """Whether nobody else can come: every process there is waits, at an address of the launcher's
-    own that no other launcher knows."""
+    """Whether nobody can come who would make it fit: as many wait as the world has, two of them
+    with one rank; or every process there is waits, at an address of the launcher's own that no
+    other launcher knows."""
     if any(c.ready for c in members):
         return False
+    if len({c.rank for c in members}) < len(members) >= max(c.world_size for c in members):
+        return True
     if spawned := _started(members):
         return len(members) >= spawned
     return all(len(members) >= c.given_world > 0 and c.at_launchers() for c in members)

@@ -217,6 +217,20 @@ def test_a_process_is_still_to_come() -> None:
     assert stuck(PLACE, count=1) is False
 
 
+@pytest.mark.parametrize(("ranks", "sure"), [((0, 1, 1), True), ((1, 1), False)])
+def test_as_many_wait_as_the_world_has_and_two_with_one_rank(
+    ranks: tuple[int, ...], sure: bool
+) -> None:
+    """Wherever they meet: who has the missing rank would be one more than the world has."""
+    every = [process(r, 3, init(r, 3, rendezvous="file:/shared"), told=False) for r in ranks]
+    first, *twins = (e for e, r in zip(every, ranks, strict=True) if r == 1)
+    told = {1: first, **({0: every[0]} if 0 in ranks else {})}
+    stall = StallSeen(at=START + 40, since=START + 2, hang_after=30)
+    run = make_run(told, twins={1: twins}, nodes={0: [stall]}, world_size=3, ended=None)
+    (finding,) = RankMismatch().examine(run)
+    assert finding.evidence["stuck"] is sure
+
+
 def test_why_it_was_not_looked_at() -> None:
     before = make_run({0: process(0, 1, ready(1))})
     assert RankMismatch().unobserved(before) == (
