@@ -126,7 +126,9 @@ class Rank(Facts):
     def ring(self) -> Ring | None:
         """Its last calls and where it is; read when asked for, then the same until looked again."""
         if self._ring[0] != self.path and self.path is not None:
-            self._ring = self.path, read_ring(self.path.with_suffix(".ring"))
+            read = read_ring(self.path.with_suffix(".ring"))
+            mine = read and self.started and read.pid == self.started.pid
+            self._ring = self.path, read if mine else None
         return self._ring[1]
 
     def look_again(self) -> None:

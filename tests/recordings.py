@@ -16,9 +16,11 @@ Everything goes through a real folder and its reader, so that what a test sees i
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 
@@ -34,6 +36,7 @@ from ddpdoctor.events import (
     TorchLoaded,
     encode,
 )
+from ddpdoctor.ring import RingWriter
 from ddpdoctor.run import Run, load
 from ddpdoctor.runfolder import EventWriter, RunFolder, RunInfo, rank_stem
 
@@ -160,6 +163,12 @@ def started(rank: int, world_size: int, **fields: object) -> RankStarted:
         "cores": 8,
     }
     return RankStarted(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def ring_of(rank: int, path: Path) -> RingWriter:
+    """The ring of the process that `started` makes for this rank, beside its event file."""
+    with mock.patch.object(os, "getpid", return_value=PID + rank):
+        return RingWriter(path.with_suffix(".ring"))
 
 
 def torch_loaded(version: str = "2.13.0", **fields: object) -> TorchLoaded:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recordings import site, write_folder
+from recordings import ring_of, site, write_folder
 
 from ddpdoctor.events import Event, NotObserved, OptimizerSeen, StepDone
 from ddpdoctor.probe import optimizers
 from ddpdoctor.probe.moments import Step
 from ddpdoctor.probe.optimizers import FIRST_STEPS, JOINED_S, Optimizer
 from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.ring import RingWriter
 from ddpdoctor.run import load
 from ddpdoctor.runfolder import EventWriter, Lines
 
@@ -105,6 +104,6 @@ def test_steps_that_a_kill_kept_off_the_record(
     tmp_path: Path, events: list[Event], steps: int
 ) -> None:
     folder = write_folder(tmp_path / "run", {0: [site(0, "/t.py", 1), *events]})
-    writer = RingWriter(folder.rank_files()[0][1].with_suffix(".ring"))
+    writer = ring_of(*folder.rank_files()[0])
     writer.stepped(145)
     assert load([folder]).ranks[0].steps == steps

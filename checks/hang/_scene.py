@@ -17,6 +17,7 @@ from ddpdoctor.events import (
     Signature,
     StallSeen,
     Stopped,
+    TorchLoaded,
 )
 from ddpdoctor.findings import Location, Steps
 from ddpdoctor.run import Call, Facts, Phase, Rank, Run, State, shorten
@@ -82,6 +83,11 @@ class Stand:
         return self.call is not None and not self.gone
 
     @property
+    def unknown(self) -> bool:
+        """Whether it used torch, and its calls could not be written down, or cannot be read."""
+        return self.rank.ring is None and self.rank.first(TorchLoaded) is not None
+
+    @property
     def steps(self) -> Steps | None:
         """The optimizer step it was in; None where it took none."""
         return Steps.of([self.rank.steps]) if self.rank.steps else None
@@ -131,6 +137,8 @@ class Stand:
             return f"{'held by a debugger' if held else 'stopped by a signal (SIGSTOP)'}{at}"
         if self.made is not None:
             return f"in {self.made.place}"
+        if self.unknown:
+            return at[1:] or "at a place that is not on record"
         what = DOING.get(self.phase, "") if self.phase is not None else "not seen in torch"
         if where and where.source.strip():
             return f"{what}{at} `{where.source.strip()}`"

@@ -199,7 +199,8 @@ class Stall(Check):
         unknown = _without_record(now, stands)
         together = len(calls) == 1 and all(s.blocked for s in stands)
         ranks = tuple(s.rank.rank for s in stands)
-        least = min(stands, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
+        told = [s for s in stands if not s.unknown] or stands
+        least = min(told, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
         thread = _threads.failed(now, least)
         return self.finding(
             ranks=ranks,
@@ -233,16 +234,16 @@ def _waits(ring: list[Stand]) -> tuple[Related, ...]:
 
 
 def _without_record(now: Scene, stands: list[Stand]) -> list[int]:
-    """Members of the groups they wait in that left no record that can be read."""
+    """Members of the groups they wait in whose calls are not on record."""
     members = {r for s in stands if s.blocked and s.key for r in s.key.ranks}
-    known = {r for r, s in now.stands.items() if s.rank.started}
+    known = {r for r, s in now.stands.items() if s.rank.started and not s.unknown}
     return sorted(members - known)
 
 
 def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
     if unknown:
         return (
-            f"the records of {ranks_text(unknown)} are not in this folder, so that whether "
+            f"the calls of {ranks_text(unknown)} are not on record in this folder, so that whether "
             f"{'it' if len(unknown) == 1 else 'they'} came to that call is not known"
         )
     if together:

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
-from recordings import PID, START, WALL, ends, write_folder
+from recordings import PID, START, WALL, ends, ring_of, write_folder
 
 from ddpdoctor.events import (
     CallSite,
@@ -21,7 +21,7 @@ from ddpdoctor.events import (
     StackFrame,
     StallSeen,
 )
-from ddpdoctor.ring import Phase, RingWriter, State
+from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run, load
 
 CWD = "/home/user/project"
@@ -149,7 +149,7 @@ class Tape:
     def write_ring(self, path: Path) -> None:
         with mock.patch("ddpdoctor.ring.time.monotonic") as clock:
             clock.return_value = last = START
-            writer = RingWriter(path)
+            writer = ring_of(self.rank, path)
             for group, index, signature, site, peer, state, began, ended in self.calls:
                 clock.return_value = began
                 if step := self.steps[group, index]:
@@ -186,7 +186,7 @@ def run_of(
     options = {**options, "ended": None, "nodes": nodes}
     folder = write_folder(tmp_path / "run", ranks, **options)  # type: ignore[arg-type]
     for (_, path), tape in zip(folder.rank_files(), tapes.values(), strict=True):
-        tape.write_ring(path.with_suffix(".ring"))
+        tape.write_ring(path)
     run = load([folder])
     run.now = now
     return run

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.stall import Stall
+from recordings import ring_of, torch_loaded
 from tapes import START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import Enclosing, GroupDestroyed, StackFrame, Way
@@ -193,12 +194,29 @@ def test_a_rank_without_a_record_is_not_said_to_be_there(tmp_path: Path) -> None
     made = {0: Tape(0, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)}
     run = run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5)]}, world_size=2)
     (finding,) = found(run)
-    assert finding.cause.startswith("the records of rank 1 are not in this folder")
+    assert finding.cause.startswith("the calls of rank 1 are not on record in this folder")
     assert "all are" not in finding.summary and "rank 0 is in barrier" in finding.summary
     made[1] = Tape(1, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)
     run = run_of(tmp_path / "both", made, nodes={0: [stall(START + 20, START + 5)]})
     (finding,) = found(run)
     assert "nobody is missing" in finding.cause
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["no ring", "the ring of another run"])
+def test_a_rank_whose_calls_are_unknown_is_not_said_to_be_there(
+    tmp_path: Path, another: bool
+) -> None:
+    made = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    torch = {1: [torch_loaded()]}
+    run = run_of(tmp_path, made, more=torch, nodes={0: [stall(START + 20, START + 5)]})
+    path = run.ranks[1].path
+    assert path is not None and "nobody is missing" in found(run)[0].cause
+    path.with_suffix(".ring").unlink()
+    if another:
+        ring_of(7, path).begin(0, 5, 0, 0, -1)
+    (finding,) = found(load([RunFolder(tmp_path / "run")]))
+    assert finding.cause.startswith("the calls of rank 1 are not on record in this folder")
+    assert "all are" not in finding.summary and "rank 0 is in barrier" in finding.summary
 
 
 def test_records_of_another_program_say_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
-from recordings import PID, write_folder
+from recordings import PID, ring_of, write_folder
 from tapes import Tape
 
 from ddpdoctor import machine, standing
@@ -23,7 +23,7 @@ from ddpdoctor.events import (
     encode,
 )
 from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.ring import Phase, RingWriter, State
+from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Rank, Recording, Run
 from ddpdoctor.runfolder import EventWriter, RunFolder
 
@@ -55,7 +55,7 @@ class Bench:
         tapes = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
         folder = write_folder(path / "run", {r: t.events for r, t in tapes.items()}, ended=None)
         self.folder: RunFolder = folder
-        self.rings = [RingWriter(p.with_suffix(".ring")) for _, p in folder.rank_files()]
+        self.rings = [ring_of(rank, path) for rank, path in folder.rank_files()]
         self.written: list[Event] = []
         self.recording = Recording(folder)
         self.standing = standing.Standing(
