@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from ddpdoctor.events import ContentRead
 from ddpdoctor.events.pack import unpack
@@ -102,7 +103,9 @@ def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
     common = a.keys() & b.keys()
     answers = []
     for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
-        pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
+        pairs = [
+            (a[i][column], b[i][column]) for i in sorted(common) if a[i][column] and b[i][column]
+        ]
         if not pairs:
             continue
         agreed = sum(x == y for x, y in pairs) / len(pairs)
@@ -112,10 +115,19 @@ def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
             continue  # constant, or too few values to tell
         unlike = len(pairs) >= FEWEST / AUGMENTED and len(set(values)) >= APART * len(values)
         if agreed >= (AUGMENTED if unlike else SAME):
-            answers.append("same")
+            answers.append("differ" if unlike and _own_parts(pairs) else "same")
         else:
             answers.append("differ" if agreed < 0.5 else "unknown")
     return answers
+
+
+def _own_parts(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether samples that agree and samples that do not, in the order of their indices, stand in a
+    few blocks: each rank has common ones and ones of its own. Augmented ones are mixed."""
+    alike = [x == y for x, y in pairs]
+    agreed, other = sum(alike), len(alike) - sum(alike)
+    blocks = 1 + sum(one != then for one, then in pairwise(alike))
+    return min(agreed, other) >= FEWEST / AUGMENTED and blocks <= agreed * other / len(alike)
 
 
 def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:

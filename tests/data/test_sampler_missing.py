@@ -72,13 +72,27 @@ def test_a_choice_of_everything_is_none(read: list[int], plain: bool) -> None:
     assert ("DistributedSampler(dataset)" in finding.fix) is plain
 
 
+def looked_at(numbers: range, rows: list[int]) -> list[Event]:
+    """These samples in the order of their numbers, with these digests."""
+    *head, end = loader(0, [numbers], exhausted=False)
+    read = fingerprints(0, 0, numbers, 1)
+    return [*head, msgspec.structs.replace(read, columns=(pack(rows),)), end]
+
+
 def flipped(numbers: range, seed: int) -> list[Event]:
     """Samples of one data set, of which each rank flips every other one at random."""
     flips = random.Random(seed)
     rows = [1000 + i if flips.random() < 0.5 else 9000 + i for i in numbers]
-    *head, end = loader(0, [numbers], exhausted=False)
-    read = fingerprints(0, 0, numbers, 1)
-    return [*head, msgspec.structs.replace(read, columns=(pack(rows),)), end]
+    return looked_at(numbers, rows)
+
+
+@pytest.mark.parametrize("common", [range(70), range(30, 100)])
+def test_samples_that_all_ranks_have_beside_their_own(common: range) -> None:
+    ranks = [
+        looked_at(range(100), [i + (9000 if i in common else 1000 * rank) for i in range(100)])
+        for rank in (1, 2)
+    ]
+    assert not examine(*ranks)
 
 
 def test_samples_that_some_ranks_flip_are_the_same_samples() -> None:
