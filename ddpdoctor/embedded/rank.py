@@ -75,8 +75,9 @@ class RankSession:
 
             if self._ours and probe.current_recorder() is None:
                 rank, world_size = _who(meeting.this_launch())
-                if rank < 0 and block:
-                    return  # `init_process_group` is still to come
+                if rank < 0 and block:  # `init_process_group` may still be to come
+                    probe.become_rank_by_training()
+                    return
                 probe.become_rank(max(rank, 0), max(world_size, 1))
             active = probe.current_recorder()
             if active is not None and (every := resolve(asked).every):
@@ -209,6 +210,11 @@ class RankSession:
             self._blocks += 1
             self._prepared = False
             self._place = self._counter = None
+            if probe.current_recorder() is None and not resolve(self._asked).quiet:
+                self._say(
+                    "nothing to examine: in this process the block forms no process group and "
+                    "takes no optimizer step"
+                )
             probe.leave(error, trace)
             if error is None:  # else the others may be waiting for this process to end
                 self._wait_for_report(REPORT_S)

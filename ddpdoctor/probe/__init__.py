@@ -7,12 +7,20 @@ nothing attached to the user's objects, and every failure is caught where it hap
 
 from __future__ import annotations
 
-from .activation import become_rank, leave, rank_started, torch_loaded, watch_here
+from .activation import (
+    become_rank,
+    become_rank_by_training,
+    leave,
+    rank_started,
+    torch_loaded,
+    watch_here,
+)
 from .process import failed, note_exception
 from .recorder import recorder as current_recorder
 
 __all__ = [
     "become_rank",
+    "become_rank_by_training",
     "failed",
     "leave",
     "note_exception",

@@ -102,6 +102,13 @@ def become_rank(rank: int, world_size: int) -> None:
     guarded("forwards", forwards.adopt, lost=forwards.LOST)
 
 
+def become_rank_by_training() -> None:
+    """Start to record, as the only rank, at an optimizer step that comes before a group does."""
+    from . import optimizers
+
+    optimizers.at_first_step(lambda: become_rank(0, 1))
+
+
 def leave(error: BaseException | None, trace: TracebackType | None) -> None:
     """Say that this rank is done, or what ended it, and record no more."""
     if isinstance(error, SystemExit):

@@ -197,6 +197,30 @@ def test_blocks_are_examined_one_by_one_though_all_was_there_before(tmp_path: Pa
     assert "ValueError: bad row" in printed, "the rank ends, though the other one waits for it"
 
 
+ALONE = """
+import ddpdoctor, torch
+with ddpdoctor.examine(out="nothing") as examination:
+    torch.ones(3).sum()
+print("report", examination.report)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ddpdoctor.examine(out="run", quiet=True):
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_block_of_one_process_without_a_group(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ALONE)
+    status, printed = run(alone(), cwd=tmp_path)
+    assert status == 0, printed
+    assert printed.count("nothing to examine") == 1 and "report None" in printed
+    assert not (tmp_path / "nothing").exists()
+    (rank,) = reported(tmp_path / "run").ranks
+    assert (rank.steps, rank.state) == (3, "finished")
+
+
 def test_the_monitor_killed_costs_the_report_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path)
     program = (tmp_path / "program.py").read_text()
