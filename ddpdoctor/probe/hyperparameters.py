@@ -143,14 +143,16 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
         if kind is bool or (kind is float and isfinite(value)):  # nearly all of them
             values[name] = value
         elif (several := _several(value)) is not None:
-            values[name] = ", ".join(str(v if (n := _number(v)) is None else n) for v in several)
+            told = [v if type(v) is str or v is None else _number(v) for v in several]
+            if all(t is not None or v is None for t, v in zip(told, several, strict=True)):
+                values[name] = ", ".join(map(str, told))
         elif (number := _number(value)) is not None:
             values[name] = number
     return values
 
 
 def _several(value: Any) -> Sequence[Any] | None:
-    """The elements of a short sequence."""
+    """The elements of a short sequence, numbers or not: an optimizer may keep buffers in one."""
     if isinstance(value, (tuple, list)):
         return value if len(value) < LISTED_BELOW else None
     listed = _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW
