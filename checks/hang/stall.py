@@ -18,6 +18,7 @@ from ddpdoctor.findings import (
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from . import _threads
+from ._again import CAUSE, FIX, formed_again
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
 from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, pending, victims
@@ -50,7 +51,8 @@ class Stall(Check):
     A ring: let one side send first, or use `batch_isend_irecv`; where a rank left out a message
     that it sent in every earlier round, or waits for one more than in these, it is named with the
     line. All in one collective: look at the network and, on GPUs, at peer-to-peer access
-    (`NCCL_P2P_DISABLE=1` tells). Otherwise the stacks say where the program is.
+    (`NCCL_P2P_DISABLE=1` tells); a group that was formed again over the store of an earlier one is
+    told as that. Otherwise the stacks say where the program is.
 
     ## When it stays quiet
     Pauses for evaluation and checkpoints: the stall time is learned from the run.
@@ -202,17 +204,20 @@ class Stall(Check):
         told = [s for s in stands if not s.unknown] or stands
         least = min(told, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
         thread = _threads.failed(now, least)
+        again = formed_again(stands) if together and not unknown else None
         return self.finding(
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
             steps=least.steps,
             location=least.location,
             label=f"{_are(_with(stands, least))} here",
-            related=_threads.place(thread, least),
+            related=(Related("the group was formed here, again", again),)
+            if again
+            else _threads.place(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together and not unknown else _doing(stands, least)),
-            cause=_why(stands, together, unknown) + _threads.remark(thread),
-            fix=_fix(stands, together, unknown),
+            cause=CAUSE if again else _why(stands, together, unknown) + _threads.remark(thread),
+            fix=FIX if again else _fix(stands, together, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
                 "waited_s": round(waited, 1),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.stall import Stall
 from recordings import ring_of, torch_loaded
-from tapes import START, Tape, run_of, stall, stood
+from tapes import CWD, START, Tape, run_of, stall, stood
 
-from ddpdoctor.events import Enclosing, GroupDestroyed, StackFrame, Way
+from ddpdoctor.events import Enclosing, GroupDestroyed, InitEntered, Site, StackFrame, Way
 from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run, load
@@ -188,6 +188,38 @@ def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
     (finding,) = found(run)
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
     assert "uploader (up.py:2)" in finding.cause
+
+
+def formed(at: float, rendezvous: str) -> InitEntered:
+    return InitEntered(
+        at=at, backend="gloo", init_method="", rank=-1, world_size=-1, env_rank=0, env_world_size=2,
+        env_local_rank=0, timeout_s=-1, site=90, rendezvous=rendezvous,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("places", "since", "again"),
+    [
+        (("host:1", "host:1"), START + 3, True),
+        (("host:1", "host:2"), START + 3, False),
+        (("host:1",), START + 3, False),
+        (("host:1", "host:1"), START + 0.5, False),  # a call of that group came through
+    ],
+)
+def test_a_group_that_was_formed_again_at_the_same_place(
+    tmp_path: Path, places: tuple[str, ...], since: float, again: bool
+) -> None:
+    made = {
+        r: Tape(r, 2).call(line=7, at=START + 2).call(line=9, state=State.BEGUN, at=START + 5)
+        for r in range(2)
+    }
+    inits = [formed(at, p) for at, p in zip((START + 0.1, since), places, strict=False)]
+    line = Site(at=START, id=90, file=f"{CWD}/train.py", line=3, function="main", text="init()")
+    more = {r: [line, *inits] for r in made}
+    (finding,) = found(run_of(tmp_path, made, more=more, nodes={0: [stall(START + 20, START + 5)]}))
+    assert ("formed again" in finding.cause) is again
+    assert ("init_method=" in finding.fix) is again
+    assert [r.location.line for r in finding.related] == [3] * again
 
 
 def test_a_rank_without_a_record_is_not_said_to_be_there(tmp_path: Path) -> None:
