@@ -10,8 +10,8 @@ from ._scene import Stand
 
 CAUSE = (
     "the default group was formed again at an address where an earlier one had been: both leave "
-    "the addresses of their ranks under the same keys of one store, so that a rank that comes sooner "
-    "than another finds those of the group that is gone, and nobody answers there"
+    "the addresses of their ranks under the same keys of one store, so that a rank that comes "
+    "sooner than another finds those of the group that is gone, and nobody answers there"
 )
 FIX = (
     "initialise the process group once and keep it until the end (`dist.new_group` makes more of "
