@@ -81,6 +81,19 @@ def only_reports_beyond(rank: Rank, ranks: frozenset[int]) -> bool:
     return bool(beyond) and not any(r.block in blocks for r in beyond)
 
 
+def work_together(rank: Rank, ranks: frozenset[int], times: int) -> bool:
+    """Whether these ranks exchange more than a few numbers so many times in a group of theirs that
+    not all ranks are in: they share what they compute, and so what they compute it from."""
+    world = max((len(g.ranks) for g in rank.of(GroupReady)), default=0)
+    theirs = {g.group for g in rank.of(GroupReady) if ranks <= {*g.ranks} and len(g.ranks) < world}
+    much = {
+        s.id
+        for s in rank.of(Signature)
+        if not 0 <= s.numel <= FEW and s.op not in MEETS and not s.op.startswith("DDP")
+    }
+    return times <= sum(r.repeat * n for r, n in _of(rank, much) if r.group in theirs)
+
+
 def handed_out(rank: Rank) -> int:
     """How often tensors or objects were received from another rank."""
     return sum(run.repeat * count for run, count in _counted(rank, HANDS_OUT))
@@ -90,5 +103,10 @@ def _counted(
     rank: Rank, ops: frozenset[str], *, several: bool = False
 ) -> list[tuple[CallRun, int]]:
     wanted = {s.id for s in rank.of(Signature) if s.op in ops and (not several or s.numel != 1)}
+    return _of(rank, wanted)
+
+
+def _of(rank: Rank, wanted: set[int]) -> list[tuple[CallRun, int]]:
+    """Where calls of these signatures were made, and how many in each round."""
     blocks = {b.id: sum(c in wanted for c in b.codes[::2]) for b in rank.of(CallBlock)}
     return [(r, n) for r in rank.of(CallRun) if (n := blocks.get(r.block, 0))]

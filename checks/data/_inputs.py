@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ddpdoctor.events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
-from ._calls import handed_out
+from ._calls import handed_out, work_together
 
 FEWEST, LATER = 3, 4
 """Forwards to compare: that agree throughout, or from one of them to the last."""
@@ -85,19 +85,25 @@ class Alike:
         differed: the last forward before at which they were not the same, -1 where they always are.
         drawn: the inputs were drawn from the global random generators just before.
         constant: they (nearly) never change over time: toy data.
+    meant: they were handed out by one of the ranks, or the ranks exchange what they compute from
+        them in a smaller group of theirs.
     """
 
     ranks: tuple[int, ...]
     forwards: list[int]
     event: ForwardInput
     drawn: bool
-    handed_out: bool
+    meant: bool
     differed: int = -1
     constant: bool = False
 
     @property
     def late(self) -> bool:
         return self.differed >= 0
+
+    @property
+    def toy(self) -> bool:
+        return self.drawn or self.constant
 
 
 def alike(run: Run, given: Inputs) -> Iterator[Alike]:
@@ -126,10 +132,14 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
             same,
             first[same[0]],
             _drawn([first[n] for n in same]),
-            min(handed_out(run.ranks[r]) for r in ranks) >= len(same),
+            all(_meant(run.ranks[r], frozenset(ranks), len(same)) for r in ranks),
             common[begin - 1] if begin else -1,
             constant,
         )
+
+
+def _meant(rank: Rank, ranks: frozenset[int], times: int) -> bool:
+    return handed_out(rank) >= times or work_together(rank, ranks, times)
 
 
 def _agreeing(sequences: dict[int, list[int]], last: int) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -56,7 +56,8 @@ class DataOverlap(Check):
     Content that differs; streams that draw with replacement; parts with samples that all ranks are
     to have beside their own, and those that overlap by little; ranks that are handed their inputs
     on purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
-    pipeline; ranks that make a process group and hold the same part of the data. Inputs that never
+    pipeline; ranks that exchange tensors in a process group of their own step by step, or make one
+    and hold the same part of the data. Inputs that never
     change or are drawn from the global random generators on the spot are a note, as is evaluation.
     """
 
@@ -83,9 +84,8 @@ class DataOverlap(Check):
         for fault in of_check(run, self.name):
             yield self._of_loader(run, fault)
         for given in inputs(run):
-            for same in alike(run, given):
-                if not same.handed_out:
-                    yield self._of_inputs(run, given, same)
+            if sets := [same for same in alike(run, given) if not same.meant]:
+                yield self._of_inputs(run, given, sets)
         for work in () if found else same_work(run):
             yield self._of_gradients(run, work)
 
@@ -154,19 +154,21 @@ class DataOverlap(Check):
             at=rank.wall(work.event.at),
         )
 
-    def _of_inputs(self, run: Run, given: Inputs, same: Alike) -> Finding:
+    def _of_inputs(self, run: Run, given: Inputs, sets: list[Alike]) -> Finding:
+        same = min(sets, key=lambda s: s.toy)
+        sets = [s for s in sets if s.toy == same.toy]
         rank = run.ranks[same.ranks[0]]
-        toy = same.drawn or same.constant
+        parts = tuple(s.ranks for s in sets)
         return self.finding(
-            severity=Severity.NOTE if toy else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if toy else Confidence.PROVEN,
-            ranks=same.ranks,
+            severity=Severity.NOTE if same.toy else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if same.toy else Confidence.PROVEN,
+            ranks=tuple(sorted({r for ranks in parts for r in ranks})),
             subjects=(f"inputs of {given.kind}",),
             location=rank.location(same.event.site),
             steps=_steps(rank, given, same) if same.late else None,
             label="the same inputs on these ranks",
-            summary=f"{whom(run, same.ranks)} feed {given.kind} the same inputs at each of "
-            f"{len(same.forwards)} forwards compared"
+            summary=f"{_sets(parts) if len(parts) > 1 else whom(run, same.ranks)} feed "
+            f"{given.kind} the same inputs at each of {len(same.forwards)} forwards compared"
             + (f" from number {same.forwards[0]} on" if same.late else "")
             + (" (random numbers, drawn alike on all of them)" if same.drawn else "")
             + (" (they never change)" if same.constant else ""),

@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     CallRun,
     Event,
     ForwardInput,
+    GroupReady,
     Signature,
     Unwrapped,
 )
@@ -128,6 +129,40 @@ def test_a_tensor_parallel_pair_shares_its_inputs() -> None:
     given = {0: [1, 2, 3, 4], 1: [1, 2, 3, 4], 2: [5, 6, 7, 8], 3: [5, 6, 7, 8]}
     events = {r: [*prologue(4, group=(r % 2, r % 2 + 2)), *inputs(d)] for r, d in given.items()}
     assert not found(DataOverlap(), make_run(events))
+
+
+@pytest.mark.parametrize(
+    ("op", "numel", "rounds", "meant"),
+    [
+        ("all_gather", 64, 4, True),
+        ("all_to_all", -1, 4, True),
+        ("all_gather", 64, 3, False),  # now and then
+        ("all_reduce", 1, 4, False),  # a loss for the log
+        ("barrier", -1, 4, False),
+        ("DDP backward", -1, 4, False),
+    ],
+)
+def test_ranks_that_compute_together_share_their_inputs(
+    op: str, numel: int, rounds: int, meant: bool
+) -> None:
+    """0 and 1, 2 and 3 exchange; all of them average gradients."""
+    given = {r: [10 * (r // 2) + n for n in range(1, 5)] for r in range(4)}
+    events = {
+        r: [
+            *prologue(4),
+            GroupReady(at=0, group=1, name="1", backend="gloo", member=True, site=1,
+                       ranks=(r // 2 * 2, r // 2 * 2 + 1)),
+            Signature(at=0, id=0, op=op, numel=numel),
+            CallBlock(at=0, id=0, codes=(0, 0)),
+            CallRun(at=0, group=1, first=0, block=0, repeat=rounds),
+            *inputs(digests),
+        ]
+        for r, digests in given.items()
+    }  # fmt: skip
+    every = found(DataOverlap(), make_run(events))
+    assert len(every) == (not meant)
+    assert all("ranks 0-1 and ranks 2-3 feed Net" in f.summary for f in every)
+    assert all(f.ranks == (0, 1, 2, 3) for f in every)
 
 
 def by_hand(seeds: Sequence[int], given: Sequence[int], **more: object) -> list[Event]:
