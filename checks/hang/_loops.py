@@ -26,6 +26,7 @@ from ._ways import (
     catching,
     depth_in,
     exits,
+    in_same_run,
     loops_around,
     places,
     same_function,
@@ -198,7 +199,7 @@ def left_loop(parting: Parting) -> Left | None:
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
             continue  # whoever is in the other one has this before it, or is through with it
-        may_be = parting.may_be_left(*key) or _began(parting, rest, stay, heads[key])
+        may_be = parting.may_be_left(staying[0], key) or _began(parting, rest, stay, heads[key])
         if may_be and all(_has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
@@ -256,8 +257,11 @@ def blamed(parting: Parting) -> Parting:
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:
     """The loop that a rank left for good while another still is in a call inside of it."""
-    theirs = {key for key, _, _, _ in loops_around(waiting.rank, waiting.site)}
-    loops = [(head, [waiting]) for key, head, _, _ in loops_around(leaver, last) if key in theirs]
+    loops = [
+        (head, [waiting])
+        for key, head, _, _ in loops_around(leaver, last)
+        if in_same_run(leaver, last, waiting, key)
+    ]
     left = _told([(leaver, inf)], loops, one_function=True)
     if left is not None:
         left = _with_exits(left, leaver, last, waiting)
@@ -368,7 +372,8 @@ def _agreed(hows: Iterable[How]) -> How:
 
 
 def _has_left(made: Made, still: Made, loop: Key) -> bool:
-    """Whether a rank made calls in a loop before, and is known to be outside of it now."""
+    """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
+    outside of it now."""
     depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
     ours, theirs = places(made), places(still)
     here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
@@ -378,10 +383,9 @@ def _has_left(made: Made, still: Made, loop: Key) -> bool:
         callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
         if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
             return False  # another call of the function: of the loop in this one it says nothing
+    rank, until = until_call(made)
     return any(
-        key == loop
-        for site in made.rank.of(CallSite)
-        for key, _, _, _ in loops_around(made.rank, site)
+        site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
     )
 
 

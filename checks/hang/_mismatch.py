@@ -13,6 +13,7 @@ from ddpdoctor.findings import Location, Steps
 from ._branches import arms, avoided, branch, called_apart, condition, is_inside, same_lines, within
 from ._log import Book, GroupKey, Log, Made
 from ._usual import HISTORY, left_out
+from ._ways import Key, in_same_run
 
 WINDOW = 64
 
@@ -58,13 +59,15 @@ class Parting:
     until: int | None = None
     after: int = 0
 
-    def may_be_left(self, file: str, line: int, function: str) -> bool:
-        """Whether some may have left a loop before the others: not where all were outside of it in
-        the call before, so that who is in it came anew; nor where another thread makes a call."""
+    def may_be_left(self, still: Made, loop: Key) -> bool:
+        """Whether some may have left a loop before the one that is in it: not where all were
+        outside of it in the call before, or in it from other lines, so that who is in it came anew;
+        nor where another thread makes a call."""
         if len({made.site.thread for made in self.made.values() if made.site}) > 1:
             return False
         return not self.before or any(
-            not _knows_all_of(made, file, function) or is_inside(made.rank, made.site, file, line)
+            not _knows_all_of(made, loop[0], loop[2])
+            or in_same_run(made.rank, made.site, still, loop)
             for made in self.before
         )
 

@@ -37,6 +37,27 @@ def loops_around(
                 yield (spot.file, around.line, spot.function), head, depth, around
 
 
+def in_same_run(rank: Rank, site: CallSite | None, still: Made, loop: Key) -> bool:
+    """Whether a call is in that loop, as another one is, and the same lines led to both: a function
+    that is called from two places has its loop twice."""
+    theirs = [_led_by(still.rank, still.site, d) for d in _depths(still.rank, still.site, loop)]
+    return any(
+        all(a == b for a, b in zip(_led_by(rank, site, depth), callers, strict=False))
+        for depth in _depths(rank, site, loop)
+        for callers in theirs
+    )
+
+
+def _depths(rank: Rank, site: CallSite | None, loop: Key) -> list[int]:
+    """How many callers up from a call that loop is."""
+    return [depth for key, _, depth, _ in loops_around(rank, site) if key == loop]
+
+
+def _led_by(rank: Rank, site: CallSite | None, depth: int) -> list[Location | None]:
+    """The lines above so many callers."""
+    return [rank.location(place.site) for place in (site.places if site else ())[depth + 1 :]]
+
+
 def places(made: Made) -> tuple[Place, ...]:
     return made.site.places if made.site else ()
 

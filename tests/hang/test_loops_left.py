@@ -436,3 +436,26 @@ def test_a_caller_that_is_not_on_record_may_be_in_the_loop(tmp_path: Path) -> No
     made[1].events.append(msgspec.structs.replace(deep, places=deep.places * CALLERS))
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert "left the loop" not in finding.cause
+
+
+def test_a_loop_that_the_others_left_when_it_was_entered_from_other_lines(tmp_path: Path) -> None:
+    made = tapes()
+    loop = ((8, "for meter in meters:"),)
+    on_zero = {22: "if rank == 0:"}
+    for tape in made.values():
+        tape.call(line=9, inside=loop, caller=13)
+    made[0].call(line=9, inside=loop, caller=22, branches=on_zero, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "only some ranks enter `if rank == 0:`" in finding.cause
+    assert 8 not in [r.location.line for r in finding.related]
+
+
+def test_a_loop_that_the_others_come_to_later(tmp_path: Path) -> None:
+    made = tapes()
+    loop = ((8, "for p in params:"),)
+    made[0].call("broadcast", 20, inside=((19, "if rank == 0:"),), at=START + 5)
+    made[0].call("all_gather", 9, inside=loop, caller=22, state=State.BEGUN, at=START + 6)
+    made[1].call("all_gather", 9, inside=loop, caller=22, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert "only some ranks enter `if rank == 0:`" in finding.cause
