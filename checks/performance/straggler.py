@@ -47,7 +47,9 @@ class Straggler(Check):
     while the others wait at least half of that longer than it does. It must be so from one stretch
     on to the end, in four of five, over four at least and a third of all. A rank that was slow for
     a while only is told where that is an eighth of the run, six stretches at least, without a
-    break: a note, or a warning from a third on. The finding is proven.
+    break: a note, or a warning from a third on. Stretches in which it was behind, but for no longer
+    than it may have lacked a core, are neither: the finding gives their number, and takes none for
+    a beginning or an end. The finding is proven.
 
     ## Why it hurts
     Every step lasts as long as the slowest rank's. The others' steps look equally long, with a long
@@ -84,7 +86,7 @@ class Straggler(Check):
         lags = [_lags(window) for window in windows]
         slow: dict[int, list[_Slow]] = defaultdict(list)
         for rank, (first, end) in _spans(windows, lags).items():
-            found = _Slow(rank, windows, lags, first, end).since_its_phase()
+            found = _Slow(rank, windows, lags, first, end).as_far_as_known().since_its_phase()
             if not _starved(run.ranks[rank], found):
                 slow[found.segment].append(found)
         for segment, ranks in slow.items():
@@ -100,11 +102,12 @@ class Straggler(Check):
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
         waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
-        span = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
+        each = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
+        span = "a step" if worst.doubts else each
         return self.finding(
             severity=Severity.NOTE if all(s.passing for s in slow) else Severity.WARNING,
             ranks=ranks,
-            steps=Steps(begun, pace.step, pace.step + 1 - begun),
+            steps=worst.steps,
             subjects=(phase,),
             location=rank.location(pace.sites[segment % len(PHASES)]),
             label=f"{worst.excess_s[segment] * 1e3:.0f} ms a step longer "
@@ -122,9 +125,10 @@ class Straggler(Check):
                     {"rank": r, **{name: round(s * 1e3, 1) for name, s in parts.items()}}
                     for r, parts in _parts(worst).items()
                 ],
-                "stretches of steps looked at": len(worst.windows),
-                "of them slow on this rank": sum(worst.rank in lag for lag in worst.lags),
-                "each other rank lost, seconds": round(waits_s * (pace.step + 1 - begun), 1),
+                "stretches of steps looked at": worst.end - worst.first,
+                "of them slow on this rank": len(worst.slow),
+                **({"of them not to be told": worst.doubts} if worst.doubts else {}),
+                "each other rank lost, seconds": round(waits_s * worst.lasted, 1),
             },
             at=rank.wall(first.at),
         )
@@ -136,8 +140,8 @@ class Straggler(Check):
 
 @dataclass(frozen=True)
 class _Slow:
-    """A rank, and the stretches of steps of the run, with the lags of all: it was slow from the
-    stretch `first` on, until before `end`."""
+    """A rank, and the stretches of steps of the run, with the lags of all: from the stretch
+    `first` on, until before `end`, it was slow, or that is not to be told."""
 
     rank: int
     every: Sequence[Window]
@@ -145,13 +149,51 @@ class _Slow:
     first: int
     end: int
 
-    @property
-    def windows(self) -> Sequence[Window]:
-        return self.every[self.first : self.end]
+    def as_far_as_known(self) -> _Slow:
+        """Beyond stretches that are in doubt, until one in which it was not slow."""
+        lags = enumerate(self.every_lag)
+        known = [n for n, lag in lags if self.rank not in lag and not self._doubtful(n)]
+        first = max((n + 1 for n in known if n < self.first), default=0)
+        end = min((n for n in known if n >= self.end), default=len(self.every))
+        return replace(self, first=first, end=end)
+
+    def _doubtful(self, place: int) -> bool:
+        """Whether it was behind there, but perhaps only for want of a core."""
+        behind = self.rank in _lags(self.every[place], alone=False)
+        return behind and self.rank not in self.every_lag[place]
 
     @property
-    def lags(self) -> Sequence[Mapping[int, float]]:
-        return self.every_lag[self.first : self.end]
+    def places(self) -> list[int]:
+        """Of the stretches that are not in doubt."""
+        return [n for n in range(self.first, self.end) if not self._doubtful(n)]
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        return [self.every[n] for n in self.places]
+
+    @property
+    def slow(self) -> list[int]:
+        """Of the stretches in which it was slow."""
+        return [n for n in range(self.first, self.end) if self.rank in self.every_lag[n]]
+
+    @property
+    def doubts(self) -> int:
+        return self.end - self.first - len(self.places)
+
+    @property
+    def steps(self) -> Steps:
+        """Those in which it was slow, among those that could be judged."""
+        seen = [w[self.rank] for w in self.windows]
+        slow = sum(self.every[n][self.rank].count for n in self.slow)
+        first, judged = seen[0].step - seen[0].count + 1, sum(e.count for e in seen)
+        whole = not self.doubts and judged == seen[-1].step + 1 - first
+        return Steps(first, seen[-1].step, slow, None if whole else judged)
+
+    @property
+    def lasted(self) -> float:
+        """For about so many steps it was slow; those that were not looked at are counted alike."""
+        steps = self.steps
+        return (steps.last + 1 - steps.first) * len(self.slow) / (self.end - self.first)
 
     @property
     def over(self) -> bool:
@@ -161,11 +203,11 @@ class _Slow:
     @property
     def passing(self) -> bool:
         """It was slow for less than a third of the run."""
-        return len(self.windows) < len(self.every) // LASTING
+        return len(self.slow) < len(self.every) // LASTING
 
     @property
     def lag_s(self) -> float:
-        return statistics.median(lag[self.rank] for lag in self.lags if self.rank in lag)
+        return statistics.median(self.every_lag[n][self.rank] for n in self.slow)
 
     def whole(self, rank: int) -> float:
         return statistics.median(w[rank].wall_s for w in self.windows)
@@ -195,11 +237,11 @@ class _Slow:
     def since_its_phase(self) -> _Slow:
         """Without the first stretches that were slow for another reason, if enough are left."""
         whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
-        late = (self.excess_in(window, self.segment) >= least for window in self.windows)
-        first = next((n for n, slow in enumerate(late) if slow), 0)
-        if whole <= 0 or len(self.windows) - first < FEWEST:
+        late = [self.excess_in(window, self.segment) >= least for window in self.windows]
+        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST:
             return self
-        return replace(self, first=self.first + first)
+        first = self.places[late.index(True)]
+        return replace(self, first=first) if first > self.places[0] else self
 
     @property
     def segment(self) -> int:
@@ -232,14 +274,15 @@ def _whole(pace: Pace) -> bool:
     return (len(pace.own_s), len(pace.sites)) == (len(_PHASES), len(PHASES))
 
 
-def _lags(window: Window) -> dict[int, float]:
-    """Seconds a step by which ranks are slow enough to be told, for those the others wait for."""
+def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
+    """Seconds a step by which ranks are slow enough to be told, for those the others wait for;
+    `alone`: without the time for which they lacked a core."""
     own = {rank: sum(e.own_s) for rank, e in window.items()}
     usual = statistics.median_low(own.values())
     held = statistics.median_low(e.delayed_s for e in window.values())
     slow = {}
     for rank, e in window.items():
-        lag = own[rank] - usual - max(0.0, e.delayed_s - held)
+        lag = own[rank] - usual - (max(0.0, e.delayed_s - held) if alone else 0.0)
         if lag >= max(NOTICEABLE_S, SHARE * _wall(e)):
             slow[rank] = lag
     waiting = statistics.median(e.waited_s for r, e in window.items() if r not in slow)
@@ -321,9 +364,9 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
     return {
         r: {
             "step": slow.whole(r),
-            **({"of it without a core": slow.delayed(r)} if held else {}),
             "waiting": slow.waiting(r),
             **{_PHASES[i][0]: slow.usual(r, i) for i in shown},
+            **({"of all that without a core": slow.delayed(r)} if held else {}),
         }
         for r in ranks
     }
@@ -352,11 +395,16 @@ def _when(slow: _Slow) -> str:
     first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
     since, told = first.step - first.count + 1, "from the start on"
     if since > first.count:
-        before = slow.every[slow.first - 1][slow.rank].step if slow.first else since - 1
-        told = f"since {_either(before + 1, since)}"
+        seen = slow.every[slow.first - 1][slow.rank].step if slow.first else -1
+        told = f"since {_either(seen + 1, since)}"
     if slow.over:
         after = slow.every[slow.end][slow.rank]
         told += f", until {_either(last.step, after.step - after.count)}"
+    if slow.doubts:
+        told += (
+            f"; in {slow.doubts} of {slow.end - slow.first} stretches of steps it cannot be told, "
+            f"as rank {slow.rank} was without a core for much of them"
+        )
     return told
 
 

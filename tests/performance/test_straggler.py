@@ -204,7 +204,36 @@ def test_a_slow_rank_on_a_busy_machine() -> None:
     assert "still be about 100 ms behind" in finding.cause
     first, second = finding.evidence["a step, ms"]
     assert (first["waiting"], second["waiting"]) == (160, 10)
-    assert (first["step"], second["of it without a core"]) == (260, 50)
+    assert (first["step"], second["of all that without a core"]) == (260, 50)
+
+
+def without_a_core(*stretches: int) -> list[Finding]:
+    """Slow on rank 1 in all of 12 stretches; for most of that in these it had no core."""
+    slow = [pace(n, SLOW, wall=0.16, delayed_s=0.04 if n in stretches else 0.0) for n in range(12)]
+    quick = [pace(n, NONE, wall=0.16) for n in range(12)]
+    return list(Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]})))
+
+
+@pytest.mark.parametrize("stretches", [(0, 3, 4), (8, 9, 10, 11), (0, 9, 10, 11)])
+def test_where_it_had_no_core_is_neither_beginning_nor_end(stretches: tuple[int, ...]) -> None:
+    (finding,) = without_a_core(*stretches)
+    judged, first = 8 * (12 - len(stretches)), 16 if 0 in stretches else 8
+    assert finding.steps is not None and finding.steps.first == first
+    assert (finding.steps.count, finding.steps.compared) == (judged, judged)
+    assert "until" not in finding.cause
+    assert f"in {len(stretches)} of 12 stretches of steps it cannot be told" in finding.cause
+    assert "ranks" not in finding.summary and "in a step for rank 1" in finding.summary
+
+
+def test_where_it_had_no_core_before_it_is_seen() -> None:
+    (finding,) = without_a_core(0, 1, 2)
+    assert "since some step between 0 and 32" in finding.cause
+
+
+def test_steps_between_which_it_was_not_slow_are_not_counted() -> None:
+    slow = [SLOW] * 3 + [NONE] + [SLOW] * 4
+    (finding,) = examine([NONE] * 8, slow)
+    assert finding.steps is not None and (finding.steps.count, finding.steps.compared) == (56, None)
 
 
 def test_a_little_slower() -> None:
