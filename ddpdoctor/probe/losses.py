@@ -240,14 +240,17 @@ def _of_a_device(node: Any) -> bool:
 
 
 def _number(node: Any) -> Any:
-    """The one number that a node multiplies or divides by, as a tensor; None where it does not."""
+    """The one number that a node multiplies or divides by, as a tensor; None where it does not, or
+    where a function of torch does it in itself: then it is a plain number."""
     if not node.name().startswith(("DivBackward", "MulBackward")):
         return None
     try:
         other = saved(node, "_saved_other")
     except LookupError:
         return None
-    return None if other is None or other.dim() or other.requires_grad else other
+    if other is None or isinstance(other, (int, float)):
+        return None
+    return None if other.dim() or other.requires_grad else other
 
 
 def _suspect(

@@ -294,6 +294,22 @@ def test_what_the_mean_of_a_sum_is_divided_by():
     assert losses._averaging(x.mean().grad_fn, "mean") == 1
 
 
+def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
+    """`cross_entropy` of probabilities; the program divides what it returns by two."""
+    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    given = []
+    monkeypatch.setattr(losses, "_suspect", lambda *all_: given.append(all_))
+    model = SimpleNamespace(number=0, expected=[], parameters=[])
+    loss = torch.nn.functional.cross_entropy(
+        torch.ones(2, 3, requires_grad=True), torch.full((2, 3), 1 / 3)
+    )
+    losses._look(None, None, loss.grad_fn, [model])
+    assert not given
+    losses._look(None, None, (loss / 2).grad_fn, [model])
+    ((_, _, divided, _),) = given
+    assert [divisor for _, divisor, _ in divided] == [2.0]
+
+
 def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     """What is told of divisions, outermost first, that the lines make: in two backwards, or in
     those of the loops that divide by such numbers."""
