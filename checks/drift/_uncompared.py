@@ -19,6 +19,14 @@ def uncompared(run: Run, kind: str = "parameters") -> str | None:
     return "; ".join(told) or None
 
 
+def left_out(run: Run) -> str | None:
+    """Which models are not compared at all; None where there is none."""
+    groups = (g for g in replicas(run) if g.left_out)
+    return (
+        "; ".join(dict.fromkeys(f"{g.any.wrapped.kind}, as {g.left_out}" for g in groups)) or None
+    )
+
+
 def _reasons(group: Replicas, kind: str) -> Iterator[str]:
     wrapped = group.any.wrapped
     buffers = kind == "buffers"

@@ -8,6 +8,7 @@ from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
 from ddpdoctor.run import Run
 
+from . import _uncompared
 from ._averaged import by_hand
 from ._parting import own_step
 from ._replicas import NO_COPIES, Member, Replicas, replicas
@@ -65,6 +66,9 @@ class DoubleAveraging(Check):
         if not (replicas(run) or run.any(Averaged)):
             return NO_COPIES
         return None if any(True for _ in self.examine(run)) else _undecided(run)
+
+    def left_out(self, run: Run) -> str | None:
+        return _uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for twice in by_hand(run):

@@ -8,6 +8,7 @@ from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
+from . import _uncompared
 from ._replicas import NO_COPIES, Replicas, by_step, replicas
 
 _GRADIENTS = ("gradients", "local")
@@ -51,6 +52,9 @@ class GradScalerSkew(Check):
         if not run.any(ScalerStep):
             return "no GradScaler was used"
         return None if replicas(run) else NO_COPIES
+
+    def left_out(self, run: Run) -> str | None:
+        return _uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         first: dict[tuple[int, ...], Finding] = {}

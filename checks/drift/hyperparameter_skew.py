@@ -19,7 +19,7 @@ from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
-from . import _by_hand, _loads, _options, _skipped, _unshared, _updates
+from . import _by_hand, _loads, _options, _skipped, _uncompared, _unshared, _updates
 from ._causes import Cause
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
@@ -87,6 +87,9 @@ class HyperparameterSkew(Check):
         if not _copies(run):
             return NO_COPIES
         return None if run.any(Hyperparameters) else "no optimizer's options were seen"
+
+    def left_out(self, run: Run) -> str | None:
+        return _uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         told: set[object] = set()

@@ -17,7 +17,7 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _causes, _inside, _loads
+from . import _causes, _inside, _loads, _uncompared
 from ._lacking import parts_them
 from ._patterns import Span, patterns
 from ._replicas import (
@@ -132,6 +132,9 @@ class UnsyncedStep(Check):
         if not replicas(run):
             return NO_COPIES
         return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
+
+    def left_out(self, run: Run) -> str | None:
+        return _uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)

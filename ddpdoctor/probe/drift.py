@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 from ..events import Digests, Replica, Sketch
@@ -13,12 +14,13 @@ from . import edits, exchanges, moments, optimizers, sync, writes
 from .digests import ABSENT, Sketcher, capturing, scattered, sums
 from .holdings import Holding
 from .models import Model
-from .moments import Backward, Forward, Step, Subscription
+from .moments import Backward, Call, Forward, Step, Subscription
 from .pace import FIRST_STEPS, Pace
 from .patching import around
 from .recorder import Recorder
 from .rows import Row, Rows, Waiting
 from .torch_private import averages, comm_hook, group_ranks, joins
+from .writeback import WriteBack
 
 LOST = "drift of gradients, parameters and buffers"
 
@@ -41,6 +43,8 @@ class Watch:
         self.rows: dict[str, Rows] = {}
         self.pace = Pace(active, len(holding.positions))
         self.writes = writes.Writes()
+        self.write_back = WriteBack()
+        self.size = sum(p.numel() for p in _parameters(self) if p is not None)
         self.whole_next = False
         self.buffers_next = 0
         self.broadcast = True
@@ -66,6 +70,7 @@ def install() -> None:
     moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
+    moments.called.subscribe(_called, lost="averages of parameters (local SGD)")
     moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
     begins = moments.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False)
     _drift.forwards = begins
@@ -120,7 +125,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
     due = []
     for holding in step.holdings:
         watch = _watch(active, holding)
-        if step.number and exchanges.before_backward():
+        if step.number:
             _look_for_local_steps(active, watch)
         due.append(watch.pace)
         if watch.pace.passes(step.number) and not watch.whole_next:
@@ -168,12 +173,31 @@ def _look_for_join(active: Recorder, watch: Watch) -> None:
         _tell_replica(active, watch)
 
 
-def _look_for_local_steps(active: Recorder, watch: Watch) -> None:
+def _called(active: Recorder, call: Call) -> None:
+    for watch in _drift.watches.values():
+        if not watch.left_out:
+            watch.write_back.called(partial(_digest_whole, active, watch), watch.size)
+
+
+def _digest_whole(active: Recorder, watch: Watch) -> Waiting | None:
+    return digest(active, _parameters(watch))
+
+
+def _parameters(watch: Watch) -> list[Any]:
+    return watch.holding.parameters(watch.holding.positions)
+
+
+def _look_for_local_steps(active: Recorder, watch: Watch, *, last: bool = False) -> None:
     """Whether the program averages the parameters themselves between steps (local SGD)."""
     if watch.left_out:
         return
-    parameters = watch.holding.parameters(watch.holding.positions)
-    if exchanges.parameters_exchanged([p for p in parameters if p is not None]):
+    averaged = watch.write_back.changed(wait=last)
+    if not last and exchanges.before_backward():
+        parameters = [p for p in _parameters(watch) if p is not None]
+        if exchanges.parameters_exchanged(parameters):
+            averaged |= watch.write_back.exchanged(partial(_digest_whole, active, watch))
+            averaged |= watch.write_back.changed()
+    if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
         _tell_replica(active, watch)
 
@@ -198,7 +222,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
             watch = _watch(active, Holding(model, UNHELD, positions))
         _look_for_join(active, watch)
-        if number and exchanges.before_backward():
+        if number:
             _look_for_local_steps(active, watch)
         _record(active, watch, "parameters", number, 1)
         _flush(active, watch, soon=True)
@@ -331,6 +355,7 @@ def _finish(active: Recorder) -> None:
         holding = watch.holding
         alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
         _flush(active, watch, soon=True, wait=True)
+        _look_for_local_steps(active, watch, last=True)
         if not alive:
             continue
         if (steps := holding.steps()) > 0:

@@ -76,6 +76,7 @@ class _Window:
         site: the line of the last exchange in a backward or before the step, of the first few.
         calls: on the default group, since the last step; `sequence` is torch's count then.
         latest: what the last call carries.
+        number: of this window; between: elements in it that may be of parameters.
         applied: parameters without a wrapper, by the memory of the gradient that was applied since
             the backward; `late` are the identities of those whose gradient was handed over only
             after that.
@@ -90,14 +91,13 @@ class _Window:
         self.within: list[Exchange] = []
         self.inside: list[Exchange] = []
         self.hooks: set[bool] = set()
-        self.stepped = False
-        self.elements = self.carried = 0
+        self.stepped, self.elements, self.carried = False, 0, 0
         self.numbers: Counter[int] = Counter()
-        self.site = -1
-        self.calls = 0
+        self.site, self.calls = -1, 0
         self.uncounted = False
         self.sequence = -1
         self.latest: tuple[Exchange, ...] = ()
+        self.number = self.between = 0
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
         self.derived = -1
@@ -109,6 +109,7 @@ class _Window:
             self.recent, self.earlier, self.within, self.inside = [], [], [], []
             self.stepped = False
             self.late = set()
+            self.number, self.between = self.number + 1, 0
 
 
 _window = _Window()
@@ -152,13 +153,14 @@ def _called(active: Recorder, call: Call) -> None:
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = memory_of(tensor)
-            gathered, inner = call.gathers, amid or tensor.requires_grad
-            exchange = Exchange(call.group, tensor.numel(), memory, gathered, inner)
+            sort = call.gathers, amid or tensor.requires_grad
+            exchange = Exchange(call.group, tensor.numel(), memory, *sort)
             _window.latest += (exchange,)
             if not (after_backward or inside) and (late := _applied(memory)):
                 _window.late.add(late)
                 continue
             kept.append(exchange)
+            _window.between += 0 if inside or amid else tensor.numel()
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 schemes.seen(schemes.ALL_TO_ALL, groups.others(call.group))
@@ -225,6 +227,11 @@ def unseen() -> bool:
 def hook_seen(averages: bool) -> None:
     """A model has a communication hook, which is known to average gradients or is not."""
     _window.hooks.add(averages)
+
+
+def between() -> tuple[int, int]:
+    """The number of this window, and how many elements in it may be of parameters."""
+    return _window.number, _window.between
 
 
 def before_backward() -> bool:

@@ -159,7 +159,8 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     monkeypatch.setattr(drift, "_drift", drift._Drift())
     monkeypatch.setattr(drift.edits, "tell_parameters", lambda *args: None)
     drift._drift.watches[0, 0] = drift.Watch.__new__(drift.Watch)
-    vars(drift._drift.watches[0, 0]).update(holding=holding, rows={}, writes=drift.writes.Writes())
+    known = {"rows": {}, "writes": drift.writes.Writes(), "left_out": "Join"}
+    vars(drift._drift.watches[0, 0]).update(known, holding=holding)
     drift._finish(active)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
 

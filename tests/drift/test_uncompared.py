@@ -3,13 +3,20 @@
 import msgspec
 import pytest
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
+from ddpdoctor.checks.drift.double_averaging import DoubleAveraging
+from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from ddpdoctor.checks.drift.unsynced_step import UnsyncedStep
 from recordings import make_run, steps
 from replicas import STEP, replica
 
 from ddpdoctor.events import Wrapped
+
+BESIDE = (DoubleAveraging(), GradScalerSkew(), HyperparameterSkew(), UnsyncedStep())
+"""Checks that do not compare parameters, and judge no model that is not compared at all."""
 
 OF_PARAMETERS = (GradientDrift(), ParameterDrift(), OptimizerStateDrift())
 
@@ -50,9 +57,9 @@ def test_buffers_that_ddp_is_told_to_ignore():
 
 def test_a_model_that_is_not_compared_at_all():
     run = run_with(left_out="its communication hook is local SGD")
-    for check in OF_PARAMETERS:
+    for check in (*OF_PARAMETERS, *BESIDE):
         assert check.left_out(run) == "Net, as its communication hook is local SGD"
 
 
 def test_what_is_compared_needs_no_word():
-    assert not any(check.left_out(run_with()) for check in (*OF_PARAMETERS, BufferDrift()))
+    assert not any(check.left_out(run_with()) for check in (*OF_PARAMETERS, *BESIDE, BufferDrift()))

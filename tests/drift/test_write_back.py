@@ -1,0 +1,138 @@
+"""Local SGD writes to parameters what ranks exchange; a check of replicas does not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddpdoctor.probe import drift, exchanges, schemes
+from ddpdoctor.probe.moments import Call
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Of two parameters, in a window that an optimizer's step has begun."""
+    monkeypatch.setattr(exchanges, "_window", exchanges._Window())
+    monkeypatch.setattr(schemes, "_schemes", schemes._Schemes())
+    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(drift, "_drift", drift._Drift())
+    monkeypatch.setattr(drift, "Pace", lambda *_: None)
+    monkeypatch.setattr(drift, "_tell_replica", lambda *_: None)
+    made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
+    model = SimpleNamespace(number=0, pending=0, forward_step=3)
+    monkeypatch.setattr(exchanges.models, "live", lambda: [model])
+    holding = SimpleNamespace(
+        model=model, optimizer=0, positions=[0, 1], parameters=lambda at: [made[i] for i in at]
+    )
+    return drift._watch(active, holding)
+
+
+active = SimpleNamespace(step=3, not_observed=lambda *_: None)
+
+
+def parameters(watch):
+    return watch.holding.parameters([0, 1])
+
+
+def hand_over(*tensors, op="all_reduce"):
+    call = Call(op, 0, False, tensors)
+    exchanges._called(active, call)
+    drift._called(active, call)
+
+
+def step(watch):
+    """The next backward, and the optimizer's step after it. Whether the model is left out."""
+    exchanges._backward_ends(active, None)
+    drift._look_for_local_steps(active, watch)
+    exchanges._step_ends(active, None)
+    return bool(watch.left_out)
+
+
+def one_by_one(every, write):
+    for parameter in every:
+        copy = parameter.detach().clone()
+        hand_over(copy)
+        write(parameter, copy / 2)
+
+
+def as_one(every, write):
+    flat = torch.cat([p.detach().view(-1) for p in every])
+    hand_over(flat)
+    for parameter, piece in zip(every, flat.split([p.numel() for p in every]), strict=True):
+        write(parameter, piece / 2)
+
+
+def gathered(every, write):
+    for parameter in every:
+        hand_over(parameter.detach(), op="all_gather")
+        write(parameter, parameter.detach() / 2)
+
+
+def in_place(every, write):
+    for parameter in every:
+        hand_over(parameter.data)
+        write(parameter, parameter.detach() / 2)
+
+
+WAYS = (one_by_one, as_one, gathered, in_place)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_check_of_the_replicas_writes_nothing(watch, way):
+    for _ in range(3):
+        way(parameters(watch), lambda *_: None)
+        assert not step(watch)
+        for parameter in parameters(watch):
+            parameter.data.add_(1)  # the optimizer
+
+
+def assign(parameter, value):
+    parameter.data = value
+
+
+@pytest.mark.parametrize("write", [assign, lambda p, value: p.data.copy_(value)])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_of_parameters_is_written_to_them(watch, way, write):
+    way(parameters(watch), write)
+    assert step(watch)
+
+
+def test_also_after_checks_and_only_where_they_are_large_enough(watch):
+    one_by_one(parameters(watch), lambda *_: None)
+    assert not step(watch)
+    hand_over(torch.zeros(2))
+    parameters(watch)[0].data.add_(1)
+    assert not step(watch), "a loss, say"
+    one_by_one(parameters(watch), assign)
+    assert step(watch)
+
+
+def test_what_is_written_only_just_before_the_step(watch):
+    copies = [p.detach().clone() for p in parameters(watch)]
+    hand_over(*copies)
+    exchanges._backward_ends(active, None)
+    for parameter, copy in zip(parameters(watch), copies, strict=True):
+        assign(parameter, copy / 2)
+    drift._look_for_local_steps(active, watch)
+    assert watch.left_out
+
+
+def test_where_it_is_not_known_what_they_were_the_model_is_left_out(watch, monkeypatch):
+    monkeypatch.setattr(drift, "digest", lambda *_: None)  # a CUDA graph is being recorded
+    one_by_one(parameters(watch), lambda *_: None)
+    assert step(watch)
+
+
+def test_nothing_waits_for_a_device(watch, monkeypatch):
+    """What it has not answered yet is asked for again, at the end in any case."""
+
+    class Late(drift.Waiting):
+        def ready(self, *, wait=False):
+            return wait
+
+    monkeypatch.setattr(drift, "Waiting", Late)
+    one_by_one(parameters(watch), assign)
+    assert not step(watch)
+    drift._look_for_local_steps(active, watch, last=True)
+    assert watch.left_out
