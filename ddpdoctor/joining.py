@@ -15,6 +15,12 @@ from .runfolder import RunInfo
 if TYPE_CHECKING:
     from .run import Facts, Rank, Run
 
+CLEAN_UP = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What a launcher sends to the ranks that are left; SIGKILL long after the others."""
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+SEEN_S = 1.0
+"""A launcher looks at its processes that often, or more often."""
+
 
 def joined_info(runs: Sequence[Run]) -> RunInfo:
     """One `run.json` for all nodes: it ended as it ended where it first went wrong."""
@@ -48,20 +54,29 @@ def end_of(
         for ended in node.of(ProcessEnded):
             pid = rank.started.pid if rank.started else ended.pid
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
-                if _left_before(rank, ended, node):
-                    ended = msgspec.structs.replace(ended, by_launcher=False)
+                ended = _by_itself(rank, ended, node)
                 return _as_spawn_saw(ended, node), node.latest(Stopped)
     return None, None
 
 
-def _left_before(rank: Rank, ended: ProcessEnded, node: Facts) -> bool:
-    """Whether it left by itself, with the status that it ended with, before the first process was
-    gone whose end makes a launcher end the others."""
+def _by_itself(rank: Rank, ended: ProcessEnded, node: Facts) -> ProcessEnded:
+    """Its end, where a launcher ended the others meanwhile: its own where it was about to leave
+    with a bad status, or died of what the launcher did not send."""
+    own = [e for e in node.of(ProcessEnded) if e.attempt == ended.attempt and not e.by_launcher]
+    first = min((e for e in own if e.status or e.signal), key=lambda e: e.at, default=None)
+    if first is None or not ended.by_launcher:
+        return ended
     leaving = rank.latest(RankExiting)
-    if leaving is None or not leaving.status or leaving.status != ended.status:
-        return False
-    own = (e for e in node.of(ProcessEnded) if e.attempt == ended.attempt and not e.by_launcher)
-    return leaving.at < min((e.at for e in own if e.status or e.signal), default=-math.inf)
+    if leaving and leaving.status and leaving.at < first.at:
+        status = leaving.status % 256  # all that the system keeps
+        if ended.status == status or ended.signal in CLEAN_UP:
+            return msgspec.structs.replace(ended, status=status, signal=None, by_launcher=False)
+    sent = ended.signal in (None, *CLEAN_UP)
+    if ended.signal == signal.SIGKILL:
+        sent = first.signal != signal.SIGKILL or ended.at - first.at > SEEN_S
+    elif ended.signal in CRASHES:  # as it left because it was told to
+        sent = ended.signal != first.signal
+    return ended if sent else msgspec.structs.replace(ended, by_launcher=False)
 
 
 def _as_spawn_saw(ended: ProcessEnded, node: Facts) -> ProcessEnded:

@@ -343,13 +343,33 @@ def stopped(run: Run) -> bool:
 
 
 def at_teardown(run: Run, found: Failure) -> bool:
-    """Whether a process aborted after all work was done, as torch does now and then."""
+    """Whether a process aborted as the interpreter went away, and in no line of the program, as
+    torch does now and then."""
     rank = found.rank
     if found.kind != "signal" or rank.signal not in ("SIGABRT", "SIGSEGV", "SIGBUS"):
         return False
-    if not is_done(rank) or rank.exception is not None:
+    if not rank.of(RankExiting) or rank.exception is not None or crash_line(run, rank):
         return False
     return rank.steps >= max(r.steps for r in run.ranks.values())
+
+
+def step_of(failed: Failure) -> int | None:
+    """The step it failed in; None where training had not begun, was over (no step after the groups
+    were destroyed, or as it left), or was of optimizers in turn, each with steps of its own."""
+    rank, spans = failed.rank, dict[int, tuple[float, float]]()
+    for e in rank.of(StepDone):
+        spans[e.optimizer] = spans.get(e.optimizer, (e.at, e.at))[0], e.at
+    # With an exception the steps of all optimizers together are recorded.
+    step = failed.exception.step if failed.exception and len(spans) < 2 else rank.steps
+    if step < 0 or not rank.steps:
+        return None
+    begins, stops = zip(*spans.values(), strict=True) if spans else ((0.0,), (0.0,))
+    if max(begins) > min(stops):
+        return None
+    ends = [e.at for e in rank.of(GroupDestroyed) if not e.name]
+    ends += [e.at for e in rank.of(RankExiting)] if failed.kind == "signal" else []
+    over = any(max(stops) < at and rank.wall(at) <= failed.at for at in ends)
+    return None if over else step
 
 
 def raised_exit(rank: Rank) -> bool:

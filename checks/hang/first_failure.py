@@ -13,7 +13,6 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     SpawnFailed,
-    StepDone,
 )
 from ddpdoctor.findings import (
     Check,
@@ -38,6 +37,7 @@ from ._failures import (
     left_waiting,
     raised_exit,
     spawn_failed,
+    step_of,
     translate,
     unseen,
 )
@@ -76,8 +76,8 @@ class FirstFailure(Check):
     Look at the exception and the line given here, not at the connection errors of the others.
 
     ## When it stays quiet
-    A run that ends well, or that somebody stopped. An abort at teardown, after all work was done,
-    is a note: torch does that now and then.
+    A run that ends well, or that somebody stopped. An abort at teardown, after the program has
+    ended and in no line of it, is a note: torch does that now and then.
     """
 
     code = "DDP606"
@@ -126,7 +126,7 @@ class FirstFailure(Check):
         same = [f for f in own if f.signature == first.signature]
         ranks = tuple(sorted(f.rank.rank for f in same))
         where = first.location
-        step = _step(first)
+        step = step_of(first)
         at_step = "" if step is None else f"at step {step}, "
         others = [f for f in own if f not in same] + followers
         message = first.message
@@ -242,24 +242,6 @@ def _label(first: Failure) -> str:
     if first.kind_raised == QUIT:
         return "stops in the debugger here"
     return "raised here" if first.exception else "left here"
-
-
-def _step(first: Failure) -> int | None:
-    """The step it failed in; None where training had not begun, was over (no step after the groups
-    were destroyed), or was of optimizers in turn, each with steps of its own."""
-    rank, spans = first.rank, dict[int, tuple[float, float]]()
-    for e in rank.of(StepDone):
-        spans[e.optimizer] = spans.get(e.optimizer, (e.at, e.at))[0], e.at
-    # With an exception the steps of all optimizers together are recorded.
-    step = first.exception.step if first.exception and len(spans) < 2 else rank.steps
-    if step < 0 or not rank.steps:
-        return None
-    begins, stops = zip(*spans.values(), strict=True) if spans else ((0.0,), (0.0,))
-    if max(begins) > min(stops):
-        return None
-    ends = (e.at for e in rank.of(GroupDestroyed) if not e.name)
-    over = any(max(stops) < at and rank.wall(at) <= first.at for at in ends)
-    return None if over else step
 
 
 def _caught(first: Failure) -> str:

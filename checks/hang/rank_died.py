@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import MemoryLimit, NodeSample, RankSample, SpawnEnded
+from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -24,6 +24,7 @@ from ._failures import (
     failures,
     inside_call,
     spawn_failed,
+    step_of,
     unseen,
     vanished,
     whereabouts,
@@ -86,8 +87,8 @@ class RankDied(Check):
 
     ## When it stays quiet
     The launcher's own clean-up kill of the other ranks, also where what failed was no rank and is
-    known; a run that somebody stopped, or `timeout` once it stood still; an abort at teardown after
-    all work was done.
+    known; a run that somebody stopped, or `timeout` once it stood still; an abort at teardown,
+    after the program has ended and in no line of it.
     """
 
     code = "DDP605"
@@ -131,7 +132,9 @@ class RankDied(Check):
         starved = bool(memory.get("oom_kills"))
         sender, sent = signal_sent(run, rank, [rank.ended.signal if rank.ended else None])
         crashed = crash_line(run, rank)
-        where = sent or crashed or whereabouts(rank)
+        over = all(f.rank.of(RankExiting) for f in died)
+        where = sent or crashed or (None if over else whereabouts(rank))
+        step = step_of(first)
         there = bool(crashed) or inside_call(rank)
         placed = "sent at" if sent else "in" if there else "last seen at"
         unseen = _spawned_unseen(run, died)
@@ -139,7 +142,7 @@ class RankDied(Check):
         rest = [s for s in now.stands.values() if s.rank.rank not in ranks and s.blocked]
         return self.finding(
             ranks=ranks,
-            steps=Steps.of([rank.steps]) if rank.steps else None,
+            steps=None if step is None else Steps.of([step]),
             confidence=Confidence.PROVEN if name and not unseen else Confidence.SUSPECTED,
             subjects=(name,) if name else (),
             location=where,
@@ -148,7 +151,8 @@ class RankDied(Check):
             else f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
             summary=f"{ranks_text(ranks)} {how}"
             + (" for lack of memory" if starved else "")
-            + (f" at step {rank.steps}" if rank.steps else "")
+            + ("" if step is None else f" at step {step}")
+            + (f" as {'they' if len(ranks) > 1 else 'it'} left, after the program" if over else "")
             + (f", {placed} {where}" if where else ""),
             cause="the kernel ended it for lack of memory: its counter of such kills went up"
             if starved

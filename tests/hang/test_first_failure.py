@@ -209,6 +209,24 @@ def test_the_step_of_two_optimizers_is_not_their_sum() -> None:
     assert finding.summary.startswith("at step 8, rank 1 raised")
 
 
+@pytest.mark.parametrize(("at", "status", "own"), [(5, 3, True), (5, -253, True), (8, 3, False)])
+def test_who_was_leaving_with_a_bad_status_as_the_launcher_came_failed_as_well(
+    at: float, status: int, own: bool
+) -> None:
+    """Only where it left before the first process was gone: a handler of SIGTERM may exit."""
+    left: list[Event] = [RankExiting(at=START + at, how="sys.exit", status=status)]
+    ends = [
+        ProcessEnded(at=START + 7, rank=1, pid=5001, wall=WALL, status=3),
+        ProcessEnded(at=START + 9, rank=0, pid=5000, wall=WALL, signal=15, by_launcher=True),
+    ]
+    first: list[Event] = [RankExiting(at=START + 5, how="sys.exit", status=3)]
+    run = make_run({0: left, 1: first}, nodes={0: ends}, ended=None)
+    (finding,) = found(run)
+    assert finding.ranks == ((0, 1) if own else (1,))
+    assert ("look for what differs" in finding.fix) is not own
+    assert run.ranks[0].state == ("failed" if own else "killed")
+
+
 def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     (finding,) = found(make_run({0: over, 1: over}, ended={1: -6}))

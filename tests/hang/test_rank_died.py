@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_died import RankDied
-from recordings import CWD, started
+from recordings import CWD, started, steps
 from tapes import START, WALL, Tape, run_of, stood
 
 from ddpdoctor.diagnose import diagnose
@@ -24,7 +24,7 @@ from ddpdoctor.events import (
     SpawnEnded,
     StallSeen,
 )
-from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.launch.ending import outcome
 from ddpdoctor.ring import State
 from ddpdoctor.run import Rank, Run, load
@@ -211,10 +211,58 @@ def test_abort_at_teardown(tmp_path: Path) -> None:
     assert found(run_of(tmp_path, made, more=more, ended={1: -6})) == []
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_a_crash_of_the_program_after_its_groups_are_gone(tmp_path: Path, left: bool) -> None:
+    """It goes on by itself and exports, say; also in what Python calls as it leaves."""
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    crash = [stood(1, 40, "write(model)", crashed=True)] if left else []
+    more = {
+        r: [*steps(8), GroupDestroyed(at=START + 5)]
+        + [RankExiting(at=START + 6, how="return")] * (left or r == 0)
+        for r in made
+    }
+    ends = [end(1, START + 9, signal=11), end(0, START + 9.1, signal=15, by_launcher=True)]
+    run = run_of(tmp_path, made, more=more, nodes={0: [*ends, *crash]}, ended=None)
+    (finding,) = found(run)
+    assert (finding.severity, finding.ranks, finding.steps) == (Severity.ERROR, (1,), None)
+    assert "at step" not in finding.summary
+    assert not list(FirstFailure().examine(run))
+
+
+@pytest.mark.parametrize(
+    ("number", "later", "both"),
+    [(14, 0.1, True), (9, 0.1, True), (9, 30.0, False), (15, 0.1, False), (11, 0.1, True)],
+)
+def test_what_the_launcher_does_not_send_was_its_own_end(
+    tmp_path: Path, number: int, later: float, both: bool
+) -> None:
+    ends = [
+        end(1, START + 9, signal=number),
+        end(0, START + 9 + later, signal=number, by_launcher=True),
+    ]
+    (finding,) = found(run_of(tmp_path, tapes(), nodes={0: ends}, ended=None))
+    assert finding.ranks == ((0, 1) if both else (1,))
+
+
+def test_a_crash_as_it_was_told_to_end_is_none_of_its_own(tmp_path: Path) -> None:
+    ends = [end(1, START + 9, signal=9), end(0, START + 9.1, signal=6, by_launcher=True)]
+    run = run_of(tmp_path, tapes(), nodes={0: ends}, ended=None)
+    assert run.ranks[0].ended is not None
+    assert run.ranks[0].ended.by_launcher
+
+
+def test_a_death_as_the_interpreter_leaves_has_no_step_and_no_line(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    more = {r: [*steps(8), RankExiting(at=START + 6, how="return")] for r in made}
+    (finding,) = found(run_of(tmp_path, made, more=more, ended={0: -14, 1: -14}))
+    assert (finding.ranks, finding.steps, finding.location) == ((0, 1), None, None)
+    assert finding.summary == "ranks 0-1 died of SIGALRM as they left, after the program"
+
+
 @pytest.mark.parametrize("late", [-0.1, 0.0, 0.2, 20.0])
 def test_told_to_end_after_an_abort_at_teardown(tmp_path: Path, late: float) -> None:
     made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
-    more = {1: [GroupDestroyed(at=START + 5)]}
+    more = {1: [GroupDestroyed(at=START + 5), RankExiting(at=START + 5.5, how="return")]}
     ends = [end(1, START + 6, signal=6), end(0, START + 6 + late, signal=15)]
     told = found(run_of(tmp_path, made, more=more, nodes={0: ends}, ended=None))
     assert [f.ranks for f in told] == ([(0,)] if late > 5 else [])
