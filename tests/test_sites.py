@@ -1,7 +1,7 @@
 """Which line of the user's code is executing."""
 
 from ddpdoctor.events import Site
-from ddpdoctor.probe.sites import Sites
+from ddpdoctor.probe.sites import Sites, classify
 
 PROGRAM = """
 def first(look):
@@ -86,3 +86,15 @@ def test_the_lines_that_led_to_one_nearest_first():
     assert [known[n] for n in callers[:2]] == [
         ("/home/user/main.py", 2, "outer"), ("/home/user/main.py", 5, "main"),
     ]  # fmt: skip
+
+
+def test_what_pip_has_put_into_a_folder_of_the_path_is_a_library(tmp_path, monkeypatch):
+    record = tmp_path / "libs" / "net_models-1.0.dist-info" / "RECORD"
+    record.parent.mkdir(parents=True)
+    record.write_text("models/__init__.py,sha256=x,1\nsix.py,sha256=y,2\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path), str(tmp_path / "libs")])
+    files = ("libs/models/resnet.py", "libs/six.py", "libs/mine.py", "models/resnet.py")
+    kinds = [classify(str(tmp_path / f)) for f in files]
+    assert kinds == ["library", "library", "user", "user"]
+    monkeypatch.setattr("sys.path", [str(tmp_path / "libs")])
+    assert classify(str(tmp_path / "libs/models/own.py")) == "user", "where the script is"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import linecache
 import os
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import cache
 from types import CodeType, FrameType
 
 from ..events import Event, Site
@@ -24,7 +27,7 @@ OWN, LIBRARY, USER = "own", "library", "user"
 
 
 def classify(file: str) -> str:
-    """`own` (the doctor, torch, the standard library), `library` (site-packages) or `user`."""
+    """`own` (the doctor, torch, the standard library), `library` (installed by pip) or `user`."""
     if file.startswith("<"):
         return OWN
     path = os.path.abspath(os.path.join(_START, file))
@@ -34,7 +37,28 @@ def classify(file: str) -> str:
     if "site-packages" in parts or "dist-packages" in parts:
         folder = "site-packages" if "site-packages" in parts else "dist-packages"
         return OWN if parts[parts.index(folder) + 1] in ("torch", "ddpdoctor") else LIBRARY
-    return OWN if os.path.realpath(path).startswith(_STDLIB) else USER
+    if os.path.realpath(path).startswith(_STDLIB):
+        return OWN
+    return LIBRARY if _installed(path) else USER
+
+
+def _installed(path: str) -> bool:
+    """Whether pip put it into a folder of `PYTHONPATH` (`pip install --target`)."""
+    for folder in sys.path[1:]:
+        inside = os.path.join(folder, "")
+        if folder and path.startswith(inside) and folder != _START:
+            return path[len(inside) :].partition(os.sep)[0] in _packages(folder)
+    return False
+
+
+@cache
+def _packages(folder: str) -> frozenset[str]:
+    """What pip has installed into a folder, by its own records."""
+    found: set[str] = set()
+    for record in glob.iglob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with contextlib.suppress(OSError, ValueError), open(record, encoding="utf-8") as file:
+            found.update(line.partition(",")[0].partition("/")[0] for line in file)
+    return frozenset(found)
 
 
 class Sites:
