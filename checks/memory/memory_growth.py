@@ -25,6 +25,9 @@ DEVICE_GROWTH, DEVICE_SHARE = 8 * MIB, 0.01
 KNOWN_GROWTH = 1 * MIB
 """Enough where it is known what holds the memory."""
 
+LEVEL = 0.2
+"""Of the steepest rise: stretches at the beginning that rise less a step are before the growth."""
+
 SLOWER = 0.6
 """What a container gains per step, at last against at most: less than this levels off."""
 
@@ -33,12 +36,15 @@ SLOWER = 0.6
 class Growth:
     """Memory that grew to the end: `where` is `host` or `device`, `levels` its stretches.
 
-    `begin` and `end` are the steps in the middle of the first and of the last of these.
+    Attributes:
+        first: the stretch in which the growth begins, 0 also where it may have begun before.
+        begin, end: the steps in the middle of this one, and of the last.
     """
 
     rank: Rank
     where: str
     levels: list[float]
+    first: int
     begin: int
     end: int
     steps: Steps
@@ -47,7 +53,7 @@ class Growth:
 
     @property
     def total(self) -> float:
-        return self.levels[-1] - self.levels[0]
+        return self.levels[-1] - self.levels[self.first]
 
     @property
     def per_step(self) -> float:
@@ -71,7 +77,9 @@ class MemoryGrowth(Check):
     seems to grow, or losses and outputs stay alive, the program's containers are counted, and again
     some steps later: growth is told from 1 MB on where one is found that keeps graphs, from 8 MB on
     where one of plain tensors explains two fifths of it, and where none is found from 8 MB and 1%
-    on (on the host from 64 MB, 4% and 500 steps on). The finding is proven.
+    on (on the host from 64 MB, 4% and 500 steps on). Where the first stretches are about level, it
+    is said to begin after them; else it may have begun with the run, and the figures are of the
+    steps after the warm-up. The finding is proven.
 
     ## Why it hurts
     The run ends with an out-of-memory error after hours, often on one rank first, and the others
@@ -149,11 +157,13 @@ def _keep_as_much(run: Run, worst: Growth, told: tuple[int, ...]) -> tuple[int, 
     if known is None or not known.graphs:
         return ()
     others = {n: _held(r) for n, r in run.ranks.items() if n not in told}
-    wanted = (True, known.name, known.kind, known.grown, known.steps)
+    wanted = (True, known.name, known.kind)
     return tuple(
         n
         for n, e in others.items()
-        if e is not None and (e.graphs, e.name, e.kind, e.grown, e.steps) == wanted
+        if e is not None
+        and (e.graphs, e.name, e.kind) == wanted
+        and e.grown * known.steps == known.grown * e.steps
     )
 
 
@@ -169,12 +179,14 @@ def _growth(rank: Rank, where: str) -> Growth | None:
     total = levels[-1] - levels[0]
     # Evaluation takes no steps: there the forwards count.
     for counts in ([s.step for s in samples], [s.forwards for s in samples]):
-        begin, *_, end = map(round, medians(counts, PARTS))
-        if end > begin:
+        middles = list(map(round, medians(counts, PARTS)))
+        if middles[-1] > middles[0]:
             break
     else:
         return None
     done = counts[-1] - counts[0]
+    first = _first_that_grows(levels, middles)
+    begun, last = middles[first] if first else counts[0], counts[-1] - 1
     if held is not None and not held.graphs and not _accounts_for(held, done, total):
         held = None
     if done < FEWEST_STEPS or total < _least(where, held, done, levels[0]):
@@ -183,12 +195,21 @@ def _growth(rank: Rank, where: str) -> Growth | None:
         rank=rank,
         where=where,
         levels=levels,
-        begin=begin,
-        end=end,
-        steps=Steps(counts[0], counts[-1] - 1, done),  # a sample counts the steps before it
+        first=first,
+        begin=middles[first],
+        end=middles[-1],
+        # A sample counts the steps before it.
+        steps=Steps(begun, last, last + 1 - begun, None if first else done),
         held=held,
         at=rank.wall(samples[0].at),
     )
+
+
+def _first_that_grows(levels: list[float], middles: list[int]) -> int:
+    """The stretch before which memory was about level."""
+    rises = zip(pairwise(levels), pairwise(middles), strict=True)
+    slopes = [(b - a) / max(1, after - before) for (a, b), (before, after) in rises]
+    return next(n for n, slope in enumerate(slopes) if slope >= LEVEL * max(slopes))
 
 
 def _least(where: str, held: MemoryHeld | None, steps: int, level: float) -> float:

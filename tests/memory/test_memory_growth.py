@@ -35,9 +35,9 @@ def samples(
     ]
 
 
-def held(graphs: bool = True, entry_bytes: int = 0) -> Event:
-    return MemoryHeld(at=START + 20, name="losses", kind="list", length=200, grown=50, steps=50,
-                      step=200, graphs=graphs, site=2,
+def held(graphs: bool = True, entry_bytes: int = 0, *, grown: int = 50, steps: int = 50) -> Event:
+    return MemoryHeld(at=START + 20, name="losses", kind="list", length=200, grown=grown,
+                      steps=steps, step=200, graphs=graphs, site=2,
                       entry_bytes=entry_bytes)  # fmt: skip
 
 
@@ -92,6 +92,18 @@ def test_its_figures_can_be_checked_against_each_other() -> None:
     assert finding.steps is not None
     assert finding.steps.last == 4 * 29 * 29 - 1
     assert finding.steps.count == finding.steps.last - finding.steps.first + 1
+    assert finding.steps.compared == finding.steps.count
+
+
+def test_growth_that_begins_late() -> None:
+    flat = [336 + 0.1 * n for n in range(20)]
+    growing = [338 + 5 * n for n in range(20)]
+    (finding,) = found(*samples([*flat, *growing]), held())
+    assert finding.steps is not None and finding.steps.compared is None
+    assert 170 <= finding.steps.first <= 230 and finding.steps.last == 389
+    assert finding.steps.count == 390 - finding.steps.first
+    each = re.search(r"by (\d+) KB a step", finding.summary)
+    assert each is not None and int(each[1]) / 1024 == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_little_is_enough_where_the_holder_is_known() -> None:
@@ -106,7 +118,11 @@ def test_ranks_that_keep_as_much_are_told_whatever_they_give_back() -> None:
     growing = samples([300 + 0.2 * n for n in range(30)])
     flat = samples([300 - 0.1 * n for n in range(30)])
     lines = [site(1, "train.py", 4, "optimizer.step()"), site(2, "train.py", 9, "losses.append(x)")]
-    for more, ranks in (([held()], (0, 1)), ([], (1,)), ([held(graphs=False)], (1,))):
+    later, faster = held(grown=51, steps=51), held(grown=80)
+    for more, ranks in (
+        ([held()], (0, 1)), ([later], (0, 1)), ([faster], (1,)), ([], (1,)),
+        ([held(graphs=False)], (1,)),
+    ):  # fmt: skip
         events = {0: [*lines, *flat, *more], 1: [*lines, *growing, held()]}
         run = make_run({n: [*mine, *steps(300, site=1)] for n, mine in events.items()})
         (finding,) = MemoryGrowth().examine(run)
