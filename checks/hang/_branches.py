@@ -50,7 +50,7 @@ def unbranched(head: Enclosing, what: str) -> str:
     if head.text.startswith(PAST):
         out_of = f"in front of `{opener(head)}`"
     shared = ""
-    if head.text.startswith(("if ", "elif ", PAST)) and on_rank((head,)) is None:
+    if head.text.startswith(("if ", "elif ", PAST)) and not on_rank((head,)):
         shared = ", or make its condition from a value that is equal on all (`all_reduce` it first)"
     return f"{what} on every rank: move it {out_of}{shared}"
 
@@ -92,20 +92,27 @@ def head_of(spot: Location, head: Enclosing) -> Location:
 
 def condition(made: Made) -> tuple[Place, Enclosing] | None:
     """The statement around a call (or past it) that only some ranks enter, as its text suggests."""
-    for place in made.site.places if made.site else ():
-        if found := on_rank(place.inside):
-            return place, found
-    return None
+    places = made.site.places if made.site else ()
+    return _telling((p, head) for p in places for head in on_rank(p.inside))
 
 
 def branch(made: Made) -> tuple[Place, Enclosing] | None:
     """The innermost branch around a call that may part the ranks; all run the same program."""
-    for place in made.site.places if made.site else ():
-        for enclosing in place.inside:
-            heads = enclosing.text.startswith(("if ", "elif ", "else:", "except"))
-            if heads and "__name__" not in enclosing.text and not _on_size(enclosing.text):
-                return place, enclosing
-    return None
+    return _telling(
+        (place, head)
+        for place in (made.site.places if made.site else ())
+        for head in place.inside
+        if head.text.startswith(("if ", "elif ", "else:", "except"))
+        and "__name__" not in head.text
+        and not _on_size(head.text)
+    )
+
+
+def _telling(heads: Iterable[tuple[Place, Enclosing]]) -> tuple[Place, Enclosing] | None:
+    """The innermost of these whose other arms do not make the same call; the innermost of all where
+    there is none."""
+    found = list(heads)
+    return next((h for h in found if not h[1].matched), found[0] if found else None)
 
 
 def _on_size(text: str) -> bool:

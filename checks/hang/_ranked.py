@@ -17,10 +17,10 @@ PAST = "past "
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 
 
-def on_rank(inside: tuple[Enclosing, ...]) -> Enclosing | None:
-    """The innermost of these statements whose text says that only some ranks enter it."""
+def on_rank(inside: tuple[Enclosing, ...]) -> list[Enclosing]:
+    """Those of these statements whose text says that only some ranks enter them."""
     heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
-    return next((e for e in heads if ON_RANK.search(unquoted(e.text))), None)
+    return [e for e in heads if ON_RANK.search(unquoted(e.text))]
 
 
 def unquoted(text: str) -> str:

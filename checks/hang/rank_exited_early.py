@@ -296,7 +296,8 @@ def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Only | None:
         return head_of(spot, found[1]), found[1]
     raised = stand.rank.exception
     for frame in reversed(raised.frames if raised else ()):
-        if head := on_rank(frame.inside):
+        if heads := on_rank(frame.inside):
+            head = heads[0]
             file = shorten(frame.file, stand.rank.cwd)
             return head_of(Location(file, head.line, frame.function, ""), head), head
     return None

@@ -72,6 +72,7 @@ class Enclosing(Part, frozen=True):
         opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is
             past, the line of its head.
         exits: of a loop, the statements that end it.
+        matched: of an arm of an `if`, every other arm makes the calls of that line, too.
     """
 
     line: int
@@ -80,6 +81,7 @@ class Enclosing(Part, frozen=True):
     broken: bool = False
     opener: int = 0
     exits: tuple[Way, ...] = ()
+    matched: bool = False
 
 
 class Place(Part, frozen=True):

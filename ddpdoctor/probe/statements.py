@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
 _LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
 _PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
 """What comes before a comment."""
+_CALLED = re.compile(r"([A-Za-z_][\w.]*)\(")
 WAYS_LIMIT = 8
 AROUND_LIMIT, PAST_LIMIT = 8, 6
 
@@ -63,6 +65,7 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
                 ways=ways[:WAYS_LIMIT],
                 broken=bool(exits),
                 exits=exits[:WAYS_LIMIT],
+                matched=_is_matched(lines, number, opener or number, line),
             )
         )
     return tuple(found[: AROUND_LIMIT + past])
@@ -221,6 +224,32 @@ def _opener(lines: list[str], number: int, depth: int) -> int:
         elif text.strip() and _indent(text) < depth:
             break
     return 0
+
+
+def _is_matched(lines: list[str], arm: int, opener: int, line: int) -> bool:
+    """Whether an `if` has an `else`, and every arm but that one makes all calls of a line in it,
+    beside those of built-in functions, which talk to nobody."""
+    made = set(_CALLED.findall(_code(lines[line - 1]))) - set(dir(builtins))
+    if not made or line == arm or not _code(lines[opener - 1]).startswith("if "):
+        return False
+    heads = list(_chain(lines, opener))
+    others = ("".join(map(_code, lines[n : _end(lines, n)])) for n in heads if n != arm)
+    complete = _code(lines[heads[-1] - 1]).startswith("else:")
+    return complete and all(made <= set(_CALLED.findall(body)) for body in others)
+
+
+def _chain(lines: list[str], opener: int) -> Iterator[int]:
+    """The lines of an `if`, its `elif` and its `else`."""
+    number = opener
+    depth = _indent(lines[opener - 1])
+    while True:
+        yield number
+        after = range(_end(lines, number) + 1, len(lines) + 1)
+        number = next((n for n in after if _code(lines[n - 1])), 0)
+        if not number or _indent(lines[number - 1]) != depth:
+            return
+        if not _code(lines[number - 1]).startswith(("elif ", "else:")):
+            return
 
 
 def _code(text: str) -> str:

@@ -323,3 +323,18 @@ def test_the_rest_of_the_condition_is_to_be_the_same_on_all() -> None:
     head = Enclosing(line=7, text="if step % n == 0 and is_main():")
     told = unbranched(head, "call barrier")
     assert told.endswith("put it under `if step % n == 0:` (the same on all), without `is_main()`")
+
+
+@pytest.mark.parametrize("matched", [True, False])
+def test_a_branch_whose_other_arm_makes_the_same_call_parts_nobody(
+    tmp_path: Path, matched: bool
+) -> None:
+    made = tapes()
+    inner = (Enclosing(line=7, text="if rank == 0:", matched=matched),)
+    outer = {15: "if is_main_process():"}
+    made[0].call("broadcast", 8, inside=inner, caller=15, branches=outer, state=State.BEGUN)
+    made[1].call("barrier", 20, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    at_fault = "if is_main_process():" if matched else "if rank == 0:"
+    assert f"only some ranks enter `{at_fault}`" in finding.cause
+    assert (14 if matched else 7) in [r.location.line for r in finding.related]

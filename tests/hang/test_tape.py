@@ -98,6 +98,32 @@ def test_the_statements_around_a_line(tmp_path: Path) -> None:
     assert inside[2] == [(8, "if rank: c()"), loop]
 
 
+ARMS = """\
+def load(path):
+    if rank == 0:
+        comm.bcast(len(data))
+        comm.bcast(data.pin())
+    elif rank == 1:
+        size = comm.bcast(None)
+    else:
+        for _ in range(2):
+            data = comm.bcast(None)
+        log(data)
+    if rank == 0:
+        comm.bcast(0)
+    return data
+"""
+
+
+def test_an_arm_whose_calls_every_other_arm_makes_too(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ARMS)
+    arms = {n: statements.enclosing(str(path), n)[-1] for n in (3, 4, 6, 9, 10, 12)}
+    assert {n: arm.matched for n, arm in arms.items()} == {
+        3: True, 4: False, 6: True, 9: True, 10: False, 12: False
+    }  # fmt: skip
+
+
 ROUNDS = """\
 def main():
     for i in range(80):
