@@ -13,6 +13,9 @@ from ._left import SHORT_S, gone_for_good, waits_for_all
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 
+_OWN = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
+"""Addresses that lead to no other machine."""
+
 
 class RendezvousStall(Check):
     """Some ranks never reach `init_process_group`
@@ -32,7 +35,8 @@ class RendezvousStall(Check):
     missing, taken at that moment, say where they are. Where `ddpdoctor run` launched them it is
     proven if `world_size` is larger than their number, and if the processes of all that are missing
     have ended with status 0 on one node, with no restart left and no process that they started;
-    that stops the run unless `--on-hang report` or a short `timeout=` is given. Else it is
+    that stops the run unless `--on-hang report` or a short `timeout=` is given. So it is where all
+    of one node look for a store at an address of this machine, which none of them opens. Else it is
     suspected. Of a program that starts its ranks itself only those are known that came to
     `init_process_group`.
 
@@ -73,11 +77,13 @@ class RendezvousStall(Check):
         if absent and (stalled or gave_up):
             yield self._tell(run, waiting, absent, world)
         elif stalled and len(waiting) == len(run.ranks):
-            yield self._nobody_answers(waiting)
+            yield self._nobody_answers(run, waiting)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check != "first-failure":
             return other.check in ("stall", "rank-missing")
+        if other.evidence.get("consequence"):  # torch gave up waiting
+            return True
         if "groups_before" in mine.evidence:  # they raised because they found nobody
             return set(other.ranks) <= set(mine.ranks)
         return bool(mine.evidence.get("attempt")) or not set(mine.ranks) & set(other.ranks)
@@ -139,16 +145,17 @@ class RendezvousStall(Check):
             at=first.wall(entered.at),
         )
 
-    def _nobody_answers(self, waiting: list[Rank]) -> Finding:
+    def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
         """All are there, and they do not meet."""
         first = waiting[0]
         entered = first.latest(InitEntered)
         place = entered.rendezvous if entered else ""
         ranks = [r.rank for r in waiting]
         alone = all(_no_store(r) for r in waiting)
+        never = alone and _never_opened(run, waiting)
         return self.finding(
             ranks=tuple(ranks),
-            confidence=Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN if never else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=first.location(entered.site) if entered else None,
             label=f"meets at {place}",
@@ -163,7 +170,11 @@ class RendezvousStall(Check):
             else "check the address, that the port is free on rank 0's machine, and that the other "
             "machines reach it",
             fix_kind=FixKind.CHECK,
-            evidence={"came": fold_ranks(ranks), "meets_at": place},
+            evidence={
+                "came": fold_ranks(ranks),
+                "meets_at": place,
+                **({"stuck": _patient(run, waiting)} if never else {}),
+            },
             at=first.wall(entered.at) if entered else 0.0,
         )
 
@@ -185,14 +196,12 @@ class RendezvousStall(Check):
         past = _past(first, where) if left else []
         where = past[0] if len(past) == 1 else where
         all_there = run.info.launcher == "run"
-        asked = [c for c in claims(run) if c.process in waiting]
         never = (
             left
             and len(late) == len(absent)
             and all(gone_for_good(run, r) for r in late)
-            and all(waits_for_all(c) for c in asked)
+            and all(waits_for_all(c) for c in claims(run) if c.process in waiting)
         )
-        stuck = run.stall is not None and not any(0 <= c.event.timeout_s < SHORT_S for c in asked)
         came = fold_ranks(r.rank for r in waiting)
         evidence = {
             "came": came,
@@ -200,7 +209,7 @@ class RendezvousStall(Check):
             "world_size_expected": world,
             **({"processes_seen": seen} if launched is None else {"processes_launched": launched}),
             "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
-            **({"stuck": stuck} if never else {}),
+            **({"stuck": _patient(run, waiting)} if never else {}),
         }
         wrong_size = bool(too_many) and not late
         unseen = launched is None and not late
@@ -311,6 +320,26 @@ def _no_store(rank: Rank) -> bool:
     return elastic and place.startswith("tcp://") and place != own
 
 
+def _never_opened(run: Run, waiting: list[Rank]) -> bool:
+    """Whether nobody comes who opens that store: torchrun on one node has started no other rank,
+    the address is this machine's own, and every rank stands where torch looks for the store."""
+    places = [e.rendezvous for r in waiting if (e := r.latest(InitEntered))]
+    looks = [s for r in waiting if (s := _stood(run, r)) and s.frames]
+    return (
+        run.info.launcher == "run"
+        and run.info.nodes <= 1
+        and len(waiting) == run.world_size == len(looks)
+        and all(place.startswith(_OWN) for place in places)
+        and all(any(f.function == "_create_c10d_store" for f in s.frames) for s in looks)
+    )
+
+
+def _patient(run: Run, waiting: list[Rank]) -> bool:
+    """Whether they stand still, and do not give up soon."""
+    asked = (e.timeout_s for r in waiting for e in r.of(InitEntered))
+    return run.stall is not None and not any(0 <= timeout < SHORT_S for timeout in asked)
+
+
 def expected_world(rank: Rank) -> int:
     """How many ranks this one waits for."""
     entered = rank.latest(InitEntered)
@@ -328,13 +357,18 @@ def _where(run: Run, rank: Rank) -> Location | None:
     """The line by which a rank left, or the one that it is at, by its stack."""
     if (leaving := _left(rank)) and (spot := rank.location(leaving.site)):
         return spot
-    for node in run.nodes.values():
-        stood = [e for e in node.of(RankStood) if e.rank == rank.rank and e.attempt == run.attempt]
-        frame = stood[-1].user_frame if stood else None
-        if frame is not None:
-            file = shorten(frame.file, rank.cwd)
-            return Location(file, frame.line, frame.function, frame.text)
-    return None
+    stood = _stood(run, rank)
+    frame = stood.user_frame if stood else None
+    if frame is None:
+        return None
+    return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
+
+
+def _stood(run: Run, rank: Rank) -> RankStood | None:
+    """Where it was when the run stood still."""
+    stood = (e for node in run.nodes.values() for e in node.of(RankStood))
+    mine = [e for e in stood if e.rank == rank.rank and e.attempt == run.attempt]
+    return mine[-1] if mine else None
 
 
 def _past(came: Rank, left: Location | None) -> list[Location]:

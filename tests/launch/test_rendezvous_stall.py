@@ -142,8 +142,54 @@ def test_slow_but_no_stall() -> None:
     assert found(make_run({0: entered(0), 1: []}, ended=None)) == []
 
 
+TOLD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("at", "inside", "timeout_s", "proven", "stuck"),
+    [
+        ("tcp://127.0.0.1:29715", "_create_c10d_store", -1, True, True),
+        ("tcp://127.0.0.1:29715", "_create_c10d_store", 60, True, False),
+        ("tcp://127.0.0.1:29715", "_new_process_group_helper", -1, False, None),
+        ("tcp://node-0:29715", "_create_c10d_store", -1, False, None),
+    ],
+)
+def test_nobody_will_ever_listen(
+    at: str, inside: str, timeout_s: float, proven: bool, stuck: bool | None
+) -> None:
+    ranks: dict[int, list[Event]] = {}
+    for rank in range(2):
+        line, came = entered(rank, meets_at=at)
+        assert isinstance(came, InitEntered)
+        came = replace(came, timeout_s=timeout_s)
+        ranks[rank] = [started(rank, 2, environment=TOLD), line, came]
+    stood: list[Event] = [
+        RankStood(at=START + 40, rank=rank, pid=PID + rank,
+                  frames=(StackFrame(file="rendezvous.py", line=190, function=inside),))
+        for rank in range(2)
+    ]  # fmt: skip
+    run = make_run(ranks, nodes={0: [*stood, seen()[1]]}, ended=None, launcher="run")
+    (finding,) = found(run)
+    assert (finding.confidence is Confidence.PROVEN) is proven
+    assert finding.evidence.get("stuck") is stuck
+
+
+def test_what_torch_raises_when_nobody_listened_follows() -> None:
+    at = "tcp://127.0.0.1:29715"
+    gave_up = ExceptionRaised(
+        at=START + 60,
+        kind="torch.distributed.DistNetworkError",
+        message="The client socket has timed out after 60000ms while trying to connect",
+    )
+    ranks = {r: [started(r, 2, environment=TOLD), *entered(r, meets_at=at)] for r in range(2)}
+    ranks[0].append(gave_up)
+    run = make_run(ranks, nodes={0: seen()}, ended={0: 1, 1: -15})
+    report = diagnose(run, [RendezvousStall(), FirstFailure()])
+    assert [f.code for f in report.findings] == ["DDP102"]
+
+
 def test_all_are_there_and_nobody_listens() -> None:
-    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    told = TOLD
     at = "tcp://127.0.0.1:29715"
     ranks = {r: [started(r, 2, environment=told), *entered(r, meets_at=at)] for r in range(2)}
     run = make_run(ranks, nodes={0: seen()}, ended={0: -15, 1: -15}, stopped="interrupt")
