@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recordings import run_info, steps, write_folder
+from recordings import PID, START, make_run, run_info, steps, write_folder
 
 from ddpdoctor.config import Options
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.embedded import watcher
-from ddpdoctor.events import ProcessEnded
+from ddpdoctor.events import ExceptionRaised, ProcessEnded
 from ddpdoctor.findings import Finding, Location, Severity
 from ddpdoctor.launch import LaunchError, devices, ending, torchrun
 from ddpdoctor.launch import environment as environment_of
@@ -179,6 +179,19 @@ def test_outcome_follows_the_first_to_end() -> None:
     assert ending.outcome(_run(cleanup), 1, "interrupt") == "killed"
     assert ending.outcome(_run(cleanup), 1, "doctor") == "hung"
     assert ending.outcome(_run(cleanup), 1, "") == "failed"  # another node's rank began it
+
+
+@pytest.mark.parametrize(("how", "told"), [({}, "failed"), ({"signal": 9}, "killed")])
+def test_outcome_where_the_statuses_of_spawned_ranks_are_not_known(
+    how: dict[str, int], told: str
+) -> None:
+    """Who spawned them ends the others once one has raised, and says nothing of it."""
+    raised = ExceptionRaised(at=START + 1, kind="RuntimeError", message="no")
+    told_of = [_end(0, START + 2), _end(1, START + 2, **how)]
+    ends = [msgspec.structs.replace(e, pid=PID + e.rank) for e in told_of]
+    run = make_run({0: [raised], 1: steps(1)}, nodes={0: ends}, ended=None)
+    assert {r.state for r in run.ranks.values()} == {"failed", "killed"}
+    assert ending.outcome(run, 1, "") == told
 
 
 def test_exit_status_first_that_applies() -> None:

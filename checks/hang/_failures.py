@@ -55,8 +55,9 @@ TRANSLATIONS = (
      "barrier"),
     (r"finished reduction in the prior iteration", "some parameters got no gradient in the step "
      "before"),
-    (r"[Aa]ddress already in use|EADDRINUSE", "another job uses the port: start with --standalone, "
-     "or --rdzv-endpoint=localhost:0"),
+    (r"[Aa]ddress already in use|EADDRINUSE", "another process listens on that port: give "
+     "MASTER_PORT another number, or let torchrun choose one (`--standalone`, "
+     "`--rdzv-endpoint=localhost:0`)"),
     (r"invalid device ordinal", "there are fewer GPUs than ranks on this node, or the global rank "
      "was used as a device number"),
     (r"Default process group has not been initialized", "a collective before "

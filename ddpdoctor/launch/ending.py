@@ -53,6 +53,9 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
     if any(e.status and not e.by_launcher for e in seen):
         return "failed"
     states = {r.state for r in run.ranks.values()}
+    signals = [e.signal for e in seen if e.signal is not None]
+    if "failed" in states and not signals:  # who else is gone may have been ended for it
+        return "failed"
     if "killed" in states:
         return "killed"
     if "failed" in states:
