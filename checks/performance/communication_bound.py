@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ddpdoctor.events import StepDone, SyncPattern, SyncTimes, Wrapped
+from ddpdoctor.events import Pace, StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -34,8 +35,10 @@ class CommunicationBound(Check):
     ## How it knows
     DDP itself times its first ten iterations, and one in a hundred after that; its averages are
     read after the twelfth step, then every 20 s at most. What is not hidden is taken from the rank
-    that waits least, so that waiting for a slow peer does not count: it must be 20 ms and a quarter
-    of the median step. The finding is proven.
+    that waits least, so that waiting for a slow peer does not count, and by as much less as the
+    median step is shorter than the timed ones: it must be 20 ms and a quarter of the median step.
+    So must what is left of it without the time for which the ranks of a node, one after the other,
+    had no core: where they take turns, all of them wait for each other. The finding is proven.
 
     ## Why it hurts
     That part of every step computes nothing, and grows with the number of ranks.
@@ -47,8 +50,8 @@ class CommunicationBound(Check):
     per rank makes the rest of the step longer. The note gives sizes and times.
 
     ## When it stays quiet
-    Synchronisation that the backward hides; a few milliseconds; ranks that only wait for a slower
-    one; less than a megabyte of gradients.
+    Synchronisation that the backward hides; a few milliseconds; ranks that only wait for a
+    slower one, or for each other's turn on a core; less than a megabyte of gradients.
     """
 
     code = "DDP703"
@@ -69,7 +72,8 @@ class CommunicationBound(Check):
             if 0 < sum(times.bucket_bytes) < SMALLEST:
                 continue
             step = _step(rank, times)
-            if step.exposed_s >= max(NOTICEABLE_S, SHARE * step.wall_s):
+            least = max(NOTICEABLE_S, SHARE * step.wall_s)
+            if step.exposed_s - _without_a_core(run, seen) >= least:
                 yield self._tell(seen, rank, times, step)
 
     def _tell(
@@ -137,8 +141,22 @@ def _step(rank: Rank, times: SyncTimes) -> _Step:
     walls = [(b.at - a.at) / b.count for a, b in itertools.pairwise(steps)]
     exposed = averaging * _exposed(times)
     timed = averaging * (times.forward_s + times.backward_s) + exposed
-    wall = max(timed, statistics.median(walls) if walls else 0.0)
-    return _Step(wall, averaging + others, averaging, exposed)
+    wall = statistics.median(walls) if walls else timed
+    return _Step(wall, averaging + others, averaging, max(0.0, exposed - max(0.0, timed - wall)))
+
+
+def _without_a_core(run: Run, ranks: Iterable[Rank]) -> float:
+    """Of a step, for how long the ranks of a node had no core, if one after the other; without end
+    where that was not measured and there are fewer cores than ranks."""
+    held: dict[str, float] = defaultdict(float)
+    for rank in ranks:
+        paces = rank.of(Pace)
+        here = sum(r.node == rank.node for r in run.ranks.values())
+        if paces:
+            held[rank.node] += statistics.median(e.delayed_s for e in paces)
+        elif here > run.cores(rank.node) > 0:
+            return math.inf
+    return max(held.values(), default=0.0)
 
 
 def _usual(patterns: list[SyncPattern], steps: list[StepDone]) -> tuple[int, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.performance.communication_bound import CommunicationBound
-from recordings import make_run, site
+from recordings import make_run, site, started
 
-from ddpdoctor.events import Event, StepDone, SyncPattern, SyncTimes, Wrapped
+from ddpdoctor.events import Event, Pace, StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.findings import Finding, Severity
 
 MB = 1 << 20
@@ -50,6 +51,39 @@ def test_hidden_behind_the_backward() -> None:
 
 def test_only_waiting_for_a_slower_rank() -> None:
     assert not found(rank(0.5, 0.0), rank(0.01, 0.005))
+
+
+def without_a_core(seconds: float) -> Event:
+    return Pace(
+        at=0, optimizer=0, step=15, count=8, wall_s=0.2, waited_s=0.1, own_s=(), delayed_s=seconds
+    )
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.03, False), (0.02, True)])
+def test_ranks_that_take_turns_on_a_core(seconds: float, told: bool) -> None:
+    """100 of 200 ms, of which a quarter must be left."""
+    ranks = [[*rank(0.15, 0.05), without_a_core(seconds)] for _ in range(2)]
+    assert bool(found(*ranks)) is told
+
+
+def test_ranks_that_take_turns_on_several_nodes_do_so_at_once() -> None:
+    ranks = [
+        [started(n, 4, node=f"node{n // 2}"), *rank(0.15, 0.05), without_a_core(0.02)]
+        for n in range(4)
+    ]
+    assert found(*ranks)
+
+
+@pytest.mark.parametrize(("cores", "told"), [(1, False), (2, True), (0, True)])
+def test_fewer_cores_than_ranks_where_the_turns_were_not_measured(cores: int, told: bool) -> None:
+    ranks = [[started(n, 2, cores=cores), *rank(0.15, 0.05)] for n in range(2)]
+    assert bool(found(*ranks)) is told
+
+
+def test_timed_steps_that_were_longer_than_all_later_ones() -> None:
+    (finding,) = found(*(accumulating(1, 0, 0.15) for _ in range(2)))
+    assert "50 ms of a step of 150 ms" in finding.summary
+    assert not found(*(accumulating(1, 0, 0.13) for _ in range(2)))
 
 
 def test_a_few_milliseconds() -> None:
