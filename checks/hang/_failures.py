@@ -170,6 +170,15 @@ def cut(text: str, limit: int) -> str:
     return f"{head.rstrip(' ,;:.')} …"
 
 
+def cut_to_difference(text: str, other: str, limit: int) -> str:
+    """The same, cut in front instead where it differs from another text only further on."""
+    pairs = enumerate(zip(text, other, strict=False))
+    same = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
+    if len(text) <= limit or same < limit // 2:
+        return cut(text, limit)
+    return f"… {cut(text[text.find(' ', same - limit // 2) + 1 :], limit)}"
+
+
 def failure(rank: Rank) -> Failure | None:
     """How a rank failed, or None where it did not."""
     raised, ended = rank.exception, rank.ended

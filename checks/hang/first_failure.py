@@ -32,6 +32,7 @@ from ._failures import (
     Failure,
     at_teardown,
     cut,
+    cut_to_difference,
     failures,
     is_done,
     left_waiting,
@@ -148,8 +149,7 @@ class FirstFailure(Check):
             label=_label(first),
             related=_received(first) + (lost.related if lost else ()),
             summary=summary,
-            cause=(f"{lost.cause}; " if lost else "")
-            + _cause(first, ranks, others, _behind(run, first, ranks)),
+            cause=(f"{lost.cause}; " if lost else "") + _cause(run, first, ranks, others),
             fix=lost.fix if lost else _fix(run, first, ranks, alike=not _in_other_words(same)),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -255,7 +255,8 @@ def _in_other_words(same: list[Failure]) -> str:
     other = next((f for f in same if _words(f) != _words(same[0])), None)
     if other is None:
         return ""
-    return f"; rank {other.rank.rank} said {cut(other.message.strip(), 80)!r}"
+    said = cut_to_difference(other.message.strip(), same[0].message.strip(), 80)
+    return f"; rank {other.rank.rank} said {said!r}"
 
 
 def _words(failure: Failure) -> str:
@@ -275,9 +276,8 @@ def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int]
     return [r.rank for r in rest], "to init_process_group" if early else "there"
 
 
-def _cause(
-    first: Failure, ranks: tuple[int, ...], others: list[Failure], behind: tuple[list[int], str]
-) -> str:
+def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failure]) -> str:
+    behind = _behind(run, first, ranks)
     meant = translate(first.message)
     told = f"the text means: {meant}" if meant else ""
     if first.kind_raised == "KeyboardInterrupt":
@@ -300,6 +300,9 @@ def _cause(
         )
     if not told and len(ranks) > 1:
         where = " at the same line" if first.location else ""
+        if run.world_size > len(ranks):
+            do = "fail" if first.exception else "leave like this"
+            return f"these ranks {do}{where}, and no other was seen to"
         does = "fails" if first.exception else "leaves like this"
         return f"every one of these ranks {does}{where}: not a fault of one rank"
     return told or "an error in the program itself; no other rank failed before"

@@ -101,13 +101,15 @@ def _number(text: str | None) -> int:
 
 
 def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
-    """Claims by where they meet; a place that is used again later is another meeting."""
+    """Claims by where they meet; a place that is used again later is another meeting, unless one
+    launcher started them together and who came first left without a group."""
     by_place: dict[str, list[list[Claim]]] = {}
     for claim in found:
         rounds = by_place.setdefault(claim.event.rendezvous, [])
         began = claim.process.wall(claim.event.at)
         mine = {id(c.process) for c in rounds[-1]} if rounds else set()
-        if not rounds or id(claim.process) in mine or began > max(c.until for c in rounds[-1]):
+        over = bool(rounds) and began > max(c.until for c in rounds[-1])
+        if not rounds or id(claim.process) in mine or (over and not _awaited(claim, rounds[-1])):
             rounds.append([])
         rounds[-1].append(claim)
     return {
@@ -115,3 +117,11 @@ def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
         for place, rounds in by_place.items()
         for number, members in enumerate(rounds)
     }
+
+
+def _awaited(claim: Claim, before: list[Claim]) -> bool:
+    """Whether those who are gone were to meet this one, too, and met nobody."""
+    given = {c.given_rank for c in before}
+    told = claim.given_rank >= 0 and {c.given_world for c in before} == {claim.given_world}
+    alone = not any(c.ready for c in before)
+    return told and alone and -1 not in given and claim.given_rank not in given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ddpdoctor.events import StepDone, Wrapped
@@ -66,6 +67,8 @@ class RankMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rendezvous-stall", "group-never-formed"):
             return True
+        if other.check == "first-failure" and other.location == mine.location:
+            return set(other.ranks) <= set(mine.ranks)
         # Where no group came to exist, whatever else went wrong came of it.
         return mine.evidence.get("groups formed") == 0 and other.code.startswith("DDP6")
 
@@ -84,8 +87,10 @@ class RankMismatch(Check):
             related=_set_at(first),
             fix=_fix(members),
             evidence={
-                "processes": [_row(c) for c in members],
-                "groups formed": sum(c.ready for c in members),
+                "processes": [_row(c) for c in sorted(members, key=_order)],
+                "groups formed": max(
+                    Counter(c.rank for c in members if c.ready).values(), default=0
+                ),
                 "stuck": run.stall is not None and _all_came(members),
             },
             at=first.process.wall(first.event.at),
@@ -140,7 +145,9 @@ def _problem(members: list[Claim], run: Run) -> tuple[str, list[Claim]] | None:
     world = worlds[0]
     beyond = [c for c in members if c.rank >= world]
     if beyond:
-        return (f"rank {beyond[0].rank} does not exist in a world of {world}", beyond)
+        do = "do" if len(beyond) > 1 else "does"
+        named = ranks_text(c.rank for c in beyond)
+        return (f"{named} {do} not exist in a world of {world}", beyond)
     if any(c.ready for c in members) or len(members) == world:
         return None
     started = _started(members)
@@ -223,6 +230,11 @@ def _set_at(claim: Claim) -> tuple[Related, ...]:
         n: claim.process.location(s) for n, s in event.set_at.items() if not given.get(n, True)
     }
     return tuple(Related(f"sets {name}", spot) for name, spot in spots.items() if spot)
+
+
+def _order(claim: Claim) -> tuple[int, int]:
+    started = claim.process.started
+    return claim.launched[0], started.pid if started else 0
 
 
 def _row(claim: Claim) -> dict[str, object]:

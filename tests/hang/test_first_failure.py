@@ -465,3 +465,13 @@ def test_a_rank_without_a_record_that_was_not_first() -> None:
     assert own.ranks == (0,)
     (lost,) = found(without_a_record(0, 5.5, raised(5, "RuntimeError", CLOSED)))
     assert lost.evidence["consequence"] is True
+
+
+def test_the_words_in_which_the_ranks_differ_are_not_cut_off() -> None:
+    said = f"[enforce fail at {'/pytorch' * 12}/context.cc:23] rank < size. {{}} vs 2"
+    ranks = {r: raised(5.0 + r, "RuntimeError", said.format(r)) for r in (2, 3)}
+    run = make_run({0: [], 1: [], **ranks}, ended={0: -15, 1: -15, 2: 1, 3: 1})
+    (finding,) = found(run)
+    assert "rank 3 said '… rank < size. 3 vs 2'" in finding.summary
+    assert "not a fault of one rank" not in finding.cause
+    assert "look for what differs on ranks 2-3" in finding.fix

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.launch.rank_mismatch import RankMismatch
+from msgspec.structs import replace
 from recordings import START, WALL, make_run, site, started, steps
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen, Wrapped
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    Frame,
+    GroupReady,
+    InitEntered,
+    RankExiting,
+    StallSeen,
+    Wrapped,
+)
 from ddpdoctor.findings import Confidence, Finding, Severity
 
 PLACE = "localhost:29500"
@@ -203,6 +215,52 @@ def stuck(place: str, count: int = 2) -> object:
     stall = StallSeen(at=START + 40, since=START + 2, hang_after=30)
     (finding,) = RankMismatch().examine(make_run(ranks, nodes={0: [stall]}, ended=None))
     return finding.evidence["stuck"]
+
+
+def by_hand(ranks: tuple[int, ...], *, formed: bool) -> dict[int, list[Event]]:
+    """Four processes of one launcher that take two for all; those from 2 on come first, fail and
+    are gone when the others come."""
+    words = "[enforce fail at gloo/context.cc:23] rank < size. {} vs 2"
+    frames = (Frame(file="/home/user/project/train.py", line=7, function="main", user=True),)
+    gone = {
+        r: [
+            replace(init(r, 2, (r, 4)), at=START + 1),
+            ExceptionRaised(
+                at=START + 1.1, kind="RuntimeError", message=words.format(r), frames=frames
+            ),
+            RankExiting(at=START + 1.2, how="exception", status=1),
+        ]
+        for r in ranks
+        if r > 1
+    }
+    came = {
+        r: [replace(init(r, 2, (r, 4)), at=START + 2), *([ready(2)] if formed else [])]
+        for r in (0, 1)
+    }
+    return {r: process(r, 4, *events) for r, events in sorted({**came, **gone}.items())}
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_ranks_beyond_the_world_that_are_gone_when_the_others_come(formed: bool) -> None:
+    run = make_run(by_hand((2, 3), formed=formed), ended={0: -15, 1: -15, 2: 1, 3: 1})
+    report = diagnose(run, [RankMismatch(), FirstFailure()])
+    (finding,) = report.findings
+    assert (finding.check, finding.ranks) == ("rank-mismatch", (2, 3))
+    assert finding.summary == "ranks 2-3 do not exist in a world of 2"
+    assert finding.evidence["groups formed"] == int(formed)
+    rows: list[dict[str, object]] = finding.evidence["processes"]  # type: ignore[assignment]
+    assert [row["said"] for row in rows] == [f"rank {r} of 2" for r in range(4)]
+
+
+def test_pairs_that_use_one_address_one_after_the_other() -> None:
+    ranks = {}
+    for r in range(4):
+        at = START + 1 + r // 2
+        ranks[r] = process(
+            r, 4, replace(init(r % 2, 2, (r, 4)), at=at), replace(ready(2), at=at + 0.1),
+            RankExiting(at=at + 0.2, how="return", status=0),
+        )  # fmt: skip
+    assert not list(RankMismatch().examine(make_run(ranks)))
 
 
 def test_all_wait_where_only_they_can_meet() -> None:
