@@ -374,7 +374,7 @@ def why_nobody(run: Run) -> str:
             "the run went on, or later"
         )
     if run.info.launcher == "run":
-        return "torchrun started no rank; what it printed says why"
+        return _no_rank_started(run)
     inside = (e.folder for node in run.nodes.values() for e in node.of(ExaminedInside))
     if folder := next(inside, ""):
         return (
@@ -386,3 +386,13 @@ def why_nobody(run: Run) -> str:
         "or called init_process_group, or they were started without PYTHONPATH (`env -i`, `sudo`, "
         "a container, another machine)"
     )
+
+
+def _no_rank_started(run: Run) -> str:
+    """torchrun says why only where it ends by itself."""
+    then = ", which it does once the other nodes are there" if run.info.nodes > 1 else ""
+    if run.info.exit_code is None:
+        return f"torchrun had started no rank when these records end{then}"
+    if run.info.exit_code > 128 or any(node.of(Stopped) for node in run.nodes.values()):
+        return f"torchrun was ended before it had started a rank{then}"
+    return "torchrun started no rank; what it printed says why"

@@ -207,6 +207,12 @@ class Monitor:
         """Processes of this node's ranks that were still there at the last look."""
         return {w.pid for w in self.watched.values() if w.gone is None}
 
+    @property
+    def begun(self) -> bool:
+        """Whether any rank of this node was seen, or its launcher says that it started one."""
+        own = self.run.nodes.get(self.node_rank) if self.run else None
+        return bool(self.watched or (own and own.of(ProcessStarted)))
+
     def finish(self) -> None:
         """Last look, after the launcher's process has ended."""
         self.tick()

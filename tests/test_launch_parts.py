@@ -20,7 +20,7 @@ from ddpdoctor.diagnose import diagnose
 from ddpdoctor.embedded import watcher
 from ddpdoctor.events import ExceptionRaised, ProcessEnded
 from ddpdoctor.findings import Finding, Location, Severity
-from ddpdoctor.launch import LaunchError, devices, ending, torchrun
+from ddpdoctor.launch import LaunchError, devices, ending, gathering, torchrun
 from ddpdoctor.launch import environment as environment_of
 from ddpdoctor.launch.session import Session, _open_folder, _tell_outer
 from ddpdoctor.monitor import Monitor
@@ -290,6 +290,103 @@ def test_a_broken_monitor_ends_no_run_and_holds_no_signal_back(
     assert subprocess.run(words, timeout=60).returncode == status
 
 
+DEAF_LAUNCHER = """
+import os, signal, sys, threading
+from ddpdoctor.launch import supervisor
+from ddpdoctor.launch.gathering import Gathering
+from ddpdoctor.launch.torchrun import TorchrunArgs
+
+class Monitor:
+    ranks_wait, run, begun, standing = False, None, False, property(lambda self: self)
+    tick = stopped = swept = reaped = lambda self, *a: None
+    news = lambda self: ()
+    def failed(self, error): raise error
+    rank_pids = lambda self: {1} if sys.argv[1] == "ranks" else set()
+
+supervisor.TORCHRUNS_S = supervisor._LAST_WORDS_S = supervisor._IMPATIENT_S = 0.5
+ours = None if sys.argv[1] == "exec" else Gathering(TorchrunArgs(), {}, None)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+watch = supervisor.Supervisor(Monitor(), forward=supervisor.to_launcher, gathering=ours)
+deaf = "trap '' TERM INT; for i in 1 2 3 4 5 6 7 8; do sleep 0.5; done; exit 7"
+sys.exit(watch.run(["sh", "-c", deaf], os.environ, new_session=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "said"),
+    [
+        ("alone", 128 + 9, "torchrun is given up to"),
+        ("ranks", 7, "the ranks are given up to"),
+        ("exec", 7, "waiting for the command to end"),
+    ],
+)
+def test_a_torchrun_without_ranks_that_hears_no_signal_is_ended(
+    case: str, status: int, said: str
+) -> None:
+    """Whose ranks still run, it ends by itself; who is no torchrun may have more to do."""
+    words = [sys.executable, "-c", DEAF_LAUNCHER, case]
+    done = subprocess.run(words, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hang_after", "after_s"),
+    [
+        (("--nnodes=2", "--master-addr=h", "--master-port=1"), None, 30),
+        (("--nnodes=2", "--rdzv-endpoint=h:1"), 10, 10),
+        (("--nnodes=2", "--rdzv-endpoint=h:1"), 900, 60),
+    ],
+)
+def test_nodes_that_do_not_come_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], hang_after: float, after_s: float
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(gathering.time, "monotonic", lambda: now)
+    args = torchrun.parse([*words, "t.py"])
+    told, here, gives_up = (
+        gathering.Gathering(args, {}, hang_after, limit) for limit in (None, None, 200.0)
+    )
+    now = after_s - 1
+    assert told.look(False) == here.look(True) == ("", "")
+    now = after_s + 1
+    line = "waiting for the other nodes at h:1, 1 of 2 here"
+    assert told.look(False) == gives_up.look(False) == (line, "")
+    now = 1000.0
+    assert told.look(False) == here.look(False) == ("", "")
+    assert "did not come to h:1 within 200 s" in gives_up.look(False)[1]
+
+
+def test_one_node_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = gathering.Gathering(torchrun.parse(["--standalone", "t.py"]), {}, 0.0, 0.0)
+    assert waits.look(False) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "stopped", "said"),
+    [
+        ({"exit_code": 1}, "", "torchrun started no rank; what it printed says why"),
+        ({"exit_code": 143}, "", "torchrun was ended before it had started a rank"),
+        ({"exit_code": 1}, "interrupt", "torchrun was ended before it had started a rank"),
+        ({"exit_code": None}, "", "torchrun had started no rank when these records end"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_why_torchrun_started_no_rank(
+    tmp_path: Path, fields: dict[str, object], stopped: str, said: str, nodes: int
+) -> None:
+    folder = write_folder(
+        tmp_path / "run", {}, launcher="run", nodes=None, stopped=stopped,
+        **{**fields, "ended_at": None},
+    )  # fmt: skip
+    info = folder.read_info()
+    assert info
+    folder.write_info(msgspec.structs.replace(info, nodes=nodes))
+    (nobody,) = diagnose(load([folder]), []).coverage.lost
+    assert nobody.startswith(said)
+    assert ("once the other nodes are there" in nobody) is (nodes > 1 and "printed" not in said)
+
+
 @pytest.mark.parametrize("said", [True, False])
 def test_the_log_of_a_rank_says_a_place_once(tmp_path: Path, said: bool) -> None:
     finding = Finding(
@@ -305,7 +402,7 @@ def test_records_that_are_gone_are_no_launcher_s_failure(tmp_path: Path, launche
     folder = write_folder(tmp_path / "run", {}, launcher=launcher)
     (nobody,) = diagnose(load([folder]), []).coverage.lost
     assert "gone" not in nobody
-    assert nobody.startswith("torchrun started no rank") is (launcher == "run")
+    assert ("torchrun" in nobody) is (launcher == "run")
     folder.node_path(0).unlink()
     (gone,) = diagnose(load([folder]), []).coverage.lost
     assert gone.startswith("the records are gone: the run folder")

@@ -2,6 +2,7 @@
 each other, how fast are the collectives.
 
 Takes the options of torchrun that the training will be launched with, and no script. Exit status:
+4 where the other nodes did not come (within --hang-after, 120 s where that is left out),
 3 where an error was found (see --fail-on), else as of ddpdoctor run.
 """
 
@@ -17,6 +18,8 @@ from .run_command import prepared
 from .split import UsageError, split
 
 PROGRAM = "ddpdoctor.launch.preflight"
+GATHERS_S = 120.0
+"""So long its ranks wait for each other as well."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,4 +47,5 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     )
     from .. import launch
 
-    return launch.run(changed, [*parts.launcher, "-m", PROGRAM])
+    patience = None if options.on_hang == "report" else options.hang_after or GATHERS_S
+    return launch.run(changed, [*parts.launcher, "-m", PROGRAM], gathers_s=patience)

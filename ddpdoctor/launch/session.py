@@ -22,6 +22,7 @@ from ..run import Recording, Run
 from ..runfolder import EventWriter, FolderError, RunFolder, RunInfo
 from . import ending, supervisor, torchrun
 from .environment import LaunchError, environment
+from .gathering import Gathering
 from .orders import VARIABLE, Orders
 
 if TYPE_CHECKING:
@@ -71,11 +72,12 @@ class Session:
         return ending.exit_status(status, stopped_by, report, self.options)
 
 
-def run(options: Options, torchrun_args: Sequence[str]) -> int:
+def run(options: Options, torchrun_args: Sequence[str], *, gathers_s: float | None = None) -> int:
     """Launch through torchrun, examine every rank, report; returns the exit status.
 
     Args:
         torchrun_args: torchrun's options, the script and its arguments; none of the doctor's.
+        gathers_s: how long the nodes may take to come; None for as long as torchrun waits.
     """
     args = torchrun.with_defaults(torchrun_args, os.environ)
     parsed = torchrun.parse(args)
@@ -94,7 +96,9 @@ def run(options: Options, torchrun_args: Sequence[str]) -> int:
             "PYTHONSAFEPATH": "1",
         }
         command = [sys.executable, "-m", "ddpdoctor.launch.agent", "--", *args]
-        return _watched(session, command, agents, supervisor.to_launcher, new_session=True)
+        nodes = Gathering(parsed, os.environ, options.hang_after, gathers_s)
+        forward = supervisor.to_launcher
+        return _watched(session, command, agents, forward, new_session=True, gathering=nodes)
 
     words = [parsed.script or "", *parsed.script_args]
     stem = _stem(words) if "no-python" in parsed.options else parsed.stem
@@ -152,10 +156,13 @@ def _watched(
     forward: Callable[[int, signal.Signals], None],
     *,
     new_session: bool,
+    gathering: Gathering | None = None,
 ) -> tuple[int, str]:
     """Run the launcher to its end; its status, and who stopped it."""
     with _live(session) as view:
-        watch = supervisor.Supervisor(session.monitor, forward=forward, view=view, say=ending.say)
+        watch = supervisor.Supervisor(
+            session.monitor, forward=forward, view=view, say=ending.say, gathering=gathering
+        )
         try:
             status = watch.run(command, environ, new_session=new_session)
         except OSError as error:

@@ -21,6 +21,7 @@ import psutil
 from ..monitor import Monitor
 from ..run import Run
 from .ending import say
+from .gathering import Gathering
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ TICK_WHILE_RANKS_WAIT_S = 0.05
 VIEW_S = 1.0
 _LAST_WORDS_S = 5.0
 _IMPATIENT_S = 3.0
+TORCHRUNS_S = 30.0
+"""torchrun kills ranks that have not ended that long after they were told to."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -66,6 +69,9 @@ class Supervisor:
 
     Attributes:
         stopped_by: `doctor`, `interrupt`, `terminate`, or empty.
+
+    Args:
+        gathering: of the nodes, where the launcher is torchrun.
     """
 
     def __init__(
@@ -75,9 +81,13 @@ class Supervisor:
         forward: Callable[[int, signal.Signals], None],
         view: Callable[[Run], None] | None = None,
         say: Callable[[str], None] = lambda line: None,
+        gathering: Gathering | None = None,
     ) -> None:
         self.stopped_by = ""
         self._say = say
+        self._gathering = gathering
+        self._unheard = math.inf
+        self._ended = False
         self._view = view
         self._viewed = 0.0
         self._interrupted = math.inf
@@ -134,16 +144,43 @@ class Supervisor:
         reason = self._monitor.tick()
         for line in self._monitor.standing.news():
             self._say(line)
+        if self._gathering and not self.stopped_by:
+            line, alone = self._gathering.look(self._monitor.begun)
+            reason = reason or alone
+            if line:
+                self._say(line)
         if reason and not self.stopped_by:
             say(f"stopping the run: {reason}")
             self._stop("doctor", reason, signal.SIGTERM)
         now = time.monotonic()
         if now - self._interrupted > _IMPATIENT_S:
             self._interrupted = math.inf
-            say("the ranks are given up to 30 s to end; Ctrl-C once more ends them at once")
+            say(self._how_long())
+        self._end_the_deaf(now)
         if self._view and self._monitor.run and now - self._viewed >= VIEW_S:
             self._viewed = now
             self._view(self._monitor.run)
+
+    def _how_long(self) -> str:
+        if not self._gathering:
+            return "waiting for the command to end; Ctrl-C once more ends it and its ranks at once"
+        ranks = bool(self._monitor.rank_pids())
+        whom, them = ("the ranks are", "them") if ranks else ("torchrun is", "it")
+        limit = f"{TORCHRUNS_S:.0f} s"
+        return f"{whom} given up to {limit} to end; Ctrl-C once more ends {them} at once"
+
+    def _end_the_deaf(self, now: float) -> None:
+        """End a torchrun that was told to, and has no rank left to wait for: while it waits for
+        other nodes in native code it hears no signal that Python handles."""
+        if not (self._gathering and self._child and self.stopped_by):
+            return
+        if self._monitor.rank_pids():
+            self._unheard = now
+        elif now - self._unheard > TORCHRUNS_S + _LAST_WORDS_S:
+            self._child.kill()
+        elif now - self._unheard > TORCHRUNS_S and not self._ended:
+            self._ended = True
+            self._child.terminate()
 
     def _obey(self, signals: Signals) -> None:
         """First signal: end the run in good order. Second: at once."""
@@ -158,6 +195,9 @@ class Supervisor:
 
     def _stop(self, by: str, reason: str, number: signal.Signals) -> None:
         self.stopped_by = by
+        self._unheard = time.monotonic()
+        if by == "doctor" and not self._ask(self._monitor.rank_pids, {-1}):
+            self._unheard -= TORCHRUNS_S  # who has no rank has nothing to save
         self._ask(lambda: self._monitor.stopped(by, reason), None)
         self._send(number)
 

@@ -122,10 +122,15 @@ def node_rank(args: TorchrunArgs, environ: Mapping[str, str]) -> int:
     return 0
 
 
+def said(args: TorchrunArgs, environ: Mapping[str, str], name: str) -> str | None:
+    """An option's value, or that of the variable that torchrun reads in its place."""
+    variable = f"PET_{name.upper().replace('-', '_')}"
+    return args.options.get(name) or environ.get(variable) or None
+
+
 def nodes(args: TorchrunArgs, environ: Mapping[str, str]) -> int:
     """How many nodes take part, at most."""
-    said = args.options.get("nnodes") or environ.get("PET_NNODES") or "1"
-    most = said.rpartition(":")[2]
+    most = (said(args, environ, "nnodes") or "1").rpartition(":")[2]
     return int(most) if most.isdecimal() and "standalone" not in args.options else 1
 
 
@@ -133,12 +138,12 @@ def shared_id(args: TorchrunArgs, environ: Mapping[str, str]) -> str | None:
     """What the nodes of one run have in common and other runs have not; None for one node."""
     if nodes(args, environ) < 2:
         return None
-    rdzv = args.options.get("rdzv-id") or environ.get("PET_RDZV_ID")
+    rdzv = said(args, environ, "rdzv-id")
     if rdzv and rdzv != "none":
         return rdzv
-    address = args.options.get("master-addr") or environ.get("PET_MASTER_ADDR")
-    endpoint = args.options.get("rdzv-endpoint") or environ.get("PET_RDZV_ENDPOINT")
-    port = args.options.get("master-port") or environ.get("PET_MASTER_PORT") or "29500"
+    address = said(args, environ, "master-addr")
+    endpoint = said(args, environ, "rdzv-endpoint")
+    port = said(args, environ, "master-port") or "29500"
     return endpoint or (f"{address}:{port}" if address else None)
 
 
