@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ddpdoctor.events import CommHook
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -252,10 +253,15 @@ def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
             f"{'it' if len(unknown) == 1 else 'they'} came to that call is not known"
         )
     if together:
-        return (
-            "all ranks are in the same collective, so nobody is missing: the network or the "
-            "devices do not deliver"
-        )
+        nobody = "all ranks are in the same collective, so nobody is missing"
+        if hook := _hook(stands):
+            return (
+                f"{nobody}: the communication hook {hook.name} averages in DDP's place, and what "
+                "it began does not come to an end"
+            )
+        if _beside_each_other(stands):
+            return f"{nobody}; why it does not come to an end is not on record"
+        return f"{nobody}: the network or the devices do not deliver"
     if all(s.blocked for s in stands):
         return (
             "each waits for another one, and what they wait for was begun there: a message with "
@@ -283,10 +289,35 @@ def _fix(stands: list[Stand], together: bool, unknown: list[int]) -> str:
             "`ddpdoctor report` takes them all"
         )
     if together:
+        if _hook(stands):
+            return (
+                "try without the hook; one that waits for a collective in the callback of another "
+                "one may keep the only thread that could end it"
+            )
+        if _beside_each_other(stands):
+            return (
+                "look at the lines in the stacks, and at threads or hooks that use the same group"
+            )
         return "check the network between the nodes; on GPUs try NCCL_P2P_DISABLE=1"
     if all(s.blocked for s in stands):
         return "compare source, destination and `tag=` of the messages at the lines in the stacks"
     return "look at the lines in the stacks"
+
+
+def _hook(stands: list[Stand]) -> CommHook | None:
+    """The communication hook of the model in whose backward they all are."""
+    for stand in stands:
+        model = stand.made.signature.model if stand.made else -1
+        hooks = [h for h in stand.rank.of(CommHook) if model in (h.model, -1)]
+        if stand.made is None or stand.made.signature.op != "DDP backward" or not hooks:
+            return None
+    return hooks[0] if stands else None
+
+
+def _beside_each_other(stands: list[Stand]) -> bool:
+    """Whether they are on one machine and talk through its memory: no network, no GPU."""
+    nodes = {s.rank.node for s in stands}
+    return len(nodes) == 1 and not any(s.key is None or "nccl" in s.key.backend for s in stands)
 
 
 def _doing(stands: list[Stand], least: Stand) -> str:

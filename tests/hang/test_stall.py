@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from ddpdoctor.checks.hang.stall import Stall
-from recordings import ring_of, torch_loaded
+from recordings import ring_of, started, torch_loaded
 from tapes import CWD, START, Tape, run_of, stall, stood
 
-from ddpdoctor.events import Enclosing, GroupDestroyed, InitEntered, Site, StackFrame, Way
+from ddpdoctor.events import CommHook, Enclosing, GroupDestroyed, InitEntered, Site, StackFrame, Way
 from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.ring import State
 from ddpdoctor.run import Run, load
@@ -188,6 +189,37 @@ def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
     (finding,) = found(run)
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
     assert "uploader (up.py:2)" in finding.cause
+
+
+def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:
+    made = {r: Tape(r, 2).call("DDP backward", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    nodes = {0: [stall(START + 20, START + 5)]}
+    (finding,) = found(run_of(tmp_path / "none", made, nodes=nodes))
+    assert "hook" not in finding.cause and "without the hook" not in finding.fix
+    hook = {r: [CommHook(at=START, model=0, name="powerSGD_hook")] for r in made}
+    (finding,) = found(run_of(tmp_path / "hook", made, more=hook, nodes=nodes))
+    assert "powerSGD_hook averages in DDP's place" in finding.cause
+    assert "without the hook" in finding.fix
+    barrier = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in made}
+    (finding,) = found(run_of(tmp_path / "barrier", barrier, more=hook, nodes=nodes))
+    assert "hook" not in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "network"),
+    [("gloo", ("a", "a"), False), ("gloo", ("a", "b"), True), ("cuda:nccl", ("a", "a"), True)],
+)
+def test_the_network_is_spoken_of_where_there_is_one(
+    tmp_path: Path, backend: str, hosts: tuple[str, str], network: bool
+) -> None:
+    made = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    for tape in made.values():
+        tape.events[0] = msgspec.structs.replace(tape.events[0], backend=backend)
+    more = {r: [started(r, 2, node=host)] for r, host in enumerate(hosts)}
+    nodes = {0: [stall(START + 20, START + 5)]}
+    (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes))
+    assert ("network" in finding.cause) is network
+    assert ("network" in finding.fix) is network
 
 
 def formed(at: float, rendezvous: str) -> InitEntered:
