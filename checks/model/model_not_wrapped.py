@@ -20,7 +20,7 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _discarded, _own, _partly, _sequences, _spread
+from . import _beside, _discarded, _own, _partly, _sequences, _spread
 from . import _models as models
 
 GROUP = "gradients of a group"
@@ -73,7 +73,8 @@ class ModelNotWrapped(Check):
     what an exchange by hand leaves out of a model that it carries otherwise, of which
     `parameter-drift` tells; copies of what DDP averages (flat, or in another precision). Where
     ranks agree bit for bit and exchange no gradients (same data, same seed) it is a note; none
-    where no backward makes the gradients and something else is exchanged (evolution strategies).
+    where no backward makes the gradients and something else is exchanged (evolution strategies),
+    or objects that are large enough to hold them, in half of the steps.
     """
 
     code = "DDP305"
@@ -245,12 +246,13 @@ class ModelNotWrapped(Check):
         steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
         numbers = 0 if bad else max(_last(r, e).elements for r, e in alike.items())
-        agree = "exchanges its gradients: ranks agree" if numbers else "is exchanged: ranks agree"
+        beside = "" if bad else _beside.told(alike, numbers)
+        agree = "exchanges its gradients: ranks agree" if beside else "is exchanged: ranks agree"
         return self.finding(
             severity=severity,
             ranks=tuple(r.rank for r in alike),
             steps=Steps(0, max(steps - 1, 0), max(steps, 1)),
-            subjects=tuple(p.name for p in event.parameters),
+            subjects=_names(event),
             optimizers=tuple(sorted({e.optimizer for e in alike.values()})),
             location=stepped if late and stepped else spot or stepped,
             label="before the gradients are exchanged" if late else "never wrapped",
@@ -258,7 +260,7 @@ class ModelNotWrapped(Check):
             summary=f"{title} is trained {where}, and nothing "
             + ("synchronises its gradients" if bad else agree)
             + (": they differ" if bad and not late else " before it applies them" if bad else ""),
-            cause=_cause(kind, event, bad, late, numbers),
+            cause=_cause(kind, event, bad, late, beside),
             fix=_fix(title, event, bad, late, spot),
             fix_kind=FixKind.CHECK,
             evidence={"model": title, **_evidence(rank, event, common, moved, bad)},
@@ -284,6 +286,12 @@ def _with(first: Finding, others: list[Finding]) -> Finding:
 def _loose(count: int) -> str:
     """Parameters that stand in no module."""
     return "a parameter of no module" if count == 1 else f"a set of {count} parameters"
+
+
+def _names(event: Unwrapped) -> tuple[str, ...]:
+    """Of its parameters; one that stands in no module may have a name in the program."""
+    loose = event.name and not event.kind
+    return (event.name,) if loose else tuple(p.name for p in event.parameters)
 
 
 def _alike(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
@@ -335,17 +343,22 @@ def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
 
 
 def _talk(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether so much is exchanged in the steps that gradients may be among it; or something, and
-    no backward makes the gradients (evolution strategies: they come of the rewards of all ranks);
-    or DDP averages those of a wrapped model, of which these may be copies."""
+    """Whether so much is exchanged in the steps that gradients may be among it, be it as objects;
+    or something, and no backward makes the gradients (evolution strategies: they come of the
+    rewards of all ranks); or DDP averages those of a wrapped model, of which these may be copies.
+    """
     for rank, event in alike.items():
         size = sum(prod(p.shape) for p in event.parameters)
         last = _last(rank, event)
         steps = max(1, last.step)
         if last.elements >= ENOUGH * size * steps or last.wrapped >= ENOUGH * steps:
             return True
+        often = ENOUGH * max(1, rank.steps_of(event.optimizer))
+        if _beside.objects(rank, ENOUGH * size) >= often:
+            return True
         taken = (e for e in rank.of(StepDone) if e.optimizer == event.optimizer)
-        if last.elements and not any(e.backwards for e in taken):
+        something = last.elements or _beside.calls(rank) >= often
+        if something and not any(e.backwards for e in taken):
             return True
     return False
 
@@ -359,9 +372,9 @@ def _made(rank: Rank, optimizer: int) -> int:
     return next((o.site for o in seen), -1)
 
 
-def _cause(kind: str, event: Unwrapped, bad: bool, late: int, numbers: int) -> str:
+def _cause(kind: str, event: Unwrapped, bad: bool, late: int, beside: str) -> str:
     if not bad:
-        also = f", or on the {numbers} numbers that they exchange beside it" if numbers else ""
+        also = f", or on {beside} that they exchange beside it" if beside else ""
         return (
             f"{kind} was not given to a wrapper; the ranks hold equal parameters and gradients in "
             f"every step looked at, so they all do the same work on the same data{also}"

@@ -255,7 +255,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
         parameters: in the optimizer's order, names as far as they are known.
         wrapped: how many models were wrapped so far.
         step_site: the line of the step.
-        name: what the program calls the module there, as in `Named`.
+        name: what the program calls the module there, as in `Named`; or the one parameter of none.
     """
 
     optimizer: int

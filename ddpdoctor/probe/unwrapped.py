@@ -263,7 +263,8 @@ def _made_at(active: Recorder, root: Any) -> int:
 
 def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
     names, roots = named_roots(parameters)
-    one = name_of(id(roots[0]), sys._getframe(1), active.sites) if roots else None
+    alone = roots or (parameters if len(parameters) == 1 else [])
+    one = name_of(id(alone[0]), sys._getframe(1), active.sites) if alone else None
     active.emit(
         Unwrapped(
             at=time.monotonic(),

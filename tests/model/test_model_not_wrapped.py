@@ -9,7 +9,17 @@ from replicas import digests, replica
 from wraps import codes, group, parameters
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Edited, ExceptionRaised, OptimizerSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    Edited,
+    ExceptionRaised,
+    ObjectsGathered,
+    OptimizerSeen,
+    Signature,
+    Unwrapped,
+    UnwrappedState,
+)
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Severity
 
@@ -246,6 +256,46 @@ def test_gradients_that_no_backward_makes_come_of_what_is_exchanged():
     """Evolution strategies gather the rewards of all ranks."""
     assert codes(agreeing(2, backwards=0), CHECK) == []
     assert codes(agreeing(0, backwards=0), CHECK) == ["DDP305 note"], "torch.autograd.grad"
+
+
+def exchanging(op, times=9, entries=None, numel=-1, **fields):
+    """Ranks that agree, and make such a call in so many of nine steps."""
+    plain = agreeing(0, **fields)
+    calls = [
+        Signature(at=0, id=0, op=op, numel=numel),
+        CallBlock(at=0, id=0, codes=(0, 0)),
+        CallRun(at=0, group=0, first=0, block=0, repeat=times, step=0),
+        *([] if entries is None else [ObjectsGathered(at=0, call_site=0, entries=entries)]),
+    ]
+    for rank in plain.ranks.values():
+        for event in calls:
+            rank.add(event)
+    return plain
+
+
+@pytest.mark.parametrize(("op", "times", "entries", "backwards", "told"), [
+    ("all_gather_object", 9, 4, 0, []),  # evolution strategies
+    ("all_gather", 9, None, 0, []),  # of seeds
+    ("all_gather_object", 1, 4, 0, ["DDP305 note"]),
+    ("barrier", 9, None, 0, ["DDP305 note"]),
+    ("all_gather_object", 9, 4, 1, ["DDP305 note"]),  # metrics
+    ("all_gather_object", 9, 80, 1, []),  # gradients, perhaps
+    ("broadcast_object_list", 9, None, 1, []),
+])  # fmt: skip
+def test_what_is_exchanged_in_each_step_may_be_what_keeps_ranks_equal(
+    op, times, entries, backwards, told
+):
+    assert codes(exchanging(op, times, entries, backwards=backwards), CHECK) == told
+
+
+def test_what_else_ranks_that_agree_exchange_is_said():
+    (found,) = CHECK.examine(exchanging("all_gather_object", entries=4, backwards=1))
+    assert "nothing exchanges its gradients" in found.summary
+    assert found.cause.endswith("or on the objects that they exchange beside it")
+    (found,) = CHECK.examine(exchanging("all_reduce", numel=1, backwards=1))
+    assert found.cause.endswith("or on the numbers that they exchange beside it")
+    (found,) = CHECK.examine(exchanging("barrier", backwards=1))
+    assert "nothing is exchanged" in found.summary
 
 
 def test_copies_of_what_a_wrapper_averages_are_not_told_of():
