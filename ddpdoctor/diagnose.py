@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,15 @@ from .whereabouts import interrupted, whereabouts
 SHORTEST_MEASURED_S = 2.0
 
 
-def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
-    """Examine a run. The same call serves a live run and a folder from last year."""
+def diagnose(
+    run: Run, checks: Sequence[Check], *, folder: str = "", others: Sequence[Check] = ()
+) -> Report:
+    """Examine a run. The same call serves a live run and a folder from last year.
+
+    Args:
+        others: checks that were not asked for; what they find is told only as the cause of what
+            the rest found.
+    """
     findings: list[Finding] = []
     examined: list[str] = []
     skipped: list[Skipped] = []
@@ -66,6 +74,7 @@ def diagnose(run: Run, checks: Sequence[Check], *, folder: str = "") -> Report:
             partly += [Skipped(check.name, part)] if part else []
             findings += found
     findings = fold(_each_once(findings), makers)
+    findings = _explained(findings, makers, run, others) if findings else []
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     return Report(
         schema_version=FINDINGS_SCHEMA,
@@ -126,6 +135,31 @@ def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
         for i, finding in enumerate(findings)
         if i not in because
     ]
+
+
+def _explained(
+    findings: list[Finding], makers: dict[str, Check], run: Run, others: Sequence[Check]
+) -> list[Finding]:
+    """The same, where a check that was not asked for explains one with the cause and the help that
+    it knows."""
+    import msgspec
+
+    causes: list[tuple[Check, Finding]] = []
+    for check in others:
+        with contextlib.suppress(Exception):  # nobody asked for it
+            if not (check.unobserved(run) or run.not_observed(check.name)):
+                causes += [(check, found) for found in check.examine(run)]
+    told = []
+    for f in findings:
+        mine = makers.get(f.check)
+        rest = ((check, c) for check, c in causes if not (mine and mine.explains(f, c)))
+        by = next((c for check, c in rest if check.explains(c, f)), None)
+        if by is not None:
+            cause = f"it follows from {by.check} ({by.code}), which --select or --ignore left out: "
+            cause += by.summary + (f" ({by.location})" if by.location else "")
+            f = msgspec.structs.replace(f, cause=cause, fix=by.fix, fix_kind=by.fix_kind)
+        told.append(f)
+    return told
 
 
 def _root(i: int, because: dict[int, int]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from . import registry
 from .alive import note_alive
 from .diagnose import diagnose, why_nobody
 from .events import SCHEMA, RankStarted
@@ -32,7 +33,9 @@ class Attempts:
     def report(self, checks: Sequence[Check]) -> Report:
         """The last attempt's report; what was found in earlier ones comes after it."""
         where = ", ".join(str(folder.path) for folder in self.folders)
-        return join_attempts([(r, diagnose(r, checks, folder=where)) for r in self.runs])
+        others = registry.others(checks)
+        told = [(r, diagnose(r, checks, folder=where, others=others)) for r in self.runs]
+        return join_attempts(told)
 
 
 def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:

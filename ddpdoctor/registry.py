@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
@@ -71,6 +72,12 @@ def select(chosen: tuple[str, ...] = (), ignored: tuple[str, ...] = ()) -> tuple
         if (not chosen or any(_fits(check, w) for w in chosen))
         and not any(_fits(check, w) for w in ignored)
     )
+
+
+def others(chosen: Iterable[Check]) -> tuple[Check, ...]:
+    """The checks that were not chosen."""
+    names = {check.name for check in chosen}
+    return tuple(check for check in all_checks() if check.name not in names)
 
 
 def _near(word: str) -> str:

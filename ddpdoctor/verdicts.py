@@ -176,7 +176,9 @@ class Judge:
 
     def _examine(self, run: Run, request: Request) -> tuple[Report, list[Finding]]:
         checks = registry.select(request.select, request.ignore)
-        report = diagnose(run, checks, folder=str(self._folder.path))
+        report = diagnose(
+            run, checks, folder=str(self._folder.path), others=registry.others(checks)
+        )
         worst = Severity(request.raise_on).rank
         return report, [f for f in report.findings if f.severity.rank <= worst]
 

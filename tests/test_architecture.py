@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": VOCABULARY,
     "registry": {"findings"},
     "diagnose": {*VOCABULARY, "alive", "equipment", "whereabouts", "__init__"},
-    "postmortem": {*VOCABULARY, "alive", "runfolder", "diagnose"},
+    "postmortem": {*VOCABULARY, "alive", "runfolder", "diagnose", "registry"},
     "equipment": {"events", "run"},
     "whereabouts": {"events", "run"},
     "comparison": {*VOCABULARY, "postmortem"},

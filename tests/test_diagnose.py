@@ -77,6 +77,25 @@ def test_what_a_run_broke_off_of_is_an_error(family: str, severity: Severity, to
     assert finding.severity.value == told
 
 
+@pytest.mark.parametrize(
+    ("effect", "others", "cause"),
+    [
+        (Says("b"), [Says("a", "b", told=("lr differs",))],
+         "it follows from a (DDP997), which --select or --ignore left out: lr differs (t.py:3)"),
+        (Says("b"), [Says("a", "c"), Says("d", "b", fails=True)], ""),
+        (Says("b", "a"), [Says("a", "b")], ""),
+        (Says("b", told=()), [Says("a", "b")], None),
+    ],
+)  # fmt: skip
+def test_a_cause_that_was_not_asked_for_is_still_the_cause(
+    effect: Check, others: list[Says], cause: str | None
+) -> None:
+    for check in others:
+        check.at = Location("t.py", 3)
+    found = diagnose(make_run({0: [started(0, 1)]}), [effect], others=others).findings
+    assert [(f.check, f.cause) for f in found] == ([] if cause is None else [("b", cause)])
+
+
 def test_what_is_said_of_one_line_again_and_again_is_told_once() -> None:
     says = Says("a", told=("not divided", "not divided", "divided twice"))
     report = diagnose(make_run({0: [started(0, 1)]}), [says])

@@ -83,7 +83,8 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
     runs = [recording.refresh(attempt) for attempt in folder.attempts()]
     if unsaved is not None:
         runs[-1].info = unsaved
-    return join_attempts([(run, diagnose(run, checks, folder=str(folder.path))) for run in runs])
+    where, others = str(folder.path), registry.others(checks)
+    return join_attempts([(r, diagnose(r, checks, folder=where, others=others)) for r in runs])
 
 
 def publish(folder: RunFolder, report: Report, options: Options) -> None:
