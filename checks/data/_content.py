@@ -34,6 +34,9 @@ ONCE = 0.95
 MANY = 32
 """Rows of a pass, and the share of them that occurs once."""
 
+PLACES = 8
+"""Samples at the same places that are no chance."""
+
 Row = tuple[int, ...]
 
 
@@ -149,6 +152,17 @@ def elsewhere(a: dict[int, Row], b: dict[int, Row]) -> tuple[int, int]:
     places = {row: index for index, row in many.items()}
     found = sum(places.get(row, index) != index for index, row in few.items())
     return found, len(few)
+
+
+def same_places(readers: Sequence[Reader]) -> int:
+    """How many samples, unlike each other, all ranks delivered at the same places; 0 where one of
+    them is another sample, or where only some samples were looked at, chosen by their indices."""
+    seen = [rows(r.epochs[0]) for r in readers]
+    whole = all(len(found) >= r.epochs[0].samples for found, r in zip(seen, readers, strict=True))
+    if not whole or any(found != seen[0] for found in seen):
+        return 0
+    unlike = len({row for _, row in seen[0]})
+    return unlike if unlike >= max(PLACES, APART * len(seen[0])) else 0
 
 
 def read_alike(readers: Sequence[Reader]) -> list[list[Reader]]:

@@ -16,6 +16,9 @@ from ._calls import handed_out, work_together
 FEWEST, LATER = 3, 4
 """Forwards to compare: that agree throughout, or from one of them to the last."""
 
+ENOUGH = 8
+"""Batches of a loader that are the same on ranks with other indices, which is no chance."""
+
 DRAWN_SHARE = 6
 """One forward in so many that follows a draw of its inputs makes them toy data."""
 
@@ -75,6 +78,23 @@ def _in_parts(given: Inputs, ranks: frozenset[int]) -> bool:
         for a, b in itertools.pairwise(members)
         for n in common
     )
+
+
+def fed_alike(run: Run, ranks: frozenset[int]) -> int:
+    """How many batches of a loader, unlike each other, these ranks gave a wrapped model alike, at
+    every forward compared; 0 where they did not."""
+    best = 0
+    for given in inputs(run):
+        if not ranks <= given.by_rank.keys():
+            continue
+        members = [given.by_rank[r] for r in sorted(ranks)]
+        fed = [n for n in given.common() if all(f[n].fed and f[n].training for f in members)]
+        found = [{f[n].digest for f in members} for n in fed]
+        if any(len(digests) > 1 or 0 in digests for digests in found):
+            return 0
+        unlike = len(set().union(*found))
+        best = max(best, unlike if unlike >= ENOUGH else 0)
+    return best
 
 
 @dataclass(eq=False)

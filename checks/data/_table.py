@@ -33,6 +33,7 @@ def audit_table(run: Run) -> Iterator[Table]:
     alike: dict[tuple[tuple[str, ...], ...], int] = {}
     for loader, ranks, made in audited:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
+        own = own or _indexless(made[0])
         unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
         beneath = next((f.beneath for f in overlaps if f.loader is loader and f.beneath), ())
         of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or unlike)))
@@ -82,17 +83,22 @@ def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
     """Of ranks that each read a data set of their own: its indices say nothing about others'."""
     lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
     alike = len(set(lengths)) == 1
+    whose = "whatever the index" if _indexless(audit) else "each rank its own"
     told = " / ".join(map(str, lengths[:1] if alike else lengths))
     if not alike and len(lengths) > LISTED:
         told = f"{min(lengths)} to {max(lengths)}"
     return (
         fold_ranks(audit.epochs),
-        f"{told} (each rank its own)",
+        f"{told} ({whose})",
         "-",
         "-",
         "-" if audit.complete else "left early",
         _order(audit, made),
     )
+
+
+def _indexless(audit: Audit) -> bool:
+    return all(e.seen.indexless for e in audit.epochs.values())
 
 
 def _name(loader: Loader) -> str:

@@ -20,12 +20,14 @@ from ._content import (
     parts_differ,
     read_alike,
     rows,
+    same_places,
     told_apart,
     verdict,
 )
-from ._inputs import in_parts
+from ._inputs import fed_alike, in_parts
 from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
 from ._parts import overlapping
+from ._randomness import in_step
 from ._streams import all_share, later, shares, together
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -38,6 +40,9 @@ AGAIN = "workers deliver them again"
 
 HELD = "samples are made of"
 """Name of the evidence that they are the same, although each is another whenever it is read."""
+
+STREAM = "random generators in step"
+"""Name of the evidence that samples are chosen by generators that stand alike."""
 
 SELECTED = "selected by each rank"
 """Name of the evidence which parts of one data set the ranks select."""
@@ -108,6 +113,10 @@ def _indexed(
     readers = [r for r in loader.of(ranks) if any(e.indices for e in r.epochs)]
     everyone = tuple(r.rank.rank for r in readers)
     differing = _differing(readers)
+    if (same := _same_stream(run, loader, readers, made)) is not None:
+        return same
+    if all(r.seen.indexless for r in readers):
+        return None  # which samples they are is not for indices to say
     if all(r.seen.distributed for r in readers):
         if not sampler_fits(run, ranks, readers):
             alone = all(r.seen.replicas == 1 for r in readers)
@@ -140,6 +149,30 @@ def _indexed(
     if several := _sets_of_data(readers):
         return _repeated_sets(run, loader, several, made) if loader.trains else None
     return _unsharded(loader, readers, made, differing)
+
+
+def _same_stream(
+    run: Run, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
+) -> Fault | None:
+    """Ranks that deliver the same samples at the same places, although their indices are others, or
+    none is looked at: each is chosen by a random generator that stands alike on all ranks."""
+    indexless, drawn = all(r.seen.indexless for r in readers), in_step(readers)
+    apart = len(made[0].shared) <= max(0, _padding(readers))
+    if not loader.trains or len(readers) < 2 or not (indexless or (apart and drawn)):
+        return None
+    ranks = frozenset(r.rank.rank for r in readers)
+    samples, batches = same_places(readers), fed_alike(run, ranks)
+    if not (samples or batches) or in_parts(run, ranks):
+        return None
+    evidence: dict[str, object] = {
+        STREAM: list(drawn.names) if drawn else "of the data set's own",
+        "looks at the index": not indexless,
+        "the same samples at the same places": samples,
+        "the same batches given to the model": batches,
+    }
+    holds = any(r.seen.holds for r in readers)
+    doubt = "" if holds else "random numbers, it seems, made on the spot"
+    return Fault("data-overlap", loader, tuple(sorted(ranks)), readers, None, doubt, evidence)
 
 
 def _sets_of_data(readers: list[Reader]) -> list[list[Reader]]:

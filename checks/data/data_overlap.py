@@ -10,8 +10,9 @@ from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, S
 from ddpdoctor.run import Rank, Run, ranks_text
 
 from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
+from ._randomness import in_step
 from ._table import audit_table
-from ._verdict import AGAIN, FROM_EPOCH, MOVING, SELECTED, Fault, faults, of_check
+from ._verdict import AGAIN, FROM_EPOCH, MOVING, SELECTED, STREAM, Fault, faults, of_check
 from ._words import dataset, figures, no_loader, related, since, some, steps_from, use, whom
 
 
@@ -24,7 +25,8 @@ class DataOverlap(Check):
     takes the same slices or draws the same random positions on every rank, be it only later in the
     run, a sampler of one's own whose shares overlap, parts of one data set (`Subset`, slices of a
     list) that each rank selects and that overlap. Data that each rank has of its own, but for some
-    ranks that hold the same.
+    ranks that hold the same. Samples that a data set picks at random, whatever the index, from a
+    generator that stands alike on all ranks.
 
     ## How it knows
     Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
@@ -50,7 +52,8 @@ class DataOverlap(Check):
     and `torch.utils.data.get_worker_info()`; of files or other parts each rank can take its own
     (`parts[rank::world_size]`) only where they are as many as the ranks, or a multiple. In a plain
     loop: start at the rank and stride by the world size, or seed the generator of the positions
-    with the rank added.
+    with the rank added. Where the data set itself picks at random, too: a `DistributedSampler`
+    changes nothing there.
 
     ## When it stays quiet
     Content that differs; streams that draw with replacement; parts with samples that all ranks are
@@ -89,6 +92,10 @@ class DataOverlap(Check):
         for work in () if found else same_work(run):
             yield self._of_gradients(run, work)
 
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        alike = other.check == "identical-augmentation" and other.location == mine.location
+        return alike and STREAM in mine.evidence
+
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)
 
@@ -102,7 +109,7 @@ class DataOverlap(Check):
         who = f"the workers of {who}" if workers else who
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
-        elif workers:
+        elif workers or STREAM in fault.evidence:
             what = "the same samples"
         else:
             count, of = (
@@ -116,7 +123,11 @@ class DataOverlap(Check):
             steps=steps_from(reader, reader.epoch(number)),
             subjects=(reader.seen.dataset,),
             location=_spot(fault),
-            label="not divided among the workers" if workers else "not divided among the ranks",
+            label="not divided among the workers"
+            if workers
+            else "picks the same samples on these ranks"
+            if STREAM in fault.evidence
+            else "not divided among the ranks",
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             f"{since(reader, number)}" + (f" ({fault.doubt})" if fault.doubt else ""),
@@ -212,6 +223,13 @@ def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
 
 def _cause(fault: Fault, *, workers: bool) -> str:
     seen, moving = fault.readers[0].seen, fault.evidence.get(MOVING)
+    if (names := fault.evidence.get(STREAM)) is not None:
+        which = " and ".join(names) if isinstance(names, list) else ""
+        return (
+            f"{seen.dataset} chooses its samples at random, whatever the index, and "
+            + (f"the generator of {which}" if which else "the generator that it draws from")
+            + " stands alike on all of these ranks"
+        )
     if isinstance(chosen := fault.evidence.get(SELECTED), dict):
         told = ", ".join(f"{places} on rank {rank}" for rank, places in list(chosen.items())[:4])
         return f"the parts of one data set that the ranks select for themselves overlap: {told}"
@@ -242,6 +260,9 @@ def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
 def _fix(fault: Fault) -> str:
     seen = fault.readers[0].seen
     workers = fault.evidence.get("between") == "workers"
+    if STREAM in fault.evidence:
+        drawn = in_step(fault.readers)
+        return drawn.fix if drawn else f"add the rank to the seed from which {seen.dataset} draws"
     if fault.parts and not seen.iterable:
         return (
             "give each rank a part or a seed of its own, by `rank` itself; or load the same whole "

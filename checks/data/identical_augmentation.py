@@ -8,24 +8,9 @@ from ddpdoctor.events import WorkerRandom
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
-from ._content import by_index, changed
 from ._loaders import Loader, Reader, loaders, partners
+from ._randomness import NAMES, in_step, noted
 from ._words import no_loader, related, whom
-
-NAMES = ("torch", "numpy", "random")
-
-OF_PROCESS = (
-    "`torch.manual_seed(seed + rank)` (numpy and `random` likewise) after the model was made"
-)
-BY_THEMSELVES = (
-    "seed the workers from `torch.initial_seed() % 2**32`, which differs between ranks and "
-    "workers, or add the rank to the seed that `worker_init_fn` or the data set sets"
-)
-OF_WORKERS = (
-    "`torch.manual_seed(seed + rank)` after the model was made; a loader with a `generator=` "
-    "of its own needs the rank added to that one's seed; a `worker_init_fn` must seed from "
-    "`torch.initial_seed()`, not from the worker's number alone"
-)
 
 
 class IdenticalAugmentation(Check):
@@ -73,21 +58,10 @@ class IdenticalAugmentation(Check):
                     yield from self._judge(run, loader, loader.of(ranks))
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
-        noted = [_noted(r) for r in readers]
-        in_workers = all(noted)
-        shared = [
-            n
-            for n in range(len(NAMES))
-            if (_workers_in_step(noted, n) if in_workers else _in_step(readers, n))
-        ]
-        same_seed = _same_seed(readers)
-        guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
-        if not shared and not guessed:
+        if (drawn := in_step(readers)) is None:
             return
-        workers = in_workers or guessed
-        alone = in_workers and not same_seed
         reader = readers[0]
-        names = [NAMES[n] for n in shared]
+        names, workers, peers = list(drawn.names), drawn.workers, [noted(r) for r in readers]
         what = f"the state of {' and '.join(names)}" if names else "their workers' base seed"
         yield self.finding(
             ranks=tuple(r.rank.rank for r in readers),
@@ -100,52 +74,18 @@ class IdenticalAugmentation(Check):
             "they augment alike",
             cause="the workers seed their generators with numbers that are the same on every rank, "
             "and loading draws from them"
-            if alone
+            if drawn.alone
             else "the ranks seed their generators with the same number, and loading draws from "
             "them",
-            fix=BY_THEMSELVES if alone else OF_WORKERS if workers else OF_PROCESS,
+            fix=drawn.fix,
             evidence={
                 "states at the begin": {r.rank.rank: _states(r) for r in readers[:16]},
                 "base seeds": {r.rank.rank: r.epochs[0].began.base_seed for r in readers[:16]},
                 "drawn while loading": names or "in the workers",
-                **({"workers after a batch": _of_workers(readers, noted)} if in_workers else {}),
+                **({"workers after a batch": _of_workers(readers, peers)} if all(peers) else {}),
             },
             at=reader.rank.wall(reader.epochs[0].began.at),
         )
-
-
-def _noted(reader: Reader) -> dict[int, WorkerRandom]:
-    """What the workers of the first epoch wrote down, by their number."""
-    ended = reader.epochs[0].ended
-    return {w.worker: w for w in ended.workers} if ended else {}
-
-
-def _workers_in_step(noted: list[dict[int, WorkerRandom]], generator: int) -> bool:
-    """Some worker of every rank has this generator alike, and loading advances it."""
-    for number in set.intersection(*map(set, noted)):
-        peers = [workers[number] for workers in noted]
-        states = {w.states[generator] for w in peers}
-        if len(states) == 1 and 0 not in states and all(NAMES[generator] in w.drawn for w in peers):
-            return True
-    return False
-
-
-def _in_step(readers: list[Reader], generator: int) -> bool:
-    """All ranks begin with this generator alike, and loading advances it on all of them."""
-    begins = {r.epochs[0].began.random[generator] for r in readers}
-    ends = [r.epochs[0].ended for r in readers]
-    drew = all(e is not None and NAMES[generator] in e.drawn for e in ends)
-    return len(begins) == 1 and 0 not in begins and drew
-
-
-def _same_seed(readers: list[Reader]) -> bool:
-    seeds = {r.epochs[0].began.base_seed for r in readers}
-    return len(seeds) == 1 and None not in seeds
-
-
-def _changes(reader: Reader) -> bool:
-    """The content of the same samples was another in the second epoch."""
-    return len(reader.epochs) > 1 and changed(by_index(reader, 0), by_index(reader, 1))
 
 
 def _states(reader: Reader) -> dict[str, str]:
@@ -157,9 +97,9 @@ def _words(states: tuple[int, int, int]) -> dict[str, str]:
 
 
 def _of_workers(
-    readers: list[Reader], noted: list[dict[int, WorkerRandom]]
+    readers: list[Reader], peers: list[dict[int, WorkerRandom]]
 ) -> dict[int, list[dict[str, str]]]:
     return {
         reader.rank.rank: [_words(w.states) for w in list(workers.values())[:8]]
-        for reader, workers in zip(readers[:16], noted, strict=False)
+        for reader, workers in zip(readers[:16], peers, strict=False)
     }

@@ -41,7 +41,8 @@ class SamplerMissing(Check):
     ## When it stays quiet
     Only one rank iterates the loader; the data is sharded by hand, so that equal indices stand for
     different samples, or each rank takes its own rows of every batch for a wrapped model; samples
-    are drawn with replacement from different random streams; ranks that average no gradients with
+    are drawn with replacement from different random streams, or picked at random by a data set
+    whose `__getitem__` never looks at its index; ranks that average no gradients with
     each other, or that share their inputs in a tensor-parallel group. Ranks that all evaluate the
     whole validation set, or read all the data without a model, and toy data that is all alike, are
     notes.

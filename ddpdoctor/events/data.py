@@ -70,6 +70,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         settings: digest of the numbers and texts that the data set keeps (where its files lie,
             say), 0 where that was not looked at.
         batches_given: a `BatchSampler` was given, whose are `batch_size` and `drop_last`.
+        indexless: the data set's `__getitem__` never looks at the index that it is given.
+        holds: the data set keeps an array or a list, and not only numbers.
     """
 
     loader: int
@@ -103,6 +105,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     sets_epoch: bool = True
     settings: int = 0
     batches_given: bool = False
+    indexless: bool = False
+    holds: bool = False
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

@@ -14,6 +14,12 @@ OBJECTS = 64
 
 DEEPEST = 3
 
+SHAPE = 8
+"""Entries of a list that may be no more than a shape or a few settings."""
+
+_FRAMES = frozenset(("locals", "vars", "eval", "exec"))
+"""Functions that may read a variable without naming it."""
+
 ENDS = 512
 """Characters at either end of a long text that are looked at."""
 
@@ -42,6 +48,39 @@ def at_index(dataset: Any) -> frozenset[str]:
         and _names(key) == (index,)
         and _takes(taken)
     )
+
+
+def ignores_index(dataset: Any) -> bool:
+    """Whether its `__getitem__` never looks at the index that it is given."""
+    import torch.utils.data as data
+
+    innermost = _innermost(dataset)
+    code = getattr(getattr(type(innermost), "__getitem__", None), "__code__", None)
+    if not isinstance(code, CodeType) or code.co_argcount != 2:
+        return False
+    if isinstance(innermost, data.IterableDataset) or hasattr(type(innermost), "__getitems__"):
+        return False
+    index = code.co_varnames[1]
+    named = any(index in _names(i) for i in dis.get_instructions(code))
+    return not named and _FRAMES.isdisjoint(code.co_names)
+
+
+def holds_entries(dataset: Any) -> bool:
+    """Whether it keeps an array or a list that samples may be taken from, and not only numbers."""
+    values = kept(_innermost(dataset)).values()
+    return any(
+        (isinstance(v, (list, tuple, dict)) and len(v) > SHAPE) or bool(getattr(v, "shape", ()))
+        for v in values
+    )
+
+
+def _innermost(dataset: Any) -> Any:
+    """What a `Subset`, or a `Subset` of one, is taken from."""
+    import torch.utils.data as data
+
+    while type(dataset) is data.Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def _names(instruction: dis.Instruction) -> tuple[Any, ...]:

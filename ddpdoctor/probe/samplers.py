@@ -23,12 +23,20 @@ class MadeOf(NamedTuple):
     payloads: tuple[Payload, ...] = ()
     layers: tuple[Layer, ...] = ()
     settings: int = 0
+    indexless: bool = False
+    holds: bool = False
 
 
 def made_of(active: Recorder, dataset: Any) -> MadeOf:
     """A look into containers of the user's, of any kind: it may fail, and the loader is recorded
     all the same."""
-    return MadeOf(identity.payloads(dataset), identity.layers(dataset), entries.settings(dataset))
+    return MadeOf(
+        identity.payloads(dataset),
+        identity.layers(dataset),
+        entries.settings(dataset),
+        entries.ignores_index(dataset),
+        entries.holds_entries(dataset),
+    )
 
 
 def loader_seen(
@@ -80,6 +88,8 @@ def loader_seen(
         sets_epoch=_sets_epoch(type(sampler)),
         settings=made_of.settings,
         batches_given=given,
+        indexless=made_of.indexless,
+        holds=made_of.holds,
     )
 
 
