@@ -36,7 +36,7 @@ from .findings import (
     Table,
     Tool,
 )
-from .run import Rank, Run, fold_ranks
+from .run import Rank, Run, fold_ranks, stopped_in
 from .whereabouts import interrupted, whereabouts
 
 SHORTEST_MEASURED_S = 2.0
@@ -216,7 +216,7 @@ def _summary(run: Run, folder: str) -> RunSummary:
 
 def _stopped_by(run: Run) -> str:
     """Who stopped the run, where that is why it ended."""
-    stops = [s for node in run.nodes.values() for s in node.of(Stopped)]
+    stops = [s for node in run.nodes.values() if (s := stopped_in(node, run.attempt))]
     if run.outcome() not in ("killed", "hung"):
         return ""
     if not stops:

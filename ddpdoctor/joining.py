@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .events import InitEntered, ProcessEnded, RankExiting, SpawnEnded, Stopped, TorchLoaded
+from .events import (
+    InitEntered,
+    ProcessEnded,
+    ProcessStarted,
+    RankExiting,
+    SpawnEnded,
+    Stopped,
+    TorchLoaded,
+)
 from .runfolder import RunInfo
 
 if TYPE_CHECKING:
@@ -55,8 +63,15 @@ def end_of(
             pid = rank.started.pid if rank.started else ended.pid
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
                 ended = _by_itself(rank, ended, node)
-                return _as_spawn_saw(ended, node), node.latest(Stopped)
+                return _as_spawn_saw(ended, node), stopped_in(node, attempt)
     return None, None
+
+
+def stopped_in(node: Facts, attempt: int) -> Stopped | None:
+    """Who stopped the run in that attempt; none where it was over, and another one had begun."""
+    next_one = (e.at for e in node.of(ProcessStarted) if e.attempt > attempt)
+    until = min(next_one, default=math.inf)
+    return next((s for s in reversed(node.of(Stopped)) if s.at <= until), None)
 
 
 def _by_itself(rank: Rank, ended: ProcessEnded, node: Facts) -> ProcessEnded:

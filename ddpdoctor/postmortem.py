@@ -13,7 +13,7 @@ import msgspec
 from . import registry
 from .alive import note_alive
 from .diagnose import diagnose, why_nobody
-from .events import SCHEMA, RankStarted
+from .events import SCHEMA, RankExiting, RankStarted
 from .findings import Check, Finding, Report, Severity
 from .run import Run, load
 from .runfolder import FolderError, RunFolder
@@ -66,18 +66,21 @@ def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
 
 def _how_it_ended(run: Run, report: Report) -> str:
     """One sentence about an attempt that was followed by another."""
-    for finding in report.findings:  # whose end is seen later than what the others raise because of
-        if finding.check == "rank-died" and finding.severity is Severity.ERROR:
+    for finding in report.findings:  # that one was at fault shows later than what others raised
+        told = {finding.check, *(c.check for c in finding.consequences)}
+        if finding.severity is Severity.ERROR and told & {"rank-died", "first-failure"}:
             return f"attempt {run.attempt} failed: {finding.summary}"
     ends: list[tuple[float, str]] = []
     for rank in run.ranks.values():
+        leaving = rank.latest(RankExiting)
         if raised := rank.exception:
             ends.append((rank.wall(raised.at), f"rank {rank.rank} {raised.describe()}"))
         elif (ended := rank.ended) and not ended.by_launcher:
             if ended.signal is not None:
                 ends.append((ended.wall, f"rank {rank.rank} was ended by {rank.signal}"))
             elif ended.status:
-                ends.append((ended.wall, f"rank {rank.rank} left with status {ended.status}"))
+                at = rank.wall(leaving.at) if leaving else ended.wall
+                ends.append((at, f"rank {rank.rank} left with status {ended.status}"))
     return f"attempt {run.attempt} failed: {min(ends)[1] if ends else 'nothing says why'}"
 
 

@@ -33,7 +33,7 @@ from .events import (
     Wrapped,
 )
 from .findings import Location
-from .joining import end_of, joined_info, of_one_world
+from .joining import end_of, joined_info, of_one_world, stopped_in
 from .naming import names_of, title_of
 from .numbering import numbered_alike
 from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
@@ -44,7 +44,7 @@ from .worlds import under_the_launchers_numbers
 __all__ = [
     "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
     "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten",
-    "title_of",
+    "stopped_in", "title_of",
 ]  # fmt: skip
 
 E = TypeVar("E", bound=Event)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from recordings import PID, START, WALL, started, steps, torch_loaded, write_folder
 
-from ddpdoctor.events import Event, ExceptionRaised, GroupReady, ProcessEnded, RankExiting
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    GroupReady,
+    ProcessEnded,
+    ProcessStarted,
+    RankExiting,
+    Stopped,
+)
 from ddpdoctor.findings import Severity
 from ddpdoctor.postmortem import open_run
 from ddpdoctor.registry import all_checks
@@ -82,7 +90,8 @@ def test_earlier_attempts_are_told(tmp_path: Path) -> None:
     write_folder(tmp_path / "run", {0: steps(2), 1: steps(2)}, ended={0: None, 1: 3})
     write_folder(tmp_path / "run", {0: steps(2), 1: steps(2)}, attempt=1)
     report = open_run([tmp_path / "run"]).report(all_checks())
-    assert report.run.earlier == ("attempt 0 failed: rank 1 left with status 3",)
+    (told,) = report.run.earlier
+    assert told == "attempt 0 failed: at step 2, rank 1 left with exit status 3"
     assert RunFolder(tmp_path / "run").attempts() == [0, 1]
     (died,) = (f for f in report.findings if f.check == "first-failure")
     assert (died.severity, died.attempt) == (Severity.NOTE, 0)  # the restart recovered it
@@ -99,6 +108,25 @@ def test_of_an_earlier_attempt_the_rank_that_died_is_named(tmp_path: Path) -> No
     write_folder(tmp_path / "run", {0: steps(2), 1: steps(2)}, attempt=1)
     (told,) = open_run([tmp_path / "run"]).report(all_checks()).run.earlier
     assert told.startswith("attempt 0 failed: rank 1 died of SIGKILL")
+
+
+def test_an_earlier_attempt_is_not_stopped_by_who_stops_the_last(tmp_path: Path) -> None:
+    """The other one raises before the process of the rank that left is gone."""
+    peer = ExceptionRaised(at=START + 2, kind="RuntimeError", message="Connection closed by peer")
+    left = RankExiting(at=START + 1, how="sys.exit", status=17)
+    write_folder(tmp_path / "run", {0: [*steps(2), peer], 1: [*steps(2), left]},
+                 ended={0: -15, 1: 17})  # fmt: skip
+    again = ProcessStarted(
+        at=START + 61, rank=0, local_rank=0, pid=PID + 9, wall=WALL + 61, attempt=1
+    )
+    stop = Stopped(at=START + 62, by="terminate", reason="SIGTERM")
+    write_folder(tmp_path / "run", {0: steps(2), 1: steps(2)}, attempt=1,
+                 ended={0: -15, 1: -15}, nodes={0: [again, stop]})  # fmt: skip
+    report = open_run([tmp_path / "run"]).report(all_checks())
+    (told,) = report.run.earlier
+    assert told == "attempt 0 failed: at step 2, rank 1 left with exit status 17"
+    (failed,) = (f for f in report.findings if f.check == "first-failure")
+    assert (failed.attempt, failed.ranks) == (0, (1,))
 
 
 def test_a_fault_that_the_last_attempt_could_not_show_is_not_recovered(tmp_path: Path) -> None:

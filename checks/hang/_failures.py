@@ -18,10 +18,9 @@ from ddpdoctor.events import (
     RankStood,
     SpawnFailed,
     StepDone,
-    Stopped,
 )
 from ddpdoctor.findings import Location
-from ddpdoctor.run import Call, Rank, Run, State, shorten
+from ddpdoctor.run import Call, Rank, Run, State, shorten, stopped_in
 
 LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
@@ -349,7 +348,7 @@ def _lost_others(f: Failure) -> bool:
 
 def stopped(run: Run) -> bool:
     """Whether the user or the doctor ended the run, so that how ranks end says nothing."""
-    return any(node.of(Stopped) for node in run.nodes.values())
+    return any(stopped_in(node, run.attempt) for node in run.nodes.values())
 
 
 def at_teardown(run: Run, found: Failure) -> bool:

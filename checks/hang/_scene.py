@@ -16,11 +16,10 @@ from ddpdoctor.events import (
     RankStood,
     Signature,
     StallSeen,
-    Stopped,
     TorchLoaded,
 )
 from ddpdoctor.findings import Location, Steps
-from ddpdoctor.run import Call, Facts, Phase, Rank, Run, State, shorten
+from ddpdoctor.run import Call, Facts, Phase, Rank, Run, State, shorten, stopped_in
 
 from ._failures import call_failed, destroyed, is_over, lost_peer
 from ._log import Book, GroupKey, Made, book
@@ -237,7 +236,7 @@ def scene(run: Run) -> Scene:
 
 def _until(run: Run, at: float) -> float:
     """When the first rank ended, or was told to, after that moment."""
-    times = [_stopped(node) for node in run.nodes.values()]
+    times = [_stopped(node, run.attempt) for node in run.nodes.values()]
     for rank in run.ranks.values():
         ends = [*failures(rank), *(e.at for e in rank.of(RankExiting))]
         ends += [rank.ended.at] if rank.ended else []
@@ -245,8 +244,8 @@ def _until(run: Run, at: float) -> float:
     return min((t for t in times if t is not None and t >= at), default=_last(run))
 
 
-def _stopped(node: Facts) -> float | None:
-    began, stopped = node.first(MonitorStarted), node.latest(Stopped)
+def _stopped(node: Facts, attempt: int) -> float | None:
+    began, stopped = node.first(MonitorStarted), stopped_in(node, attempt)
     return stopped.at - began.at + began.wall if began and stopped else None
 
 
@@ -367,8 +366,8 @@ def _looked(run: Run, wall: float) -> float:
     times = [wall]
     if run.now is not None:
         times += [r.wall(run.now) for r in run.ranks.values()]
-    times += [at for node in run.nodes.values() if (at := _stopped(node)) is not None]
-    return max(times)
+    told = (_stopped(node, run.attempt) for node in run.nodes.values())
+    return max([*times, *(at for at in told if at is not None)])
 
 
 def _left(rank: Rank, at: float) -> float | None:
