@@ -316,6 +316,15 @@ def test_steps_of_optimizers_in_turn_are_not_those_of_a_finding() -> None:
     assert facts.total_steps(diagnose(make_run({0: [*together, *both[1][3:]]}), [])) == 20
 
 
+def test_a_table_too_wide_for_the_page_names_no_cells_that_are_empty() -> None:
+    columns, row = ("loader", "once", "never", "order"), ("train.py:" + 70 * "1", "-", "", "new")
+    report = msgspec.structs.replace(
+        report_of(), tables=(Table(title="consumed", columns=columns, rows=(row,)),)
+    )
+    text = " ".join(render.text(report).split())
+    assert "1, order new" in text and "once" not in text and "never" not in text
+
+
 def test_long_whereabouts_are_wrapped() -> None:
     report = report_of(ToyStep())
     (finding,) = report.findings

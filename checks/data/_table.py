@@ -74,8 +74,8 @@ def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
         f"{audit.length}{of}",
         str(audit.once),
         str(len(audit.repeated)),
-        str(audit.never) if audit.complete or not audit.never else "left early",
-        _order(audit, made),
+        str(audit.never) if _known(audit) else "-",
+        _order(audit, made) if _known(audit) else _left(_order(audit, made)),
     )
 
 
@@ -92,13 +92,22 @@ def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
         f"{told} ({whose})",
         "-",
         "-",
-        "-" if audit.complete else "left early",
-        _order(audit, made),
+        "-",
+        _order(audit, made) if audit.complete else _left(_order(audit, made)),
     )
 
 
 def _indexless(audit: Audit) -> bool:
     return all(e.seen.indexless for e in audit.epochs.values())
+
+
+def _known(audit: Audit) -> bool:
+    """Whether it is known what nobody read."""
+    return audit.complete or not audit.never
+
+
+def _left(order: str) -> str:
+    return "left early" if order == "-" else f"{order}, left early"
 
 
 def _name(loader: Loader) -> str:
@@ -110,7 +119,8 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
     ends = {r: e.ended for r, e in audit.epochs.items() if e.ended is not None}
     if len(ends) < len(audit.epochs):
         return "-"
-    if all(in_order(e) for e in ends.values()):
+    padded = 0 < sum(e.samples for e in ends.values()) - audit.length < len(ends)
+    if all(in_order(e) or (padded and _but_the_last(e, len(ends))) for e in ends.values()):
         return "in order"
     before = next((a for a in made if a.number == audit.number - 1), None)
     if before is None:
@@ -120,6 +130,12 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
     if not same:
         return "new"
     return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
+
+
+def _but_the_last(ended: EpochEnded, ranks: int) -> bool:
+    """The few indices rose, but for one that begins the data set again, as padding does."""
+    *rising, last = ended.head or (0,)
+    return len(ended.head) == ended.samples and rising == sorted(rising) and last < ranks
 
 
 def _same(before: EpochEnded, now: EpochEnded) -> bool:
@@ -145,6 +161,6 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
         str(length) if length >= 0 else "stream",
         " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read" if read else "-",
         "-",
-        "left early" if left else "-",
         "-",
+        _left("-") if left else "-",
     )

@@ -210,7 +210,7 @@ def _grid(grid: Grid, width: int, indent: str) -> Iterator[Text]:
             pairs = [
                 f"{'rank' if name == 'ranks' and cell.isdecimal() else name} {cell}"
                 for name, cell in zip(grid.columns, row, strict=True)
-                if cell
+                if cell not in ("", "-")
             ]
             lines = wrap(", ".join(pairs), width - len(indent) - 2)
             yield from (Text(f"{indent}{'  ' * (i > 0)}{line}") for i, line in enumerate(lines))

@@ -332,7 +332,7 @@ def test_the_order_of_an_epoch_that_was_left(same: bool, told: str) -> None:
     orders = [shuffled(1, 0), shuffled(1, 0 if same else 1)[:12]]
     ranks = [loader(0, orders, content=1, ends={"exhausted": [True, False]}) for _ in range(2)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert [row[-1] for row in table.rows] == ["shuffled", told]
+    assert [row[-1] for row in table.rows] == ["shuffled", f"{told}, left early"]
 
 
 def test_all_was_read_though_the_loop_never_found_the_end() -> None:
@@ -374,7 +374,7 @@ def shard(
         ([shard(30, 1, 5), shard(23, 2, 6)], ("30 / 23 (each rank its own)", "-", "-", "-")),
         ([shard(48, 1, 5), shard(48, 2, 6)], ("48 (each rank its own)", "-", "-", "-")),
         ([shard(48, 1, 5, exhausted=False), shard(48, 2, 6, exhausted=False)],
-         ("48 (each rank its own)", "-", "-", "left early")),
+         ("48 (each rank its own)", "-", "-", "-")),
         ([loader(0, [list(range(n))], length=n) for n in (30, 23)],
          ("30 / 23 (each rank its own)", "-", "-", "-")),
         # the same entries in another order, and the same data; a sampler that divides unlike ones
@@ -402,7 +402,33 @@ def test_the_table_counts_no_rank_of_which_nothing_is_on_record() -> None:
     """Rank 1 was stopped in its first epoch."""
     ranks = [loader(0, [list(range(12))]), loader(0, [[]], ended=False)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert table.rows[0][4:7] == ("12 read", "-", "left early")
+    assert table.rows[0][4:] == ("12 read", "-", "-", "left early")
+
+
+def test_the_table_says_of_epochs_that_were_left_in_what_order_and_not_what_nobody_read() -> None:
+    ranks = [shard(48, r, r, exhausted=False) for r in range(2)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert table.rows[0][6:] == ("-", "in order, left early")
+    ranks = [loader(0, [[0, 1, 2]], length=48, exhausted=False) for _ in range(2)]
+    (table,) = DataOverlap().tables(run_of(*ranks))
+    assert table.rows[0][6:] == ("-", "in order, left early")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "told"),
+    [
+        (([0, 2, 4, 6], [1, 3, 5, 0]), "in order"),
+        (([0, 2, 4, 6], [1, 3, 5, 4]), "shuffled"),  # no padding of what is in order
+        (([0, 2, 4, 6], [1, 5, 3, 0]), "shuffled"),
+        (([0, 2, 4], [1, 3, 0]), "shuffled"),  # nothing is padded
+    ],
+)
+def test_the_order_is_told_without_what_pads_the_end(
+    epochs: tuple[list[int], ...], told: str
+) -> None:
+    length = 7 if len(epochs[0]) == 4 else 6
+    (table,) = DataOverlap().tables(run_of(*(loader(0, [e], length=length) for e in epochs)))
+    assert [row[-1] for row in table.rows] == [told]
 
 
 def divided(group: Callable[[int], tuple[int, int]], *more: Event, place: str = "//") -> Run:
