@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 from collections.abc import Iterable, Sequence
 
@@ -37,6 +36,7 @@ from .findings import (
     Tool,
 )
 from .run import Rank, Run, fold_ranks, stopped_in
+from .stepcounts import among_all, steps_in_turn
 from .whereabouts import interrupted, whereabouts
 
 SHORTEST_MEASURED_S = 2.0
@@ -75,6 +75,7 @@ def diagnose(
             findings += found
     findings = fold(_each_once(findings), makers)
     findings = _explained(findings, makers, run, others) if findings else []
+    findings = among_all(run, findings)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     return Report(
         schema_version=FINDINGS_SCHEMA,
@@ -263,20 +264,6 @@ def row(rank: Rank, stood: str = "") -> RankState:
 
 def _most(sizes: Iterable[int]) -> int | None:
     return max(sizes, default=0) or None
-
-
-def steps_in_turn(rank: Rank) -> int:
-    """Optimizer steps, of the optimizer that took the most; where optimizers follow each other, of
-    each of them."""
-    spans: dict[int, list[float]] = {}
-    for event in rank.of(StepDone):
-        spans.setdefault(event.optimizer, [event.at, event.at])[1] = event.at
-    total, most, end = 0, 0, -math.inf
-    for optimizer, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if first > end:
-            total, most = total + most, 0
-        most, end = max(most, rank.steps_of(optimizer)), max(end, last)
-    return total + most if spans else rank.steps
 
 
 def _last_thing(rank: Rank) -> str:

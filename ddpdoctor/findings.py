@@ -84,12 +84,14 @@ class Steps(msgspec.Struct, frozen=True):
 
     Attributes:
         compared: where not every step from the first on could be judged: how many were.
+        total: all that the optimizer concerned took; None where that is not one number.
     """
 
     first: int
     last: int
     count: int
     compared: int | None = None
+    total: int | None = None
 
     @classmethod
     def of(cls, steps: Iterable[int], taken: int = 0) -> Steps | None:
@@ -191,7 +193,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
             seen on the host.
-        in_turn: `steps` are those of several optimizers, one after the other.
+        steps: of the optimizer that took the most; where optimizers follow each other (`in_turn`),
+            of one after the other.
         host_memory_peak_bytes: and of its device: the most that it was seen to hold.
         stood: where it stood when something ended it.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from toys import HOSTILE, ToyBlind, ToyHostile, ToyPartly, ToyQuiet, ToyStep
 
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.findings import Report, Table
+from ddpdoctor.events import StepDone
+from ddpdoctor.findings import Finding, Report, Table
 from ddpdoctor.render import facts, words
+from ddpdoctor.run import Run
 
 
 def report_of(*checks: object, ranks: int = 2, count: int = 100, **more: object) -> Report:
@@ -305,15 +308,37 @@ def test_last_thing_is_the_exception_not_the_leaving() -> None:
 )
 def test_a_step_that_no_rank_completed(done: int | None, told: str) -> None:
     (finding,) = report_of(ToyStep()).findings
-    assert facts.whereabouts(finding, done)[-1] == told
+    of_all = msgspec.structs.replace(finding.steps, total=done)
+    assert facts.whereabouts(msgspec.structs.replace(finding, steps=of_all))[-1] == told
 
 
-def test_steps_of_optimizers_in_turn_are_not_those_of_a_finding() -> None:
-    both = steps(3, optimizer=0), steps(20, optimizer=1)
-    turns = diagnose(make_run({0: [*both[0], *both[1]], 1: both[1]}), [])
-    assert ([r.steps for r in turns.ranks], facts.total_steps(turns)) == ([23, 20], None)
+class OfOne(ToyStep):
+    """Told of the optimizer 0."""
+
+    optimizers: tuple[int, ...] = (0,)
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        for finding in super().examine(run):
+            yield msgspec.structs.replace(finding, optimizers=self.optimizers)
+
+
+def totals(*ranks: list[StepDone]) -> list[int | None]:
+    """Among how many steps a finding is told: of an unknown optimizer, and of the first."""
+    run = make_run(dict(enumerate(ranks)))
+    told = [f for check in (ToyStep(), OfOne()) for f in diagnose(run, [check]).findings]
+    return [f.steps.total for f in told if f.steps]
+
+
+def test_the_steps_of_a_finding_are_among_those_of_its_optimizer() -> None:
+    both = [steps(n, optimizer=i, backward_s=0.05) for i, n in enumerate((13, 20))]
+    turns = [*both[0], *both[1]]
+    assert [r.steps for r in diagnose(make_run({0: turns}), []).ranks] == [33]
+    assert totals(turns, both[1]) == [None, 13]
     together = [e for pair in zip(*both, strict=False) for e in pair]
-    assert facts.total_steps(diagnose(make_run({0: [*together, *both[1][3:]]}), [])) == 20
+    assert totals(together) == [13, 13]
+    longer = [*together, *both[1][13:]]
+    assert totals(longer) == [None, 13]
+    assert [r.steps for r in diagnose(make_run({0: longer}), []).ranks] == [20]
 
 
 def test_a_table_too_wide_for_the_page_names_no_cells_that_are_empty() -> None:

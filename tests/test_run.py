@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from recordings import make_run
 
-from ddpdoctor.diagnose import steps_in_turn
 from ddpdoctor.events import StepDone
 from ddpdoctor.run import equal_ranks, odd_ones
+from ddpdoctor.stepcounts import steps_in_turn
 
 
 def test_steps_that_were_joined_count_each() -> None:
@@ -16,10 +16,17 @@ def test_steps_that_were_joined_count_each() -> None:
     assert run.ranks[0].step_time() == pytest.approx(0.02)
 
 
-def took(optimizer: int, count: int, since: float) -> list[StepDone]:
+def took(optimizer: int, count: int, since: float, backward_s: float = 0.5) -> list[StepDone]:
     """So many steps of a second each."""
     return [
-        StepDone(at=1000 + since + n, optimizer=optimizer, step=n, site=-1, wall_s=1.0)
+        StepDone(
+            at=1000 + since + n,
+            optimizer=optimizer,
+            step=n,
+            site=-1,
+            wall_s=1.0,
+            backward_s=backward_s,
+        )
         for n in range(count)
     ]
 
@@ -31,6 +38,12 @@ def test_a_run_is_as_long_as_its_optimizers_in_turn() -> None:
     assert [rank.steps_of(n) for n in range(4)] == [30, 10, 20, 5]
     assert rank.steps == 30
     assert steps_in_turn(rank) == 30 + 20 + 5
+
+
+def test_optimizers_that_step_together_once_are_not_in_turn() -> None:
+    first, *others = (took(n, 1, since=n / 100, backward_s=0.5 * (n == 0)) for n in range(6))
+    rank = make_run({0: [*first, *(e for events in others for e in events)]}).ranks[0]
+    assert steps_in_turn(rank) == 1
 
 
 def test_the_ranks_that_are_not_as_most_others() -> None:

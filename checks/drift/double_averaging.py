@@ -185,6 +185,7 @@ class DoubleAveraging(Check):
         return self.finding(
             steps=Steps(first, last, max(1, min(count, last - first + 1))),
             subjects=(member.wrapped.kind,),
+            optimizers=(member.optimizer,),
             fix_kind=FixKind.CHECK,
             at=member.rank.wall(at),
             **fields,

@@ -87,9 +87,8 @@ def first_line(finding: Finding) -> tuple[str, str]:
     return head, f"{clean(finding.check, 60)}{doubt}: {clean(finding.summary, 1000)}"
 
 
-def whereabouts(finding: Finding, total_steps: int | None) -> list[str]:
-    """Line, ranks and steps of a finding; empty where none is known. `total_steps`: those that the
-    finding's are counted among, None where that is not known."""
+def whereabouts(finding: Finding) -> list[str]:
+    """Line, ranks and steps of a finding; empty where none is known."""
     parts = []
     if finding.location:
         parts.append(clean(finding.location))
@@ -99,21 +98,21 @@ def whereabouts(finding: Finding, total_steps: int | None) -> list[str]:
         word = "rank" if len(finding.ranks) == 1 else "ranks"
         parts.append(f"{word} {clean(fold_ranks(finding.ranks), 60)}")
     if steps := finding.steps:
-        several = steps.count > 1 if total_steps is None else steps.first < total_steps
+        several = steps.count > 1 if steps.total is None else steps.first < steps.total
         parts.append(
-            f"first seen at step {steps.first}, in {_how_many(steps, total_steps)}"
+            f"first seen at step {steps.first}, in {_how_many(steps)}"
             if several
             else f"in step {steps.first}"
         )
     return parts
 
 
-def _how_many(steps: Steps, total: int | None) -> str:
+def _how_many(steps: Steps) -> str:
     """`2 of 18 steps`, or what was seen of them: `all 10 steps compared`."""
     if steps.compared is None:
-        if total is None or total < steps.count:
+        if steps.total is None or steps.total < steps.count:
             return count(steps.count, "step")
-        return f"{steps.count} of {count(total, 'step')}"
+        return f"{steps.count} of {count(steps.total, 'step')}"
     if steps.compared == steps.count > 1:
         return f"all {steps.count} steps compared since"
     return f"{steps.count} of {count(steps.compared, 'step')} compared since"
@@ -255,12 +254,6 @@ def _ended(report: Report) -> str:
 
 def most_steps(report: Report) -> int:
     return max((r.steps for r in report.ranks), default=0)
-
-
-def total_steps(report: Report) -> int | None:
-    """The steps among which those of a finding are; None where the ranks' are of several optimizers
-    in turn: a finding is of one of them."""
-    return None if any(r.in_turn for r in report.ranks) else most_steps(report)
 
 
 def gaps(report: Report) -> list[str]:

@@ -30,18 +30,17 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"**{_text(grid.title)}**"
         yield ""
         yield from _grid(grid)
-    steps = facts.total_steps(report)
     for finding in report.findings:
-        yield from _finding(finding, steps)
+        yield from _finding(finding)
     for line in (*facts.gaps(report), facts.overhead(report)):
         yield f"{_text(line)}  "
 
 
-def _finding(finding: Finding, total_steps: int | None) -> Iterator[str]:
+def _finding(finding: Finding) -> Iterator[str]:
     code, sentence = facts.first_line(finding)
     yield f"### {_text(code)} {_text(sentence)}"
     yield ""
-    if where := "   ".join(facts.whereabouts(finding, total_steps)):
+    if where := "   ".join(facts.whereabouts(finding)):
         yield _text(where)
         yield ""
     if finding.location:

@@ -38,9 +38,8 @@ def render(report: Report) -> str:
         body.append(_grid(facts.rank_grid(report)))
     for grid in facts.tables(report):
         body += [f"<h2>{_t(grid.title)}</h2>", _grid(grid)]
-    steps = facts.total_steps(report)
     for finding in report.findings:
-        body += _finding(finding, steps)
+        body += _finding(finding)
     body.append("<footer>")
     body += [f"<div>{_t(line)}</div>" for line in (*facts.gaps(report), facts.overhead(report))]
     body.append(f"<div>{_t(f'{report.tool.name} {report.tool.version}')}</div></footer>")
@@ -54,10 +53,10 @@ def render(report: Report) -> str:
     )
 
 
-def _finding(finding: Finding, total_steps: int | None) -> Iterator[str]:
+def _finding(finding: Finding) -> Iterator[str]:
     code, sentence = facts.first_line(finding)
     yield f'<section class="{finding.severity.value}"><h2><b>{_t(code)}</b> {_t(sentence)}</h2>'
-    if where := "   ".join(facts.whereabouts(finding, total_steps)):
+    if where := "   ".join(facts.whereabouts(finding)):
         yield f'<div class="where">{_t(where)}</div>'
     if finding.location:
         yield _source(finding.location, finding.label)

@@ -61,7 +61,7 @@ def _report(report: Report, width: int, quiet: bool) -> Iterator[RenderableType]
     if not quiet:
         yield from head(report, width)
     for finding in report.findings:
-        yield from about(finding, facts.total_steps(report), width)
+        yield from about(finding, width)
         yield Text()
     if not quiet:
         yield from foot(report, width)
@@ -111,7 +111,7 @@ def rank_table(grid: Grid, width: int) -> Table:
     return table
 
 
-def about(finding: Finding, total_steps: int | None, width: int) -> Iterator[Text]:
+def about(finding: Finding, width: int) -> Iterator[Text]:
     """One finding, location first, ending in something to do."""
     code, sentence = facts.first_line(finding)
     first, *rest = wrap(f"{code} {sentence}", width - 2, width)
@@ -119,7 +119,7 @@ def about(finding: Finding, total_steps: int | None, width: int) -> Iterator[Tex
     opening.stylize(STYLES[finding.severity], 0, len(code))
     yield opening
     yield from (Text(f"  {line}", "bold") for line in rest)
-    for number, line in enumerate(_row(facts.whereabouts(finding, total_steps), width - 6)):
+    for number, line in enumerate(_row(facts.whereabouts(finding), width - 6)):
         yield Text.assemble(("      " if number else "  --> ", "bold blue"), line)
     yield from _source(finding, width)
     if told := facts.subjects(finding):
