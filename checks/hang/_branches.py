@@ -86,6 +86,8 @@ def head_of(spot: Location, head: Enclosing) -> Location:
     """The line of a statement, given one beneath it."""
     if head.text.startswith(PAST):
         return Location(spot.file, head.opener, spot.function, opener(head))
+    if head.line == spot.line:
+        return spot
     text = head.text.partition("  # ")[0] if head.text.startswith("else") else head.text
     return Location(spot.file, head.line, spot.function, text)
 
@@ -179,14 +181,15 @@ def avoided(call: Made, made: Made) -> bool:
         return False
     # The outermost: a generator expression under the branch is a function of its own.
     inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
-    return _passed(made, call, inside[-1])
+    return passed(made, call, inside[-1])
 
 
-def _passed(made: Made, call: Made, inside: Place) -> bool:
+def passed(made: Made, call: Made, inside: Place | None = None) -> bool:
     """Whether a rank is further down in a function, or in one that called it, without a call that
     another makes there."""
-    if call.site is None or made.step != call.step:
+    if call.site is None or not call.site.places or made.step != call.step:
         return False
+    inside = inside or call.site.places[0]
     if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
         return False
     first, *callers = call.site.places[call.site.places.index(inside) :]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from ddpdoctor.events import CALLERS, Enclosing, Place
+from ddpdoctor.events import CALLERS
 from ddpdoctor.findings import Location, Steps
 
-from ._branches import arms, avoided, branch, called_apart, condition, is_inside, same_lines, within
+from ._branches import arms, avoided, branch, called_apart, condition, same_lines, within
 from ._log import Book, GroupKey, Log, Made
 from ._usual import HISTORY, left_out
 from ._ways import Key, in_same_run
@@ -398,44 +398,6 @@ def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> t
     if len(rest) < len(callers):
         return tuple(sorted(rest))
     return tuple(sorted(callers))
-
-
-def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
-    """The branch that only the ranks at fault took: its text says so, or the others are past it in
-    the same step and never made that call."""
-    place = parting.place
-    said = condition(place)
-    found = said or branch(place)
-    if found is None or around_all(parting, *found):
-        return None
-    if said is not None:
-        return said
-    rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    return found if rest and all(avoided(place, m) for m in rest) else None
-
-
-def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
-    """Whether a rank that is not at fault is in another branch of the same `if`."""
-    spot = parting.place.rank.location(place.site)
-    return spot is not None and any(
-        enclosing.line != statement.line
-        and (enclosing.opener or enclosing.line) == (statement.opener or statement.line)
-        and (at := made.rank.location(there.site)) is not None
-        and at.file == spot.file
-        for number, made in parting.made.items()
-        if number not in parting.odd
-        for there in (made.site.places if made.site else ())
-        for enclosing in there.inside
-    )
-
-
-def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
-    """Whether every rank is inside of a statement around the call that is pointed at: it parts
-    nobody."""
-    spot = parting.place.rank.location(place.site)
-    return spot is not None and all(
-        is_inside(made.rank, made.site, spot.file, statement.line) for made in parting.made.values()
-    )
 
 
 def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:

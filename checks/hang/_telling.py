@@ -10,7 +10,8 @@ from ddpdoctor.run import Run, fold_ranks, ranks_text
 from ._branches import branch, condition, head_of, leading
 from ._log import Made
 from ._loops import left_loop
-from ._mismatch import Parting, around_all, describe_sides
+from ._mismatch import Parting, describe_sides
+from ._parted import around_all
 from ._partings import NEAR, got_past, latest
 from ._scene import Scene, Stand, scene
 

@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
+from ddpdoctor.run import Run, State, ranks_text
 
 from . import _across
 from ._branches import condition, finalizer, opener, parts, unbranched, unwrapped, where
 from ._caught import WayOut, caught, way_out
 from ._loops import Left, blamed, left_loop
-from ._mismatch import Parting, entered, opposed
+from ._mismatch import Parting
+from ._parted import Swallowed, alone, entered, opposed, swallowed
 from ._partings import partings
 from ._scene import scene
 from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related, sides_text
@@ -34,12 +35,13 @@ class CollectiveMismatch(Check):
     ## What it finds
     Collectives pair by their order in the group, not by their line. Ranks that are in different
     ones at the same number: one in `barrier` while the others are in `all_reduce`, a collective
-    that only some ranks make (`if rank == 0:` around it), two collectives in another order, the
-    last also where shapes agree and nothing hangs, even on lines that read alike, if every rank
-    makes the same calls in every round, or on one line in a loop over names (the keys of a
-    dictionary, a set) that come in another order; a round of a loop that some ranks skip, also
-    where only a call shows it that comes in one round of many. Also ranks that wait for each other
-    in collectives of different groups.
+    that only some ranks make (`if rank == 0:` around it, `f() if rank == 0 else 0`), one that a
+    rank left out as an exception led around it, two collectives in another order, the last also
+    where shapes agree and nothing hangs, even on lines that read alike, if every rank makes the
+    same calls in every round, or on one line in a loop over names (the keys of a dictionary, a set)
+    that come in another order; a round of a loop that some ranks skip, also where only a call shows
+    it that comes in one round of many. Also ranks that wait for each other in collectives of
+    different groups.
 
     ## How it knows
     Every rank writes down each collective before it makes it, in a file that outlives the process:
@@ -95,6 +97,7 @@ class CollectiveMismatch(Check):
         proof = evidence(run, told)
         left = _fault_of(parting)
         skips = left.skips if left else None
+        around = _around_it(parting)
         return self.finding(
             ranks=tuple(sorted({*odd, *skips.ranks})) if skips else odd,
             steps=(skips and skips.steps) or parting.when,
@@ -103,6 +106,7 @@ class CollectiveMismatch(Check):
             label=left.label if left else _label(replace(parting, odd=odd)),
             related=(
                 *(skips.tried if skips else ()),
+                *((Related("what leads around it", around.head),) if around else ()),
                 *related(parting, place, left.place if left else parting.location),
             ),
             summary=_summary(parting) + elsewhere(told),
@@ -121,8 +125,10 @@ def _judged(parting: Parting) -> Parting:
         every = tuple(sorted(parting.made))
         return replace(parting, odd=every, place=made, depth=0, shifted=True, extra=False)
     outs = _ways_out(parting)
+    if not outs and (around := swallowed(parting)):
+        return replace(parting, odd=around.ranks, place=around.made, depth=0, left_out=0)
     if not outs or len(outs) == len(parting.made):
-        return _even(blamed(parting))
+        return _even(alone(blamed(parting)))
     place = parting.made[outs[0].rank.rank]
     odd = tuple(sorted(out.rank.rank for out in outs))
     return replace(parting, odd=odd, place=place, depth=0, left_out=0)
@@ -148,7 +154,7 @@ def _concerns(mine: Finding, other: Finding) -> bool:
 
 def _fault_of(parting: Parting) -> Left | None:
     """The loop that the ranks at fault left, or skipped a round of."""
-    left = None if _ways_out(parting) else left_loop(parting)
+    left = None if _ways_out(parting) or _around_it(parting) else left_loop(parting)
     return left if left and left.blames and tuple(left.ranks) == parting.odd else None
 
 
@@ -157,11 +163,18 @@ def _label(parting: Parting) -> str:
         return f"where {outs[0].event.kind} led {ranks_text(parting.odd)}"
     if (call := aside(parting)) and started(call):
         return f"starts a thread that calls {call.signature.op}"
-    if parting.left_out:
+    if _missed(parting):
         return f"left out by {ranks_text(parting.odd)}"
     if parting.extra:
         return "not called by every rank"
     return "in another order than on the other ranks" if parting.shifted else "not what others call"
+
+
+def _missed(parting: Parting) -> bool:
+    """Whether the ranks at fault left that call out: those that make it entered its branch, or made
+    it in every round."""
+    keeps = parting.place.rank.rank not in parting.odd and not parting.shifted
+    return bool(parting.left_out or _around_it(parting) or (keeps and entered(parting)))
 
 
 def _summary(parting: Parting) -> str:
@@ -169,7 +182,7 @@ def _summary(parting: Parting) -> str:
     left = _fault_of(parting)
     if left is not None and not left.known:
         return f"ranks are in different rounds of a loop: at {number}, {sides_text(parting)}"
-    if left or (parting.left_out and not parting.extra and not parting.shifted):
+    if left or (_missed(parting) and not parting.extra and not parting.shifted):
         op = parting.place.signature.op
         return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
     if parting.extra:
@@ -182,13 +195,15 @@ def _summary(parting: Parting) -> str:
 
 def _cause(parting: Parting, stuck: bool) -> str:
     effect = (
-        "none of them can ever finish"
+        _stuck(parting)
         if stuck
         else "each call pairs with another one, so that values get mixed up"
         + (" or the run hangs later" if not parting.width else "")
     )
     if outs := _ways_out(parting):
         return f"{outs[0].cause}; {effect}"
+    if around := _around_it(parting):
+        return f"{_caught(parting, parting.odd)}{around.cause}; {effect}"
     if call := aside(parting):
         return f"{order(call)}; {effect}"
     branched = entered(parting)
@@ -221,6 +236,22 @@ def _cause(parting: Parting, stuck: bool) -> str:
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
 
 
+def _stuck(parting: Parting) -> str:
+    """What follows where none goes on; of a ring, calls that ended are known to have."""
+    ended = {
+        m.signature.op: m.rank.rank
+        for m in parting.made.values()
+        if m.call is not None and m.call.state is State.DONE
+    }
+    if not ended:
+        return "none of them can ever finish"
+    op, rank = min(ended.items())
+    return (
+        f"each call paired with another one (rank {rank}'s {op} came to an end with values that "
+        "are not its own), and now none of them can go on"
+    )
+
+
 def _why(parting: Parting, left: Left) -> str:
     """What those who left the loop, or skipped a round, caught; empty where none was seen."""
     if left.skips and left.skips.why:
@@ -237,6 +268,11 @@ def _caught(parting: Parting, ranks: Collection[int], ways: tuple[Location, ...]
 
 def _ways_out(parting: Parting) -> list[WayOut]:
     return [out for made in parting.made.values() if (out := way_out(made)) is not None]
+
+
+def _around_it(parting: Parting) -> Swallowed | None:
+    """How the ranks at fault came past the call, where only an exception leads there."""
+    return None if _ways_out(parting) or aside(parting) else swallowed(parting)
 
 
 def _when_collected(parting: Parting) -> Location | None:
@@ -258,6 +294,8 @@ def _around(parting: Parting) -> str:
 def _fix(parting: Parting) -> str:
     if outs := _ways_out(parting):
         return outs[0].fix
+    if around := _around_it(parting):
+        return around.fix
     if call := aside(parting):
         return remedy(call)
     branched = entered(parting)

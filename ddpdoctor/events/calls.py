@@ -62,11 +62,13 @@ class Way(Part, frozen=True):
 
 class Enclosing(Part, frozen=True):
     """A statement around a line (part of `Place`), or one before it whose body leaves the function
-    or the round of the loop, so that all that follows is its other arm.
+    or the round of the loop, so that all that follows is its other arm; or the condition of an
+    expression on that line.
 
     Attributes:
         line: of its head; of one that is past, of the statement that leaves.
-        text: its head; `else:  # if x:` of an arm of `if x:`, `past if x:` of one that is past.
+        text: its head; `else:  # if x:` of an arm of `if x:`, `past if x:` of one that is past,
+            `if x` of `f() if x else y`.
         ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
         broken: of a loop, whether it has `exits`; older records have no more than that.
         opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ..events import Enclosing, Way
+from .choices import conditions
 
 _OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
 _LOOPS = ("for ", "while ", "async for ")
@@ -32,7 +33,7 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
     lines = linecache.getlines(file)
     if not 0 < line <= len(lines):
         return ()
-    found: list[Enclosing] = []
+    found = [Enclosing(line=line, text=text[:200]) for text in conditions(lines, line)]
     past = 0
     inner = start = line
     if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):

@@ -1,0 +1,186 @@
+"""DDP601 where a branch or an exception that was caught parts the ranks, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, Tape, run_of, tapes
+
+from ddpdoctor.events import Enclosing, Way
+from ddpdoctor.findings import Finding
+from ddpdoctor.probe import statements
+from ddpdoctor.probe.choices import conditions
+from ddpdoctor.ring import State
+from ddpdoctor.run import Run
+
+LOOP = (5, "for i in range(50):")
+
+
+def found(run: Run) -> list[Finding]:
+    return list(CollectiveMismatch().examine(run))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("acc = validate(model, args) if rank == 0 else 0.0", ["if rank == 0"]),
+        ("src = best_rank(x) if r != 1 else r - 1", ["if r != 1"]),
+        ("acc = 0.0 if rank else validate(model)", ["if not rank"]),
+        ("acc = 0.0 if rank > 0 else validate(model)", ["if not (rank > 0)"]),
+        ("dist.get_rank() == 0 and dist.barrier()", ["if dist.get_rank() == 0"]),
+        ("is_main() or dist.barrier()", ["if not is_main()"]),
+        ("print(evaluate(m) if r == 0 else None)", ["if r == 0"]),
+        ("return f(x) if a else g(x) if b else None", []),
+        ("return (f(x) if b else 0) if a else 0", ["if b", "if a"]),
+        ("acc = log(validate(model) if rank == 0 else 0)", []),
+        ("acc = validate(model) if agree(rank) else 0", []),
+        ("if rank == 0 and validate(model):", []),
+        ("validate('x if y else z')", []),
+    ],
+)
+def test_conditions_of_an_expression(text: str, expected: list[str]) -> None:
+    assert list(conditions([f"    {text}\n"], 1)) == expected
+
+
+def test_conditions_of_an_expression_on_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def main():\n"
+        "    acc = (\n"
+        "        validate(model)\n"
+        "        if rank == 0\n"
+        "        else 0.0\n"
+        "    )\n"
+        "    validate(model)\n"
+        "    if rank == 0:\n"
+        "        save(model)\n"
+    )
+    inside = {n: [e.text for e in statements.enclosing(str(path), n)] for n in (3, 7, 9)}
+    assert inside == {3: ["if rank == 0"], 7: [], 9: ["if rank == 0:"]}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_calls_of_a_branch_that_read_like_those_of_the_others(
+    tmp_path: Path, guarded: bool
+) -> None:
+    made = tapes()
+    outer = {30: "if local_rank == 0"} if guarded else {}
+    for tape in made.values():
+        _train(tape, 2)
+    made[0].call("DDP forward", 96, "model(x)  # v", caller=30, branches=outer)
+    made[0].call("barrier", 97, "barrier()  # v", caller=30, branches=outer)
+    made[0].call(line=98, text="reduce(loss)  # v", caller=30, branches=outer)
+    made[0].call("barrier", 50, "barrier()", caller=20, state=State.BEGUN)
+    _forward(made[1])
+    made[1].call("DDP backward", 60, "loss.backward()", caller=20, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.evidence["differs"] == ["order"]
+    assert ("only some ranks call DDP forward" in finding.summary) is guarded
+    assert ("sort the keys" in finding.fix) is not guarded
+    if guarded:
+        assert finding.ranks == (0,)
+        assert finding.location is not None
+        assert finding.location.line == 96
+        assert "only some ranks enter `if local_rank == 0`" in finding.cause
+        assert "run the wrapped model on every rank" in finding.fix
+
+
+def _train(tape: Tape, rounds: int) -> None:
+    for _ in range(rounds):
+        _forward(tape)
+        tape.call("DDP backward", 60, "loss.backward()", caller=20)
+
+
+def _forward(tape: Tape) -> None:
+    tape.call("DDP forward", 49, "model(x)", caller=20)
+    tape.call("barrier", 50, "barrier()", caller=20)
+    tape.call(line=51, text="reduce(loss)", caller=20)
+
+
+def _tried(*more: Enclosing) -> Sequence[Enclosing]:
+    handler = Way(line=19, text="except Exception as e:", first=18, last=18)
+    return (*more, Enclosing(line=17, text="try:", ways=(handler,)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_call_left_out_by_an_exception_that_was_caught(tmp_path: Path, world: int) -> None:
+    made = tapes(world)
+    for rank, tape in made.items():
+        tape.call("DDP backward", 10)
+        if rank == 0:
+            tape.call(line=21, state=State.BEGUN)
+        else:
+            tape.call("gather", 18, inside=_tried(), state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 18
+    assert "rank 0 left out gather" in finding.summary
+    assert "only `except Exception as e:` (train.py:19) leads there" in finding.cause
+    assert "move gather out of it" in finding.fix
+    assert 19 in [r.location.line for r in finding.related]
+
+
+@pytest.mark.parametrize(
+    ("inside", "line"),
+    [
+        (_tried(Enclosing(line=17, text="if full:")), 21),
+        (_tried(Enclosing(line=17, text="for b in loader:")), 21),
+        (_tried(Enclosing(line=17, text="past if empty:")), 21),
+        ((Enclosing(line=17, text="try:"),), 21),
+        ((), 21),
+        (_tried(), 12),
+    ],
+)
+def test_a_call_that_may_be_left_out_otherwise(
+    tmp_path: Path, inside: Sequence[Enclosing], line: int
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 10)
+    made[0].call(line=line, state=State.BEGUN)
+    made[1].call("gather", 18, inside=inside, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert "except" not in finding.cause + finding.fix
+
+
+def test_the_one_that_a_condition_keeps_from_a_call_left_it_out(tmp_path: Path) -> None:
+    made = tapes(4)
+    for rank, tape in made.items():
+        tape.call("DDP backward", 10)
+        if rank == 1:
+            tape.call("broadcast", 23, state=State.BEGUN)
+        else:
+            tape.call("all_gather", 21, inside=[(21, "if r != 1")], state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.ranks == (1,)
+    assert finding.location is not None
+    assert finding.location.line == 21
+    assert "rank 1 left out all_gather" in finding.summary
+    assert finding.label == "left out by rank 1"
+    assert "call all_gather on every rank" in finding.fix
+
+
+@pytest.mark.parametrize("same_round", [True, False])
+def test_who_is_in_the_next_round_did_not_enter_a_branch(tmp_path: Path, same_round: bool) -> None:
+    made = tapes(4)
+    for rank, tape in made.items():
+        tape.call("DDP backward", 18, inside=[LOOP], step=25)
+        if rank == 2:
+            inside = [(20, "if spike(v):"), LOOP]
+            tape.call(line=21, inside=inside, step=25)
+            tape.call("DDP backward", 18, inside=[LOOP], step=25, state=State.BEGUN)
+        elif same_round:
+            tape.call("DDP backward", 19, inside=[LOOP], step=25, state=State.BEGUN)
+        else:
+            tape.call("DDP backward", 18, inside=[LOOP], step=26, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made, now=START + 60))
+    assert finding.ranks == (2,)
+    assert ("only some ranks enter `if spike(v):`" in finding.cause) is not same_round
+    if not same_round:
+        assert finding.evidence["stuck"]
+        assert "rank 2's all_reduce came to an end" in finding.cause
+        assert "can ever finish" not in finding.cause
