@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ddpdoctor.events.pack import unpack
 
 from ._audit import Audit
 from ._content import APART, ONCE, Row, by_index, compare, told_apart
-from ._loaders import Epoch, Reader, groups_of
+from ._loaders import Epoch, Loader, Reader, groups_of
 from ._streams import MATERIAL
 
 NEARLY_ALL = 0.9
@@ -75,7 +75,7 @@ def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | Non
     if any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
     depth = _depth(readers)
-    parts = _selected(readers, depth) if depth else _laid_out(readers)
+    parts = _selected(readers, depth, _overlap) if depth else _laid_out(readers)
     ranks = tuple(sorted(p.reader.rank.rank for p in parts))
     length = readers[0].seen.layers[depth].length if depth else 0
     audits = tuple(_placed(a, parts, length) for audit in made if (a := audit.of(ranks)))
@@ -84,19 +84,87 @@ def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | Non
     return Overlap(ranks, audits, {p.reader.rank.rank: _told(p.places) for p in parts})
 
 
+class Leak(NamedTuple):
+    """Splits of one data set that each rank made for itself.
+
+    Attributes:
+        held: of each rank, how many samples it holds out that another trains on, and of how many.
+        audits: of what was read, by its place in that data set.
+    """
+
+    held: dict[int, tuple[int, int]]
+    audits: tuple[Audit, ...]
+
+
+def leaking(
+    readers: list[Reader], made: tuple[Audit, ...], others: Iterable[Loader]
+) -> Leak | None:
+    """Ranks that train on parts of one data set that have much in common, where each holds out for
+    `others` what it does not train on itself, and another does."""
+    depth = _depth(readers)
+    if not depth or any(r.seen.distributed or r.seen.replacement for r in readers):
+        return None
+    parts = _selected(readers, depth, _in_common)
+    trained = {p.reader.rank.rank: set(p.places) for p in parts}
+    held: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        rank = part.reader.rank.rank
+        kept = _held_out(part.reader.seen.layers[depth].data, rank, others)
+        elsewhere = set().union(*(places for r, places in trained.items() if r != rank))
+        leaked = len(kept & elsewhere)
+        if not kept & trained[rank] and leaked >= max(FEWEST, MATERIAL * len(kept)):
+            held[rank] = leaked, len(kept)
+    if len(held) < max(2, len(parts)):
+        return None
+    length = readers[0].seen.layers[depth].length
+    return Leak(held, tuple(_placed(a, parts, length) for m in made if (a := m.of(held))))
+
+
+def divided(readers: list[Reader]) -> int:
+    """How many samples the parts that the ranks select hold together, where these divide one data
+    set already: no sample is in two, and hardly any in none; 0 otherwise."""
+    depth = _depth(readers)
+    if not depth or not _one_beneath(readers, depth):
+        return 0
+    places = [_through(r.seen.layers[:depth]) for r in readers]
+    together, length = set().union(*places), readers[0].seen.layers[depth].length
+    apart = all(places) and len(together) == sum(map(len, places))
+    return len(together) if apart and len(together) >= NEARLY_ALL * length else 0
+
+
+def _held_out(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
+    """The places of one data set that a rank evaluates."""
+    found: set[int] = set()
+    for loader in others:
+        reader = loader.readers.get(rank)
+        layers = reader.seen.layers if reader and reader.read and not loader.trains else ()
+        numbers = [e.data for e in layers]
+        if data >= 0 and data in numbers[1:]:
+            found |= set(_through(layers[: numbers.index(data)]))
+    return found
+
+
+def _in_common(a: Part, b: Part, world: int) -> bool:
+    few = min(len(a.places), len(b.places))
+    common = len(set(a.places) & set(b.places))
+    return common >= max(FEWEST, MATERIAL * few) and not _may_share(a.reader, b.reader, world)
+
+
 def _much(audit: Audit) -> bool:
     """Whether ranks read enough of what another one read."""
     few = min(len(read) for read in audit.per_rank.values())
     return audit.sampled == 1 and len(audit.shared) >= max(FEWEST, MATERIAL * few)
 
 
-def _selected(readers: list[Reader], depth: int) -> list[Part]:
-    """The parts that overlap of those that the ranks select; empty where none do, or it is not
-    known to be one data set that they select from."""
+def _selected(
+    readers: list[Reader], depth: int, alike: Callable[[Part, Part, int], bool]
+) -> list[Part]:
+    """Those of the parts that the ranks select of which two are `alike`; empty where none are, or
+    it is not known to be one data set that they select from."""
     parts = [Part(r, _through(r.seen.layers[:depth])) for r in readers]
     if not all(p.places for p in parts) or not _one_beneath(readers, depth):
         return []
-    found = [(a, b) for a, b in itertools.combinations(parts, 2) if _overlap(a, b, len(readers))]
+    found = [(a, b) for a, b in itertools.combinations(parts, 2) if alike(a, b, len(readers))]
     answers = {_contents(a, b) for a, b in found}
     beneath = _beneath(readers[0], depth)
     if "differ" in answers or (not beneath and "same" not in answers):

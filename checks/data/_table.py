@@ -35,7 +35,8 @@ def audit_table(run: Run) -> Iterator[Table]:
         own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
         own = own or _indexless(made[0])
         unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
-        beneath = next((f.beneath for f in overlaps if f.loader is loader and f.beneath), ())
+        found = (f.beneath for f in (*overlaps, *apart) if f.loader is loader and f.beneath)
+        beneath = next(found, ())
         of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or unlike)))
         if of_loader in alike or len(alike) < LOADERS:
             alike[of_loader] = alike.get(of_loader, 0) + 1

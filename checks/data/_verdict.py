@@ -26,7 +26,7 @@ from ._content import (
 )
 from ._inputs import fed_alike, in_parts
 from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
-from ._parts import overlapping
+from ._parts import divided, leaking, overlapping
 from ._randomness import in_step
 from ._streams import all_share, later, shares, together
 
@@ -43,6 +43,12 @@ HELD = "samples are made of"
 
 STREAM = "random generators in step"
 """Name of the evidence that samples are chosen by generators that stand alike."""
+
+HELD_OUT = "held out, and trained on by another rank"
+"""Name of the evidence how many samples each rank keeps for a test of what others train on."""
+
+TWICE = "samples read in an epoch"
+"""Name of the evidence how few they are where two things divide the data."""
 
 SELECTED = "selected by each rank"
 """Name of the evidence which parts of one data set the ranks select."""
@@ -126,7 +132,11 @@ def _indexed(
         if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
             return Fault("sampler-seed-skew", loader, everyone, readers, skewed)
         if differing:
-            return _mismatch(loader, readers, made[0], differing)
+            fault = _mismatch(loader, readers, made[0], differing)
+            if (of := divided(readers)) and all(r.seen.sampler_length > 0 for r in readers):
+                read = sum(r.seen.sampler_length for r in readers)
+                fault.evidence[TWICE] = f"{read} of {of}"
+            return fault
         worst = max(made, key=lambda a: len(a.shared))
         surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
@@ -137,6 +147,12 @@ def _indexed(
         return None
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
+    others = [other for other in loaders(run) if other is not loader]
+    if differing and loader.trains and (leak := leaking(readers, made, others)) is not None:
+        sharing = [r for r in readers if r.rank.rank in leak.held]
+        fault = _mismatch(loader, sharing, leak.audits[0], differing)
+        fault.evidence[HELD_OUT] = {r: f"{n} of {of}" for r, (n, of) in leak.held.items()}
+        return replace(fault, beneath=leak.audits)
     if loader.trains and (over := overlapping(readers, made)) is not None:
         worst = max(over.audits, key=lambda a: len(a.shared))
         told: dict[str, object] = {SELECTED: over.told}

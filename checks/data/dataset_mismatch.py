@@ -9,7 +9,7 @@ from ddpdoctor.findings import Check, Confidence, Evidence, Finding, Location, S
 from ddpdoctor.run import Run
 
 from ._audit import Audit
-from ._verdict import Fault, of_check
+from ._verdict import HELD_OUT, TWICE, Fault, of_check
 from ._words import SHORTEST, datasets, figures, no_loader, related, whom
 
 
@@ -19,13 +19,17 @@ class DatasetMismatch(Check):
     ## What it finds
     Ranks that share a data set by index, but whose indices stand for different samples: a
     `random_split` or another random choice without a common generator, a listing of files in
-    another order, data sets of different length.
+    another order, data sets of different length. Shares that each rank selected already, and that a
+    sampler divides once more. Without such a sampler: splits that each rank makes for itself, so
+    that one trains on what another holds out.
 
     ## How it knows
     When a loader is first iterated (the first eight that a line makes, then ever fewer), each rank
     digests what its data set selects samples by: `Subset.indices`, lists of ids or paths, tensors;
     of lists longer than 8192 entries half as many or more, spread evenly. The digests are compared
-    between ranks whose sampler divides the data, or whose indices are seen to. The finding is
+    between ranks whose sampler divides the data, or whose indices are seen to; or that train on
+    `Subset`s of one data set with three in ten samples in common, and each hold out what is not in
+    their own but, three in ten of it or more, in that of another. The finding is
     proven where indices, ids (whole numbers, none twice, closer together than by chance), texts,
     lengths or the order of equal entries differ, or a fifth of the samples that were looked at
     stand at other indices on another rank; else, where each rank holds tensors of its own, it is
@@ -40,7 +44,8 @@ class DatasetMismatch(Check):
     around every listing of files; shuffle lists with a generator of their own and a fixed seed.
 
     ## When it stays quiet
-    The data sets agree; data sharded by hand per rank and read without a distributed sampler. Where
+    The data sets agree; data sharded by hand per rank and read without a distributed sampler, also
+    where shards have some samples in common. Where
     each rank fills its own tensors with numbers, it is a note: whether they stand for one data set
     cannot be told.
     """
@@ -77,7 +82,8 @@ class DatasetMismatch(Check):
         lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
         alone = len(fault.ranks) < len(audit.epochs)
         sets = [reader, *(f.readers[0] for f in alike)]
-        split = _split(fault)
+        split, sampled = _split(fault), reader.seen.distributed
+        leaks = HELD_OUT in fault.evidence
         how = "holds the same entries in another order" if reordered else "differs"
         return self.finding(
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
@@ -90,7 +96,11 @@ class DatasetMismatch(Check):
             if split
             else "divides a data set that is not the same on all ranks",
             related=related(reader, sampler=split is not None),
-            summary=(
+            summary=_leaks(run, fault)
+            if leaks
+            else _twice(run, fault)
+            if TWICE in fault.evidence
+            else (
                 f"{whom(run, fault.ranks)} {'divides' if len(fault.ranks) == 1 else 'divide'} "
                 "another data set than the other ranks"
                 if alone
@@ -99,10 +109,33 @@ class DatasetMismatch(Check):
             + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + (f" ({fault.doubt})" if fault.doubt else ""),
-            **_why(kind, lengths, split, reordered=reordered, sampled=reader.seen.distributed),
-            evidence={**fault.evidence, "lengths": lengths, **_positions(audit)},
+            **(
+                _shared_out(reader.seen.sampler)
+                if TWICE in fault.evidence
+                else _why(kind, lengths, split, reordered=reordered, leaks=leaks, sampled=sampled)
+            ),
+            evidence={
+                **fault.evidence,
+                "lengths": lengths,
+                **(figures(audit) if leaks else _positions(audit)),
+            },
             at=reader.rank.wall(audit.at),
         )
+
+
+def _leaks(run: Run, fault: Fault) -> str:
+    rank, count = next(iter(fault.evidence[HELD_OUT].items()))  # type: ignore[attr-defined]
+    return (
+        f"{whom(run, fault.ranks)} split one data set, each for itself: {count} samples that "
+        f"rank {rank} holds out are trained on by other ranks"
+    )
+
+
+def _twice(run: Run, fault: Fault) -> str:
+    return (
+        f"{whom(run, fault.ranks)} select shares of their own, and {fault.readers[0].seen.sampler} "
+        f"divides each of them once more: an epoch reads {fault.evidence[TWICE]} samples"
+    )
 
 
 def _one(a: Fault, b: Fault) -> bool:
@@ -129,7 +162,13 @@ def _steps(fault: Fault) -> Steps | None:
 
 
 def _why(
-    kind: str, lengths: dict[int, int], split: Location | None, *, reordered: bool, sampled: bool
+    kind: str,
+    lengths: dict[int, int],
+    split: Location | None,
+    *,
+    reordered: bool,
+    leaks: bool,
+    sampled: bool,
 ) -> dict[str, str]:
     """`split`: the line that makes the `Subset`; `sampled`: a distributed sampler divides what each
     rank holds."""
@@ -158,8 +197,8 @@ def _why(
         }
     if kind == "indices" and split is not None and "Subset(" in split.source:
         return {
-            "cause": "each rank chose the indices for itself, at random or from what is another on "
-            "each rank",
+            "cause": "each rank chose the indices for itself, at random or by what is not the same "
+            "on all ranks",
             "fix": "choose them with a generator of one seed on all ranks "
             "(`torch.randperm(n, generator=torch.Generator().manual_seed(0))`, "
             "`numpy.random.default_rng(0).permutation(n)`)",
@@ -167,7 +206,8 @@ def _why(
     if kind == "indices":
         return {
             "cause": "`random_split` (or another random choice) was made by each rank for itself",
-            "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+            "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`"
+            + (", and a `DistributedSampler` over the part that is trained on" if leaks else ""),
         }
     if unlike and sampled:
         return {
@@ -181,6 +221,14 @@ def _why(
         "cause": "each rank has listed or made the entries for itself",
         "fix": "make the order the same on all ranks: `sorted(...)` around the listing, or a "
         "generator with a fixed seed",
+    }
+
+
+def _shared_out(sampler: str) -> dict[str, str]:
+    return {
+        "cause": f"what the ranks select divides the data set already, and {sampler} divides it "
+        "again",
+        "fix": f"shard once: drop the ranks' own selection, or drop {sampler}",
     }
 
 

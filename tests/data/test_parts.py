@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.data_overlap import DataOverlap
+from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, prologue, run_of
 from recordings import make_run
 
@@ -181,3 +183,68 @@ def test_ranks_that_begin_elsewhere_in_the_same_and_stop_in_time() -> None:
     )  # fmt: skip
     assert found(DataOverlap(), run_of(*everything))
     assert not found(DataOverlap(), run_of(*share))
+
+
+SHARES = [ORDER[:300], ORDER[100:], ORDER[:100] + ORDER[200:]]
+"""Each leaves out 100 that are in the others."""
+
+
+def held_out(places: Sequence[int], data: int = 1) -> list[Event]:
+    layers = (Layer(data=7, indices=pack(places)), Layer(data=data, length=400))
+    return loader(1, [list(range(len(places)))], length=len(places), dataset="Subset",
+                  layers=layers, trains=False, site=1, loop_site=4)  # fmt: skip
+
+
+def rest(places: Sequence[int]) -> list[int]:
+    return sorted(set(range(400)) - set(places))
+
+
+def test_splits_that_each_rank_makes_for_itself() -> None:
+    run = run_of(*([*part(s), *held_out(rest(s))] for s in SHARES))
+    (finding,) = found(DatasetMismatch(), run)
+    assert finding.summary.startswith(
+        "all 3 ranks split one data set, each for itself: 100 of 100 samples that rank 0 holds out"
+    )
+    assert "manual_seed(0)" in finding.fix and "DistributedSampler" in finding.fix
+    assert not found(DataOverlap(), run)
+    (table,) = audit_table(run)
+    assert table.rows[0][3] == "400"
+
+
+@pytest.mark.parametrize("held", [
+    [],
+    ORDER[360:],  # one test for all, of what none trains on
+    ORDER[110:180],  # of what all train on
+])  # fmt: skip
+def test_random_parts_without_a_test_on_what_others_train_on(held: list[int]) -> None:
+    shares = [ORDER[:300], ORDER[100:360], ORDER[50:340]]
+    kept = held_out(held) if held else []
+    assert not found(DatasetMismatch(), run_of(*([*part(s), *kept] for s in shares)))
+
+
+def test_shards_that_each_rank_splits() -> None:
+    shards = [ORDER[:200], ORDER[200:]]
+    assert not found(
+        DatasetMismatch(), run_of(*([*part(s[:150]), *held_out(s[150:])] for s in shards))
+    )
+
+
+def test_a_test_on_another_data_set() -> None:
+    run = run_of(*([*part(s), *held_out(rest(s), data=5)] for s in SHARES))
+    assert not found(DatasetMismatch(), run)
+
+
+@pytest.mark.parametrize(("shares", "twice"), [
+    ([range(0, 400, 2), range(1, 400, 2)], True),
+    ([ORDER[:200], ORDER[200:]], True),
+    ([ORDER[:200], ORDER[100:300]], False),
+    ([ORDER[:20], ORDER[20:40]], False),  # a small sample that each rank draws for itself
+])  # fmt: skip
+def test_shares_that_are_divided_once_more(shares: list[Sequence[int]], twice: bool) -> None:
+    ranks = [
+        part(s, distributed=True, replicas=2, sampler_rank=r, sampler_length=len(s) // 2)
+        for r, s in enumerate(shares)
+    ]
+    (finding,) = found(DatasetMismatch(), run_of(*ranks))
+    assert ("an epoch reads 200 of 400 samples" in finding.summary) is twice
+    assert finding.fix.startswith("shard once") is twice
