@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddpdoctor.events import UnwrappedState
+from ddpdoctor.findings import Steps
+from ddpdoctor.run import ranks_do, ranks_text
 
 Rows = Mapping[int, UnwrappedState]
 
@@ -65,6 +68,32 @@ def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> Ahead | None:
         return None
     elements = {n: s.elements for n, s in ends.items()}
     return Ahead(ranks, -1, elements, {n: s.step for n, s in ends.items()})
+
+
+def told(by: Ahead, kind: str, steps: Steps | None) -> dict[str, Any]:
+    """Fields of a finding that they have in place of others."""
+    taken = {n: {"steps": count} for n, count in by.taken.items()}
+    more = f"step {by.step} comes after more exchanges of gradients than there"
+    if by.step < 0:
+        least, most = min(by.taken.values()), max(by.taken.values())
+        more = f"{least} for as many exchanges of gradients, not {most}"
+    return {
+        "steps": None if by.step < 0 else steps,
+        "ranks": by.ranks,
+        "label": f"left out on {ranks_text(by.ranks)} at least once",
+        "summary": f"{ranks_do(by.ranks, 'skip')} optimizer steps of {kind} that the others take: "
+        f"{more}",
+        "cause": "the ranks exchanged the same gradients by hand, and not all of them applied "
+        "them: their parameters are that many updates apart",
+        "fix": "take the step on every rank; decide what to skip from numbers that are equal on "
+        "all ranks (all-reduce the condition)",
+        "evidence": {
+            "exchanged" + ("_before_the_step" if by.step >= 0 else ""): [
+                {"rank": n, "numbers": count, **taken.get(n, {})}
+                for n, count in by.elements.items()
+            ],
+        },
+    }
 
 
 def _more(look: Rows) -> dict[int, int]:

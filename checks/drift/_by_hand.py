@@ -11,9 +11,9 @@ import msgspec
 
 from ddpdoctor.events import GroupReady, Unwrapped, UnwrappedState
 from ddpdoctor.findings import Confidence, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
-from . import _options
+from . import _ahead, _options
 from ._ahead import Ahead, ahead, in_the_end
 
 LOOKS_AT_LEAST = 5
@@ -66,6 +66,7 @@ class Parting:
         gradients: whether those applied agree: `agree`, `differ`, or `not known`.
         stopped: none of the steps after `equal` was taken with the exchange.
         once: and of those before it, the first one only.
+        early: and all of those before it, which are no more than half of the run.
         beside: the ranks of another group, which exchange theirs in every step, where only that
             tells that it is no fault of theirs.
         ahead: who has left steps out, of which all exchanged the gradients.
@@ -78,6 +79,7 @@ class Parting:
     gradients: str
     stopped: bool = False
     once: bool = False
+    early: bool = False
     beside: tuple[int, ...] = ()
     ahead: Ahead | None = None
 
@@ -214,8 +216,24 @@ def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
         if _little(copies, differ, last):
             goes_on = (o for o in others if _step(o.last) == _step(last))
             beside = next((o for o in goes_on if o.members.keys().isdisjoint(copies.members)), None)
-            return replace(found, beside=tuple(beside.members)) if beside else None
+            if beside:
+                return replace(found, beside=tuple(beside.members))
+            return replace(found, early=True) if _went_apart(copies, found) else None
     return found if _mostly(differ, last) else None
+
+
+def _went_apart(copies: Copies, found: Parting) -> bool:
+    """Whether all gradients of every step were exchanged until they part, more than those of one,
+    and those that are applied differ at each look since, up to an end that is on record."""
+    begin, end = found.steps
+    later = [look for look in copies.looks if _step(look) >= end]
+    return (
+        found.stopped
+        and copies.end is not None
+        and begin > 1
+        and all(s.completed == begin for s in found.equal.values())
+        and all(len({s.gradients for s in look.values()}) > 1 for look in later)
+    )
 
 
 def _skipped(copies: Copies, equal: Rows, differ: Rows) -> Parting | None:
@@ -319,34 +337,6 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         yield fields | {"ranks": tuple(sorted((*fields["ranks"], *more)))}
 
 
-def _told_ahead(found: Parting, by: Ahead, fields: dict[str, Any]) -> dict[str, Any]:
-    _, event = next(iter(found.copies.members.values()))
-    steps = {n: {"steps": count} for n, count in by.taken.items()}
-    told = f"step {by.step} comes after more exchanges of gradients than there"
-    if by.step < 0:
-        least, most = min(by.taken.values()), max(by.taken.values())
-        told = f"{least} for as many exchanges of gradients, not {most}"
-    return fields | {
-        "steps": None if by.step < 0 else fields["steps"],
-        "ranks": by.ranks,
-        "label": f"left out on {ranks_text(by.ranks)} at least once",
-        "summary": f"{ranks_do(by.ranks, 'skip')} optimizer steps of "
-        f"{event.kind or 'a set of parameters'} that the others take: {told}",
-        "cause": "the ranks exchanged the same gradients by hand, and not all of them applied "
-        "them: their parameters are that many updates apart",
-        "fix": "take the step on every rank; decide what to skip from numbers that are equal on "
-        "all ranks (all-reduce the condition)",
-        "evidence": {
-            "last_equal_at_step": found.steps[0],
-            "exchanged" + ("_before_the_step" if by.step >= 0 else ""): [
-                {"rank": n, "numbers": count, **steps.get(n, {})}
-                for n, count in by.elements.items()
-            ],
-            "looks": len(found.copies.looks),
-        },
-    }
-
-
 def _told(run: Run, found: Parting) -> dict[str, Any]:
     rank, event = next(iter(found.copies.members.values()))
     begin, end = found.steps
@@ -361,9 +351,11 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
     all_of_them = len(minority) == len(found.copies.members)
     who = "the ranks" if len(minority) == run.world_size else ranks_text(minority)
     others = "" if all_of_them else " from the other ranks" + " of the group" * found.copies.part
-    fields = {
+    fields: dict[str, Any] = {
         "severity": Severity.NOTE if over else Severity.ERROR,
-        "confidence": Confidence.SUSPECTED if found.once or found.beside else Confidence.PROVEN,
+        "confidence": Confidence.SUSPECTED
+        if found.once or found.early or found.beside
+        else Confidence.PROVEN,
         "ranks": minority,
         "steps": None if over else Steps(end, last, last - end + 1),
         "subjects": tuple(p.name for p in event.parameters),
@@ -377,7 +369,7 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
         + ("after the last step: " if over else f"before step {end}: ")
         + _cause(found, left_out, options),
         "fix": "exchange the gradients before every `optimizer.step()`"
-        + ("" if found.once else ", those of the last, shorter group of micro-batches too")
+        + ("" if found.stopped else ", those of the last, shorter group of micro-batches too")
         if left_out
         else f"set `{options[1]}` alike on every rank before the same step: leave inner loops on "
         "all ranks together (all-reduce what decides it), step schedulers on all of them"
@@ -396,7 +388,11 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
         },
         "at": min(r.wall(found.differ[n].at) for n, (r, _) in found.copies.members.items()),
     }
-    return _told_ahead(found, found.ahead, fields) if found.ahead else fields
+    if found.ahead:
+        fields |= _ahead.told(found.ahead, kind, fields["steps"])
+        fields["evidence"] = {"last_equal_at_step": begin, **fields["evidence"]}
+        fields["evidence"]["looks"] = len(found.copies.looks)
+    return fields
 
 
 def _places(
@@ -407,8 +403,18 @@ def _places(
         every = found.copies.members.values()
         spots = [_options.set_at(r, e.optimizer, option, step) for r, e in every]
         yield from ((f"{option} is set here", spot) for spot in spots[:1] if spot is not None)
+    if found.stopped and (last := _exchange(found)) is not None:
+        yield "exchanged here before", last
     if made is not None:
         yield "made here", made
+
+
+def _exchange(found: Parting) -> Location | None:
+    """The line of the exchange that stopped, as one rank made it."""
+    number, (rank, _) = next(iter(found.copies.members.items()))
+    looks = (look for look in reversed(found.copies.looks) if look[number].complete)
+    spots = (rank.location(look[number].exchange_site) for look in looks)
+    return next((spot for spot in spots if spot is not None), None)
 
 
 def _cause(found: Parting, left_out: tuple[int, ...], options: tuple[int, str, str] | None) -> str:

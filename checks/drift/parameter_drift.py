@@ -61,8 +61,8 @@ class ParameterDrift(Check):
     holds it does so after backwards 0, 1, 2, 4, 9, 19, 49 and so on, of those without a wrapper
     before steps 0, 1, 2, 4, 8 and so on, and more often where they have no more than 64 parameters.
     The digests of one moment are compared between the ranks afterwards, and nothing is communicated
-    for it. The finding is proven, but suspected where an exchange by hand stops after the very
-    first step, or while another group goes on with its own, or leaves out whole layers.
+    for it. The finding is proven, but suspected where an exchange by hand stops before half of the
+    run, or while another group goes on with its own, or leaves out whole layers.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ once stay apart for ever, also
@@ -78,16 +78,16 @@ class ParameterDrift(Check):
     of different groups; local SGD, where copies that differ are averaged again; weights that are
     exchanged for a while and put back (EMA at evaluation).
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
-    part, unless the exchange stops for good after more than half of all, or after the very first or
-    while another group goes on with its own, and nothing takes its place; ranks of a group that
-    send to each other; copies that are equal again later. Gradients of whole layers that are never
-    exchanged while those of the others are (heads of their own) are a note: a layer whose weight is
-    exchanged and whose bias is not is an error, and so are, suspected, layers in a row of a larger
-    part of the model, if a collective carried all parameters before the first step. Layers that are
-    exchanged no more from a step on are a warning. So with all parameters of one optimizer, where
-    those of another one of the same model are exchanged: a warning, or a note if either are in one
-    part of it. Copies that differ only when the run is over are a note, unless some ranks took
-    fewer steps for as many averaging backwards.
+    part, unless the exchange, made in every step until then, stops for good and nothing takes its
+    place (parameters that are averaged, other collectives that carry as much); ranks of a group
+    that send to each other; copies that are equal again later. Gradients of whole layers that are
+    never exchanged while those of the others are (heads of their own) are a note: a layer whose
+    weight is exchanged and whose bias is not is an error, and so are, suspected, layers in a row of
+    a larger part of the model, if a collective carried all parameters before the first step. Layers
+    that are exchanged no more from a step on are a warning. So with all parameters of one
+    optimizer, where those of another one of the same model are exchanged: a warning, or a note if
+    either are in one part of it. Copies that differ only when the run is over are a note, unless
+    some ranks took fewer steps for as many averaging backwards.
     """
 
     code = "DDP402"
