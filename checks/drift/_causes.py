@@ -175,12 +175,22 @@ def _size(value: float) -> str:
     return f"{value:.2g}" if value > 1e-6 else "below 1e-6"
 
 
+NOISE = 0.2
+"""Part by which two measurements of one distance may differ: see `Sketch`, which tells of some ten
+percent for each."""
+
+
 def _grows(sizes: list[float]) -> str:
     if len(sizes) < 2:
         return "measured once"
-    if sizes[-1] > 1.5 * sizes[0]:
+    first, last = sizes[0], sizes[-1]
+    if last > 1.5 * first:
         return "yes"
-    return "shrinks" if sizes[-1] < sizes[0] / 1.5 else "no"
+    if last > (1 + NOISE) * first:
+        return "slowly"
+    if last * 1.5 < first:
+        return "shrinks"
+    return "shrinks slowly" if last * (1 + NOISE) < first else "no"
 
 
 ROUNDING = " by rounding-size amounts"
