@@ -125,8 +125,8 @@ class SamplerRankMismatch(Check):
             location=reader.sampler_at,
             label="divides the data over other ranks than there are",
             related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
-            summary=f"the sampler of {dataset(reader)} divides it over {reader.seen.replicas} "
-            f"replicas as {_places(fault)} on {whom(run, fault.ranks)}: "
+            summary=f"the sampler of {dataset(reader)} {_share(reader)} as {_places(fault)} "
+            f"on {whom(run, fault.ranks)}: "
             f"{among}{len(audit.shared)} samples read by several ranks"
             + (f", {audit.never} by none" if audit.complete else "")
             + since(reader),
@@ -138,6 +138,11 @@ class SamplerRankMismatch(Check):
             evidence={"(num_replicas, rank)": given, **figures(audit)},
             at=reader.rank.wall(reader.epochs[0].began.at),
         )
+
+
+def _share(reader: Reader) -> str:
+    count = reader.seen.replicas
+    return f"divides it over {count} replicas" if count > 1 else "does not divide it (1 replica)"
 
 
 def _fix(reader: Reader, *, smaller: bool) -> str:

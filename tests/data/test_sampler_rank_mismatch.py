@@ -67,6 +67,7 @@ def test_more_replicas_than_ranks_leave_samples_unread() -> None:
 
 def test_a_world_of_one() -> None:
     (finding,) = examine(sampled(1, 0), sampled(1, 0))
+    assert "does not divide it (1 replica) as rank 0 on both ranks" in finding.summary
     assert "100 samples read by several ranks" in finding.summary
     assert "num_replicas=2" in finding.cause
     assert "num_replicas=dist.get_world_size(), rank=dist.get_rank()" in finding.fix
