@@ -205,7 +205,7 @@ def _related(
     places = [(wrapped.here, wrapped.site), ("backward without it", event.site)]
     branch = models.branch_of(event, part)
     if branch >= 0 and _called(event, part) not in ("yes", "under no_grad"):
-        places.insert(0, ("this branch is not taken", branch))
+        places.insert(0, ("it is left out here", branch))
     return models.related(rank, places)
 
 

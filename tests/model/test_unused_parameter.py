@@ -108,6 +108,7 @@ def test_a_branch_that_is_taken_in_some_steps_says_how_often():
     assert found.label == "used in some steps only"
     assert found.evidence["unused in"] == "1 of 5 backwards examined"
     assert found.related[0].location.line == 20
+    assert found.related[0].label == "it is left out here", "be it by `continue`"
     assert found.steps.first == 4
     assert found.fix.startswith("`DDP(..., find_unused_parameters=True)`")
 
