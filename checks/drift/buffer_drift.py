@@ -68,7 +68,7 @@ class BufferDrift(Check):
         if not groups:
             return NO_COPIES
         if not any(g.any.wrapped.buffers for g in groups) and not run.any(LateBuffers):
-            return "the models have no buffers"
+            return "the wrapped models have no buffers"
         return None
 
     def left_out(self, run: Run) -> str | None:

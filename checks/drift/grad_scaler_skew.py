@@ -50,7 +50,7 @@ class GradScalerSkew(Check):
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(ScalerStep):
-            return "no GradScaler was used"
+            return "no GradScaler was used that is switched on"
         return None if replicas(run) else NO_COPIES
 
     def left_out(self, run: Run) -> str | None:

@@ -58,7 +58,9 @@ class RedundantSync(Check):
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
             return NO_COPIES
-        return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
+        return (
+            None if run.any(SyncPattern) else "no backward through a wrapper before a step was seen"
+        )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for group in replicas(run):

@@ -131,7 +131,9 @@ class UnsyncedStep(Check):
             return None
         if not replicas(run):
             return NO_COPIES
-        return None if run.any(SyncPattern) else "no backward before an optimizer step was seen"
+        return (
+            None if run.any(SyncPattern) else "no backward through a wrapper before a step was seen"
+        )
 
     def left_out(self, run: Run) -> str | None:
         return _uncompared.left_out(run)

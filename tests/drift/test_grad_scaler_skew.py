@@ -115,6 +115,7 @@ def test_a_rank_that_has_not_got_there_yet_is_not_compared():
 
 def test_without_a_scaler():
     assert "no GradScaler" in GradScalerSkew().unobserved(run_of({0: [], 1: []}))
+    assert "switched on" in GradScalerSkew().unobserved(run_of({0: [], 1: []}))
 
 
 def test_a_scale_that_one_rank_sets_by_hand():

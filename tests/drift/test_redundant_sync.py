@@ -23,6 +23,10 @@ def test_accumulation_that_averages_every_time():
     assert "30 ms of each 100 ms step" in finding.summary
 
 
+def test_without_a_backward_through_a_wrapper():
+    assert "through a wrapper" in RedundantSync().unobserved(run_of({n: [] for n in range(2)}))
+
+
 def test_the_advice_names_the_wrapper_as_the_program_does():
     events = [site(WRAP, "train.py", 10, "self.ddp = DDP(net)"), pattern()]
     (finding,) = RedundantSync().examine(run_of(dict.fromkeys(range(2), events)))
