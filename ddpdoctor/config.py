@@ -16,6 +16,11 @@ from .findings import Severity
 NEVER = "never"
 FAIL_ON = (*(s.value for s in Severity), NEVER)
 ON_HANG = ("auto", "report", "stop")
+_PREFIX = "DDPDOCTOR_"
+_INTERNAL = tuple(
+    _PREFIX + name for name in ("AGENT", "DEBUG", "DIR", "HOME", "OWNER", "PROBE", "SPAWNED")
+)
+"""What the doctor's own processes tell each other, and DEBUG, by which it shows its defects."""
 DEBUG_LEVELS = ("off", "info", "detail")
 
 _YES = ("1", "true", "yes", "on")
@@ -81,7 +86,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        return "DDPDOCTOR_" + self.name.upper()
+        return _PREFIX + self.name.upper()
 
 
 def words(value: object) -> tuple[str, ...]:
@@ -204,11 +209,13 @@ def resolve(
     *,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    in_python: bool = False,
 ) -> Options:
     """Command line over environment over file.
 
     Args:
         given: what stands on the command line, by field of `Options`, unread.
+        in_python: it stands in a call instead.
 
     Raises:
         ConfigError: a value cannot be used, or the file names an option that does not exist.
@@ -225,8 +232,18 @@ def resolve(
         if text := variables.get(setting.variable):
             values[setting.name] = _read(setting, text, setting.variable)
     for name, raw in given.items():
-        values[name] = _read(BY_NAME[name], raw, BY_NAME[name].flag)
+        values[name] = _read(BY_NAME[name], raw, name if in_python else BY_NAME[name].flag)
     return Options(**values)  # type: ignore[arg-type]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> str:
+    """One line about variables that look like the doctor's and mean nothing; empty for none."""
+    known = {*(s.variable for s in SETTINGS), *_INTERNAL}
+    told = []
+    for name in sorted(n for n in environ if n.startswith(_PREFIX) and n not in known):
+        near = difflib.get_close_matches(name[len(_PREFIX) :].lower(), BY_NAME, 1)
+        told.append(f"{name} (did you mean {BY_NAME[near[0]].variable}?)" if near else name)
+    return f"no option is read from {', '.join(told)}" if told else ""
 
 
 def _here() -> Path:

@@ -15,6 +15,7 @@ from .events import (
     ProbeTrouble,
     ProcessStarted,
     RankExiting,
+    RankSample,
     RankStarted,
     StepDone,
     Stopped,
@@ -393,6 +394,11 @@ def why_nobody(run: Run) -> str:
         return (
             "the records are gone: the run folder, or what was in it, was deleted or moved while "
             "the run went on, or later"
+        )
+    if seen := {e.rank for node in run.nodes.values() for e in node.of(RankSample)}:
+        return (
+            f"{_ranks(seen)} ran, and what each recorded (rank-*.jsonl) is gone: deleted or moved, "
+            "or not copied to this folder"
         )
     if run.info.launcher == "run":
         return _no_rank_started(run)

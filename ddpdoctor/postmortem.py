@@ -101,7 +101,7 @@ def open_run(paths: Sequence[str | os.PathLike[str]]) -> Attempts:
     runs = [run for n in numbers if (run := load(folders, n)).ranks or run.unobserved]
     if not runs:
         nobody = why_nobody(load(folders, numbers[-1]))
-        raise FolderError(f"{paths[0]}: no rank left a record; {nobody}")
+        raise FolderError(f"{paths[0]}: it holds no record of a rank; {nobody}")
     for run in runs:
         _readable(run, paths[0])
     for n in numbers:

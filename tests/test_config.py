@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ddpdoctor
+from ddpdoctor import config
 from ddpdoctor.config import SETTINGS, ConfigError, Options, resolve
 from ddpdoctor.findings import Severity
 
@@ -95,6 +97,26 @@ def test_bad_variable_and_bad_file_name_their_origin(tmp_path: Path) -> None:
         resolve({}, environ={}, cwd=tmp_path)
 
 
+def test_variables_that_mean_nothing_are_told() -> None:
+    assert (
+        config.unknown_variables({"DDPDOCTOR_LIVE": "1", "DDPDOCTOR_DIR": "x", "PATH": "/"}) == ""
+    )
+    told = config.unknown_variables({"DDPDOCTOR_FAILON": "error", "DDPDOCTOR_FOO": "1"})
+    assert told == (
+        "no option is read from DDPDOCTOR_FAILON (did you mean DDPDOCTOR_FAIL_ON?), DDPDOCTOR_FOO"
+    )
+
+
+def test_what_the_doctor_sets_itself_is_no_unknown_variable() -> None:
+    package = Path(config.__file__).parent
+    named = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"\bDDPDOCTOR_[A-Z]+\b", path.read_text())
+    }
+    assert config.unknown_variables(dict.fromkeys(named, "")) == ""
+
+
 def test_fail_on() -> None:
     assert not Options().fails(Severity.ERROR)
     assert Options(fail_on="warning").fails(Severity.ERROR)
@@ -111,6 +133,7 @@ def test_fail_on() -> None:
         ({"colour": "red"}, "there are raise_on, "),
         ({"select": ["drfit"]}, "did you mean drift"),
         ({"raise_on": "fault"}, "'fault' is not one of"),
+        ({"every": 0}, "^every: 0 is not a whole number"),
     ],
 )
 def test_a_checkup_refuses_what_it_does_not_know(asked: dict[str, Any], told: str) -> None:

@@ -18,7 +18,7 @@ from recordings import PID, START, make_run, run_info, steps, write_folder
 from ddpdoctor.config import Options
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.embedded import watcher
-from ddpdoctor.events import ExceptionRaised, ProcessEnded
+from ddpdoctor.events import ExceptionRaised, ProcessEnded, RankSample
 from ddpdoctor.findings import Finding, Location, Severity
 from ddpdoctor.launch import LaunchError, devices, ending, gathering, torchrun
 from ddpdoctor.launch import environment as environment_of
@@ -242,6 +242,7 @@ def test_the_report_is_printed_where_nothing_can_be_saved(
     assert "cannot save findings.json: No space left on device" in printed
     assert "failed (exit 7)" in printed
     assert re.search(r"^rank +state +steps", printed, re.M)
+    assert "in findings.json" not in printed
 
 
 @pytest.mark.parametrize(
@@ -406,6 +407,13 @@ def test_records_that_are_gone_are_no_launcher_s_failure(tmp_path: Path, launche
     folder.node_path(0).unlink()
     (gone,) = diagnose(load([folder]), []).coverage.lost
     assert gone.startswith("the records are gone: the run folder")
+
+
+def test_ranks_whose_records_were_deleted_were_ranks(tmp_path: Path) -> None:
+    samples = [RankSample(at=1, rank=r, pid=7 + r, rss_bytes=1) for r in range(2)]
+    folder = write_folder(tmp_path / "run", {}, launcher="checkup", nodes={0: samples})
+    (gone,) = diagnose(load([folder]), []).coverage.lost
+    assert gone.startswith("ranks 0-1 ran, and what each recorded (rank-*.jsonl) is gone")
 
 
 def test_a_doctor_in_a_doctor_says_where_the_ranks_are(

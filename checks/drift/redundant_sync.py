@@ -92,11 +92,11 @@ class RedundantSync(Check):
         saving = wasted * exposed
         share = 100 * saving / step_s if step_s else 0.0
         fits = typical.synced * exposed <= step_s  # DDP's own estimate may be of a slow backward
-        estimate = (
-            f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
-            if saving and fits
-            else "time that DDP did not measure"
-        )
+        estimate = "time that DDP did not measure"
+        if saving:
+            estimate = "time: how much is unknown, as DDP's figures are of a slower backward"
+        if saving and fits:
+            estimate = f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
         return self.finding(
             severity=Severity.WARNING if same_line or late >= 0 else Severity.NOTE,
             ranks=tuple(group.members),

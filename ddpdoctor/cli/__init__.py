@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..config import ConfigError
+from ..config import ConfigError, unknown_variables
 from ..registry import RegistryError, SelectionError
 from ..runfolder import FolderError
 from .parsers import Parser, formatter
@@ -95,6 +95,8 @@ def _dispatch(words: list[str]) -> int:
         allow_abbrev=False,
     )
     module.configure(command)
+    if odd := unknown_variables(os.environ):
+        _say(odd)
     status: int = module.main(command, words[1:])
     sys.stdout.flush()
     return status

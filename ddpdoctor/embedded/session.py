@@ -236,7 +236,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"no option is called {name!r}; {hint}")
     try:
-        known = resolve(asked, environ={})
+        known = resolve(asked, environ={}, in_python=True)
         registry.select(known.select, known.ignore)
     except (ConfigError, registry.SelectionError) as error:
         raise ValueError(str(error)) from None

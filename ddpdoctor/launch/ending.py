@@ -91,15 +91,17 @@ def publish(folder: RunFolder, report: Report, options: Options) -> None:
     """Write the report to every place it belongs; one that fails does not take the others."""
     from .. import render
 
+    saved = False
     with reported("findings.json"):
         write_private(folder.findings_path, report.to_json())
+        saved = True
     stood = {r.rank: r.stood for r in report.ranks}
     for attempt in folder.attempts():
         for rank, path in folder.rank_files(attempt):
             with contextlib.suppress(OSError):  # it says what the report says
                 _append_to_log(path.with_suffix(".log"), rank, report.findings, stood.get(rank, ""))
     _drop_empty_dumps(folder)
-    render.console(report, stream=sys.stderr, quiet=options.quiet)
+    render.console(report, stream=sys.stderr, quiet=options.quiet, saved=saved)
     if options.json:
         with reported(str(options.json)):
             render.write_json(report, options.json)

@@ -307,7 +307,10 @@ def text_of(error: BaseException) -> str:
     """What it says."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({error.filename}, line {error.lineno})"
-    return str(error)
+    try:
+        return str(error)
+    except Exception:
+        return "<its __str__ failed>"
 
 
 def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:

@@ -19,17 +19,26 @@ PLAIN_WIDTH = 80
 
 
 def console(
-    report: Report, *, stream: TextIO | None = None, quiet: bool = False, width: int | None = None
+    report: Report,
+    *,
+    stream: TextIO | None = None,
+    quiet: bool = False,
+    width: int | None = None,
+    saved: bool = True,
 ) -> None:
     """Print a report. Where the stream is no terminal: 80 columns and no escapes.
 
     A stream that is closed or full loses the report and nothing else.
+
+    Args:
+        saved: `findings.json` holds what is left out here.
     """
     from . import terminal
 
     out = sys.stderr if stream is None else stream
     styled = is_terminal(out)
-    content = terminal.render(report, width or width_of(out), styled=styled, quiet=quiet)
+    width = width or width_of(out)
+    content = terminal.render(report, width, styled=styled, quiet=quiet, saved=saved)
     if not quiet:
         content = f"\n{content}"  # apart from what the ranks and the launcher printed
     with contextlib.suppress(OSError, ValueError):

@@ -256,17 +256,18 @@ def most_steps(report: Report) -> int:
     return max((r.steps for r in report.ranks), default=0)
 
 
-def gaps(report: Report) -> list[str]:
-    """What was not examined and why, and what the records lack."""
+def gaps(report: Report, *, saved: bool = True) -> list[str]:
+    """What was not examined and why, and what the records lack. All of it, where it was not
+    `saved` elsewhere."""
     if not report.ranks:
         skipped = []  # nothing was there to be examined; `missing` says why
     else:
-        skipped = _reasons("not examined", report.coverage.skipped)
-        skipped += _reasons("left out", report.coverage.partly)
+        skipped = _reasons("not examined", report.coverage.skipped, saved)
+        skipped += _reasons("left out", report.coverage.partly, saved)
     return [*skipped, *(f"missing: {clean(line)}" for line in report.coverage.lost)]
 
 
-def _reasons(title: str, what: Iterable[Skipped]) -> list[str]:
+def _reasons(title: str, what: Iterable[Skipped], saved: bool) -> list[str]:
     """One line for all of it: `findings.json` has every check with its reason."""
     by_reason: dict[str, list[str]] = {}
     for skipped in what:
@@ -276,7 +277,7 @@ def _reasons(title: str, what: Iterable[Skipped]) -> list[str]:
         for reason, checks in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     ]
     more = len(told) - REASONS_LIMIT
-    if more > 0:
+    if more > 0 and saved:
         told[REASONS_LIMIT:] = [f"{count(more, 'more reason')} in findings.json"]
     return [f"{title}: {'; '.join(told)}"] if told else []
 

@@ -25,10 +25,12 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.
 STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
 
 
-def render(report: Report, width: int, *, styled: bool = False, quiet: bool = False) -> str:
+def render(
+    report: Report, width: int, *, styled: bool = False, quiet: bool = False, saved: bool = True
+) -> str:
     """The report as text of that width; without `styled` it holds no escapes."""
     console = make_console(StringIO(), width, styled)
-    for part in _report(report, console.width, quiet):
+    for part in _report(report, console.width, quiet, saved):
         show(console, part)
     return captured(console)
 
@@ -57,14 +59,14 @@ def show(console: Console, part: RenderableType) -> None:
     console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def _report(report: Report, width: int, quiet: bool) -> Iterator[RenderableType]:
+def _report(report: Report, width: int, quiet: bool, saved: bool) -> Iterator[RenderableType]:
     if not quiet:
         yield from head(report, width)
     for finding in report.findings:
         yield from about(finding, width)
         yield Text()
     if not quiet:
-        yield from foot(report, width)
+        yield from foot(report, width, saved)
 
 
 def head(report: Report, width: int) -> Iterator[RenderableType]:
@@ -81,12 +83,12 @@ def head(report: Report, width: int) -> Iterator[RenderableType]:
         yield Text()
 
 
-def foot(report: Report, width: int) -> Iterator[RenderableType]:
+def foot(report: Report, width: int, saved: bool = True) -> Iterator[RenderableType]:
     """The count, what was not examined, and the doctor's own cost."""
     style = "" if report.findings else "bold"
     for line in facts.verdict(report):
         yield from _wrapped(line, width, style)
-    for line in facts.gaps(report):
+    for line in facts.gaps(report, saved=saved):
         yield from _wrapped(line, width, "dim", hang=2)
     yield from _wrapped(facts.overhead(report), width, "dim")
 

@@ -52,7 +52,7 @@ def test_report_refuses_what_is_no_run(tmp_path: Path, good: Path, capsys: Caugh
     assert "is no run folder" in refused(capsys, "report", tmp_path / "other" / "notes.txt")
     assert "is empty" in refused(capsys, "report", tmp_path / "empty")
     assert "neither run.json nor rank-" in refused(capsys, "report", tmp_path / "other")
-    assert "no rank left a record" in refused(capsys, "report", bare)
+    assert "holds no record of a rank" in refused(capsys, "report", bare)
     assert f"give one of them: {good}" in refused(capsys, "report", tmp_path)
     assert "both hold rank 0" in refused(
         capsys, "report", good, write_folder(tmp_path / "b", {0: []}).path

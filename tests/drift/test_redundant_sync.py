@@ -58,7 +58,9 @@ def test_a_saving_beyond_the_step_is_not_claimed():
         (finding,) = RedundantSync().examine(
             run_of({n: [pattern(exposed=exposed)] for n in (0, 1)})
         )
-        assert "did not measure" in finding.summary
+        assert "how much is unknown" in finding.summary
+    (finding,) = RedundantSync().examine(run_of({n: [pattern(exposed=0.0)] for n in (0, 1)}))
+    assert "did not measure" in finding.summary
 
 
 def test_no_sync_around_the_backward_only_is_pointed_at():

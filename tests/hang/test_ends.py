@@ -194,6 +194,24 @@ def test_what_was_handled_as_an_exception_was_raised(
     assert process._first(active, ValueError()) is None
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_that_cannot_say_what_it_is_has_a_name_and_a_line(
+    active: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(process, "_ending", process._Ending())
+    with pytest.raises(Mute) as caught:
+        raise Mute
+    process.note_exception(caught.value, caught.tb)
+    (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
+    assert raised.kind.endswith("Mute") and raised.frames
+    assert raised.message == "<its __str__ failed>"
+
+
 HANDLED = """
 def main():
     try:
