@@ -104,7 +104,12 @@ def related(
     loop: bool = True,
     gathered: Location | None = None,
 ) -> tuple[Related, ...]:
-    places = [("iterated here", reader.loop_at if loop else None), ("gathered here", gathered)]
+    places = [("iterated here", _loop(reader) if loop else None), ("gathered here", gathered)]
     if sampler and reader.seen.sampler_site >= 0:
         places.insert(0, ("sampler made here", reader.sampler_at))
     return tuple(Related(label, spot) for label, spot in places if spot is not None)
+
+
+def _loop(reader: Reader) -> Location | None:
+    """Where it is iterated, also where a single batch was taken elsewhere first."""
+    return reader.rank.location(reader.epochs[0].began.site) or reader.loop_at

@@ -12,6 +12,13 @@ from ._audit import Audit
 from ._verdict import HELD_OUT, TWICE, Fault, of_check
 from ._words import SHORTEST, datasets, figures, no_loader, related, whom
 
+KINDS = {
+    "indices": "indices of a Subset",
+    "choice": "whole numbers that select samples",
+    "text": "texts, such as paths",
+    "tensor": "tensors",
+}
+
 
 class DatasetMismatch(Check):
     """Ranks divide different data sets among them
@@ -116,6 +123,7 @@ class DatasetMismatch(Check):
             ),
             evidence={
                 **fault.evidence,
+                "kind": KINDS.get(kind, "entries"),
                 "lengths": lengths,
                 **(figures(audit) if leaks else _positions(audit)),
             },
@@ -216,6 +224,14 @@ def _why(
             "fix": "where each rank is to read a shard of its own, leave the `DistributedSampler` "
             f"out and {SHORTEST}; where all are to hold the same, list it on one rank and send the "
             "list to the others (`dist.broadcast_object_list`)",
+        }
+    if kind != "text" and not (reordered or unlike):
+        return {
+            "cause": "each rank made the entries for itself, of random numbers or from sources of "
+            "its own",
+            "fix": "where they are random, seed alike on all ranks before the data set is made "
+            "(`torch.manual_seed(seed)`, `np.random.seed(seed)`), or make it on one rank, save it "
+            "and load it on all",
         }
     return {
         "cause": "each rank has listed or made the entries for itself",

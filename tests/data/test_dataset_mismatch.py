@@ -264,3 +264,26 @@ def test_loaders_of_other_moments_are_not_compared() -> None:
     """The rank is one epoch ahead: it already reads the next split."""
     others = [remade(r, [1, 1, 1, 2]) for r in range(2)]
     assert not found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 2], step=15)))
+
+
+def test_random_entries_of_each_rank_are_no_listing() -> None:
+    (finding,) = examine(part(0, payload("tensor", 1, 5)), part(1, payload("tensor", 2, 6)))
+    assert finding.severity is Severity.NOTE
+    assert "`torch.manual_seed(seed)`" in finding.fix and "sorted" not in finding.fix
+    assert finding.evidence["kind"] == "tensors"
+    (listed,) = examine(part(0, payload("text", 1, 5)), part(1, payload("text", 2, 6)))
+    assert "sorted(...)" in listed.fix
+
+
+def test_a_batch_that_was_looked_at_first_is_not_the_loop() -> None:
+    ranks = []
+    for rank in range(2):
+        peek, real = [0], EVERYTHING[rank::2]
+        events = loader(
+            0, [peek, real], loop_site=4, distributed=True, replicas=2, sampler_rank=rank,
+            total_size=100, payloads=(payload("indices", rank, 5 + rank),),
+            ends={"exhausted": [False, True]},
+        )  # fmt: skip
+        ranks.append(events)
+    (finding,) = examine(*ranks)
+    assert [(r.label, r.location.line) for r in finding.related] == [("iterated here", 20)]
