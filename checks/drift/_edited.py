@@ -28,6 +28,8 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
         return cause
     if (cause := _called(group, kind, first, seen, changing)) is not None:
         return cause
+    if (cause := _unscaled(group, changing)) is not None:
+        return cause
     ranks = tuple(sorted(changing))
     others = ""
     if len(ranks) == len(group.members):
@@ -148,6 +150,25 @@ def _called(
         text=f"{name} is called for them on {ranks_text(ranks)} only; what else is done to them "
         "between the backward and the step, all ranks do",
         evidence={"edited_by_hand_on": list(ranks)},
+    )
+
+
+def _unscaled(group: Replicas, changing: dict[int, Edited]) -> Cause | None:
+    """All that is done to them is to take out loss scales, which are not the same."""
+    alone = all({*e.changers} == {"unscale_"} and e.ratio for e in changing.values())
+    if len(changing) < len(group.members) or not alone or any(e.beside for e in changing.values()):
+        return None
+    ranks = _unlike_most(changing)
+    by = ", ".join(f"1/{1 / e.ratio:.5g} on rank {n}" for n, e in changing.items())
+    return Cause(
+        text=f"the ranks' scalers unscale them by unlike loss scales ({by}), after DDP averaged "
+        "them",
+        fix="make or load the scaler alike on every rank, and call `scaler.step(optimizer)` and "
+        "`scaler.update()` on every rank after every backward",
+        label="unscaled by unlike scales",
+        location=_caller(group.members[ranks[0]].rank, changing[ranks[0]]),
+        ranks=ranks,
+        everybody=True,
     )
 
 

@@ -9,6 +9,7 @@ from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Step
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 from . import _uncompared
+from ._left_out import LeftOut, left_out
 from ._replicas import NO_COPIES, Replicas, by_step, replicas
 
 _GRADIENTS = ("gradients", "local")
@@ -19,15 +20,17 @@ class GradScalerSkew(Check):
     """The loss scale of mixed precision differs between ranks, or only some skip a step
 
     ## What it finds
-    `GradScaler`s whose scale is not the same on all ranks at the same step, and steps that some
-    ranks skip for infinite gradients while others take them.
+    `GradScaler`s whose scale is not the same on all ranks at the same step, steps that some ranks
+    skip for infinite gradients while others take them, and calls that some ranks leave out while
+    those of the others skip, so that only their scale falls.
 
     ## How it knows
     Every `GradScaler.step` is seen: each rank records the scale when it changes, and the steps that
     its optimizer did not take. Calls of the same number are compared between the ranks, up to the
-    first that does not come after equally many averaging backwards on all of them. A scale that
-    lies on a GPU is not read, since the rank would have to wait for it: there, only steps that are
-    skipped tell. The finding is proven.
+    first that does not come after equally many averaging backwards on all of them; where the others
+    skip that one, also the calls after it, by those backwards. A scale that lies on a GPU is not
+    read, since the rank would have to wait for it: there, only steps that are skipped tell. The
+    finding is proven.
 
     ## Why it hurts
     DDP averages gradients that were scaled differently: none is unscaled rightly. A step that is
@@ -40,7 +43,7 @@ class GradScalerSkew(Check):
 
     ## When it stays quiet
     Scales that agree, steps that all ranks skip, scalers that are switched off; ranks that do not
-    call `step` in the same iterations.
+    call `step` in the same iterations, unless the others skip there.
     """
 
     code = "DDP406"
@@ -81,11 +84,41 @@ class GradScalerSkew(Check):
             n: [e for e in m.rank.of(ScalerStep) if e.optimizer in (optimizer[n], -1)]
             for n, m in group.members.items()
         }
+        ends = {n: m.last_step for n, m in group.members.items()}
         for scaler in sorted({e.scaler for mine in events.values() for e in mine}):
             own = {n: [e for e in mine if e.scaler == scaler] for n, mine in events.items()}
-            if (found := self._compare(group, own)) is not None:
+            found = self._compare(group, own)
+            if found is None and (left := left_out(own, ends)) is not None:
+                found = self._left_out(group, left)
+            if found is not None:
                 yield found
                 return
+
+    def _left_out(self, group: Replicas, left: LeftOut) -> Finding:
+        rank, call, who = group.members[left.by].rank, left.call, ranks_text(left.ranks)
+        spelled = ", ".join(f"{v:g} on rank {n}" for n, v in left.scales.items())
+        return self.finding(
+            ranks=left.ranks,
+            steps=left.steps,
+            subjects=("GradScaler",),
+            location=rank.location(call.site),
+            label=f"left out on {who} at least once",
+            summary=f"the loss scale differs between ranks from step {left.steps.first} on: "
+            f"{spelled}",
+            cause=f"{ranks_do(left.ranks, 'leave')} out scaler step {call.number}, which the "
+            "others call and which skips for gradients that are not finite: only their scale "
+            "falls, and the gradients, which DDP averages, are unscaled by unlike scales from "
+            "then on",
+            fix="call `scaler.step(optimizer)` and `scaler.update()` on every rank after every "
+            "backward, also for a batch that is to be skipped (no early `return` or `continue` on "
+            "some ranks only); let the ranks agree on what to skip: `dist.all_reduce(bad, "
+            "op=dist.ReduceOp.MAX)`",
+            evidence={
+                "scaler_step": call.number,
+                "by_rank": [{"rank": n, "scale": str(v)} for n, v in left.scales.items()],
+            },
+            at=rank.wall(call.at),
+        )
 
     def _compare(self, group: Replicas, events: dict[int, list[ScalerStep]]) -> Finding | None:
         told = {n: {e.call: e for e in mine} for n, mine in events.items()}

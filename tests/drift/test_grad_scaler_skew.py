@@ -200,3 +200,46 @@ def test_steps_of_two_optimizers_are_numbered_each_by_itself(monkeypatch):
     rows = [(e.optimizer, e.call, e.backwards, e.each) for e in told]
     assert rows == [(0, 0, 1, 1), (1, 0, 2, 2), (0, 1, 3, 2), (0, 2, 6, 3), (1, 2, 7, 3)]
     assert not any(e.skipped for e in told)
+
+
+def at(call, backwards, value, *, step=None, skipped=False, each=1):
+    event = scale(call, value, skipped)
+    step = call if step is None else step
+    return msgspec.structs.replace(event, step=step, backwards=backwards, each=each)
+
+
+SKIPS = [at(0, 1, 64.0), at(5, 6, 64.0, skipped=True), at(6, 7, 32.0, step=5)]
+"""The scale falls at its sixth call."""
+RETURNS = [at(0, 1, 64.0), at(5, 7, 64.0, each=2), at(6, 8, 64.0)]
+"""No call after the sixth backward."""
+
+
+def test_a_call_that_one_rank_leaves_out_while_the_others_skip():
+    run = run_of({0: SKIPS, 1: RETURNS, 2: SKIPS}, count=9)
+    (finding,) = GradScalerSkew().examine(run)
+    assert (finding.ranks, finding.location.line) == ((1,), 33)
+    assert finding.steps == Steps(5, 8, 4)
+    assert "from step 5 on: 32 on rank 0, 64 on rank 1, 32 on rank 2" in finding.summary
+    assert "rank 1 leaves out scaler step 5" in finding.cause
+    for check, first in (("gradient-drift", 5), ("parameter-drift", 6)):
+        effect = msgspec.structs.replace(finding, check=check, steps=Steps(first, 8, 1))
+        assert GradScalerSkew().explains(finding, effect)
+
+
+TAKEN = [at(0, 1, 64.0)]
+LOWERED = [at(0, 1, 64.0), at(5, 7, 32.0, each=2), at(6, 8, 32.0)]
+UNREAD = [at(0, 1, -1.0), at(5, 7, -1.0, each=2), at(6, 8, -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(TAKEN, RETURNS, id="the others take the step: that is parameter-drift"),
+        pytest.param(SKIPS, LOWERED, id="the rank lowers its scale by itself"),
+        pytest.param(RETURNS, RETURNS, id="all leave it out"),
+        pytest.param([*UNREAD[:1], *SKIPS[1:]], UNREAD, id="the scale lies on a device"),
+        pytest.param(SKIPS, SKIPS, id="all skip it"),
+    ],
+)
+def test_calls_left_out_that_leave_the_scales_alike(one, other):
+    assert list(GradScalerSkew().examine(run_of({0: one, 1: other}, count=9))) == []

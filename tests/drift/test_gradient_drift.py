@@ -281,3 +281,34 @@ def test_of_one_step_only_what_was_compared_in_it_counts():
     assert finding.evidence["differing"] == "2 of 2 tensors compared, of 4"
     assert finding.evidence["looks_that_differ"] == "1 of 2 compared since"
     assert finding.evidence["last_equal_at_step"] == 4
+
+
+def unscaled(ratio, **fields):
+    changers = {"unscale_": LINE, **fields.pop("changers", {})}
+    event = edit(ratio, functions=("clip_grad_norm_",))
+    return msgspec.structs.replace(event, changers=changers, **fields)
+
+
+def test_scales_that_are_taken_out_are_no_edit():
+    ranks = {
+        n: [unscaled(1 / scale), digests("gradients", APART if n else SAME)]
+        for n, scale in enumerate((64.0, 128.0))
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "unlike loss scales (1/64 on rank 0, 1/128 on rank 1)" in finding.cause
+    assert "clip" not in finding.cause and "edit" not in finding.cause
+    assert finding.location.line == 33
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"beside": True}, {"changers": {"clip_grad_norm_": LINE}}],
+    ids=["by hand", "clipped"],
+)
+def test_what_is_done_beside_taking_the_scale_out_is_an_edit(fields):
+    ranks = {
+        n: [unscaled(1 / (n + 2), **fields), digests("gradients", APART if n else SAME)]
+        for n in (0, 1)
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert "edits its gradients" in finding.cause
