@@ -17,6 +17,7 @@ from .events import (
     RankExiting,
     RankSample,
     RankStarted,
+    SignalSent,
     StepDone,
     Stopped,
 )
@@ -268,12 +269,16 @@ def _most(sizes: Iterable[int]) -> int | None:
 
 
 def _last_thing(rank: Rank) -> str:
-    """What this rank did last, in words."""
+    """What this rank did last, in words; a signal to another process is none: torch ends the
+    workers of a loader with one."""
     if line := interrupted(rank):
         return f"interrupted at {line}"
-    # After an exception, leaving is no news.
-    skipped = RankExiting if rank.exception else ()
-    every = reversed(list(rank))
+    raised = rank.exception
+    if raised is not None and not raised.caught:
+        return raised.describe()  # what follows it is no news
+    skipped = RankExiting if raised else ()
+    own = rank.started.pid if rank.started else -1
+    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == own)
     told = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
     step = rank.latest(StepDone)
     if step and (told is None or step.at > told.at):

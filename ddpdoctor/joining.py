@@ -11,6 +11,7 @@ import msgspec
 
 from .events import (
     InitEntered,
+    MonitorStarted,
     ProcessEnded,
     ProcessStarted,
     RankExiting,
@@ -58,13 +59,15 @@ def end_of(
 ) -> tuple[ProcessEnded | None, Stopped | None]:
     """What its node's monitor wrote of its end, and of who stopped the run. Of a rank whose record
     is lost, the end of whatever was that rank."""
+    nodes = list(nodes)
     for node in nodes:
         for ended in node.of(ProcessEnded):
             pid = rank.started.pid if rank.started else ended.pid
             if (ended.rank, ended.pid, ended.attempt) == (rank.rank, pid, attempt):
                 ended = _by_itself(rank, ended, node)
                 return _as_spawn_saw(ended, node), stopped_in(node, attempt)
-    return None, None
+    mine = (node for node in nodes if (m := node.first(MonitorStarted)) and m.node == rank.node)
+    return None, next((s for node in mine if (s := stopped_in(node, attempt))), None)
 
 
 def stopped_in(node: Facts, attempt: int) -> Stopped | None:

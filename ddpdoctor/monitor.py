@@ -219,7 +219,8 @@ class Monitor:
         try:
             for watched in self.watched.values():
                 self._flush(watched)
-                if watched.gone is not None:
+                # A zombie cannot be waited for while threads of it are still there.
+                if watched.gone is not None or watched.state == "Z":
                     self._record_end(watched)
             self._check_memory_limit(always=True)
         except Exception as error:

@@ -213,17 +213,17 @@ class Rank(Facts):
     @property
     def state(self) -> str:
         """`finished | failed | killed | hung | running | lost`."""
+        by_doctor = self.stopped and self.stopped.by == "doctor"
         if self.ended and self.ended.signal is not None:
-            hung = self.stalled or (self.stopped is not None and self.stopped.by == "doctor")
-            return "hung" if hung else "killed"
+            return "hung" if self.stalled or by_doctor else "killed"
         if self.ended and self.ended.status is not None:
             return "failed" if self.ended.status else "finished"
         leaving = self.latest(RankExiting)
         if self.exception or (leaving and leaving.status):
             return "failed"
-        if leaving:
-            return "finished"  # else gone without a word, and nobody could wait for it
-        return "killed" if self.ended else "running" if self.alive else "lost"
+        if leaving or self.ended:  # or gone without a word, and nobody could wait for it
+            return "finished" if leaving else "killed"
+        return "running" if self.alive else "hung" if by_doctor else "lost"
 
     @property
     def device(self) -> str:

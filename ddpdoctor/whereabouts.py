@@ -21,9 +21,12 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     """`in barrier at train.py:31 for 28 s`, or `at train.py:14 in prepare`; empty where it went on
     until a signal, or ended by itself; in a `live` run, where it goes on."""
     ring = rank.ring
-    if rank.state not in ("killed", "hung", "lost", *(["running"] if live else [])) or ring is None:
+    if rank.state not in ("killed", "hung", "lost", *(["running"] if live else [])):
         return ""
     stood = _stood(run, rank)
+    if ring is None:  # it never came to a group
+        seen = stood is not None and (rank.last is None or stood.at >= rank.last.at)
+        return _at_line(rank, stood) if seen else ""
     at = _until(run, rank, ring, stood)
     call = next((c for c in reversed(ring.last_calls) if c.open_at(at)), None)
     if ring.progress_at > at and call is None:
@@ -33,8 +36,8 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
         return ""
     if call is not None:
         return _in_call(rank, call) + _for(at - call.began)
-    if stood is not None and stood.at >= ring.progress_at and (frame := stood.user_frame):
-        return f"at {shorten(frame.file, rank.cwd)}:{frame.line} in {frame.function}"
+    if stood is not None and stood.at >= ring.progress_at and (line := _at_line(rank, stood)):
+        return line
     raised = rank.exception
     if raised is not None and raised.at >= ring.progress_at:
         return ""
@@ -45,6 +48,13 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     if ring.phase is Phase.USER and still >= STOOD_S:
         return f"in its own code{f' since {place}' if place else ''}{_for(still)}"
     return ""
+
+
+def _at_line(rank: Rank, stood: RankStood | None) -> str:
+    frame = stood.user_frame if stood else None
+    if frame is None:
+        return ""
+    return f"at {shorten(frame.file, rank.cwd)}:{frame.line} in {frame.function}"
 
 
 def interrupted(rank: Rank) -> str:

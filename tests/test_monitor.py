@@ -119,6 +119,20 @@ def test_an_end_that_nobody_could_wait_for(
     assert (ended.status, ended.signal, ended.silent) == (None, signum, silent)
 
 
+def test_the_end_of_a_zombie_that_nobody_could_wait_for(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """The threads of a process that was told to end may outlive the main one for a moment."""
+    _rank_file(tmp_path, 1, sleeper.pid)
+    watched = _monitor(tmp_path)
+    watched.tick()
+    sleeper.terminate()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    watched.finish()
+    (ended,) = _seen(tmp_path, ProcessEnded)
+    assert isinstance(ended, ProcessEnded) and ended.signal == signal.SIGTERM
+
+
 def test_memory_of_descendants_is_counted(tmp_path: Path) -> None:
     child = "held = b'x' * 40_000_000; import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {child!r}])"

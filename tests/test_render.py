@@ -298,6 +298,19 @@ def test_last_thing_is_the_exception_not_the_leaving() -> None:
     assert [r.last for r in rows] == ["leaving (status 7)", "leaving (return)"]
 
 
+def test_last_thing_is_no_worker_that_torch_ends() -> None:
+    from ddpdoctor.events import ExceptionRaised, RankExiting, SignalSent
+
+    raised = ExceptionRaised(at=0, kind="ValueError", message="no")
+    ends = SignalSent(at=0, pid=99999, signal=15)
+    leaving = RankExiting(at=0, how="return", status=0)
+    run = make_run({0: [*steps(2), raised, ends], 1: [*steps(2), leaving, ends]}, ended={0: 1})
+    assert [r.last for r in diagnose(run, []).ranks] == [
+        "raised ValueError: no",
+        "leaving (return, status 0)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("done", "told"),
     [

@@ -7,12 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
-from recordings import PID, START, WALL
+from recordings import PID, START, WALL, make_run
 from tapes import Tape, run_of, stood
 
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Event, ExceptionRaised, Frame, ProcessEnded, RankSample, Stopped
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    Frame,
+    ProcessEnded,
+    RankSample,
+    Stopped,
+    TorchLoaded,
+)
 from ddpdoctor.findings import Report, Severity
 from ddpdoctor.render.live import snapshot
 from ddpdoctor.ring import Phase, State
@@ -138,3 +146,17 @@ def test_a_rank_that_was_killed_while_nobody_stopped_the_run(tmp_path: Path) -> 
     made = {0: Tape(0, 2).call(line=9), 1: tape}
     run = run_of(tmp_path, made, nodes={0: [killed]}, outcome="killed")
     assert row(diagnose(run, []))[0] == "waiting for a batch at train.py:7 for 7 s"
+
+
+@pytest.mark.parametrize(("at", "place"), [(40, "at train.py:6 in main"), (0.5, "")])
+def test_where_a_rank_stood_that_never_came_to_a_group(at: float, place: str) -> None:
+    seen = stood(1, 6, "time.sleep(.5)", at=START + at)
+    came = TorchLoaded(at=START + 1, torch="2.13.0")
+    run = make_run({0: [], 1: [came]}, ended={0: 1, 1: -15}, nodes={0: [seen]})
+    assert diagnose(run, []).ranks[1].stood == place
+
+
+@pytest.mark.parametrize(("by", "state"), [("doctor", "hung"), ("interrupt", "lost")])
+def test_a_rank_that_the_doctor_stopped_and_whose_end_nobody_saw(by: str, state: str) -> None:
+    run = make_run({0: [], 1: []}, ended=None, nodes={0: [Stopped(at=START + 9, by=by)]})
+    assert [rank.state for rank in run.ranks.values()] == [state, state]
