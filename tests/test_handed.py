@@ -18,6 +18,8 @@ GIVEN = [
     "class A:\n    def f(self, t):\n        call(t, group=self.group)",
     "class A:\n    @staticmethod\n    def f(t):\n        call(t)",
     "if sizes:\n    def f(s, t):\n        call(s)",
+    "def f(v):\n    call(torch.tensor([float(v)]))",
+    "def f(t):\n    call(t.sum())",
     "def f(n):\n    x = n\n    x += 1\n    call(torch.zeros(x))",
 ]
 OWN = [
@@ -37,6 +39,7 @@ OWN = [
     "def f(t):\n    with lock() as held:\n        call(held)",
     "def f(t):\n    def g():\n        call(t)\n    g()",
     "def f(t):\n    other(t); call(torch.ones(1))",
+    "def f(v):\n    t = torch.tensor([sum(v), len(v)])\n    call(t)",
 ]
 
 

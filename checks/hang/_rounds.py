@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from ddpdoctor.run import Call, State
 
@@ -72,13 +72,15 @@ class Unsent:
         made: the call of a round before; rounds: how many earlier ones there are.
         usual: how often it made its present call in a row before that, where it does so once more
             in this one; 0 where it does not.
+        ended: it has left the loop of these rounds since.
     """
 
     stand: Stand
     waiting: Stand
     made: Made
     rounds: int
-    usual: int
+    usual: int = 0
+    ended: bool = False
 
 
 def unsent(now: Scene, ring: list[Stand]) -> Unsent | None:
@@ -95,7 +97,7 @@ def _missed(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
     sites = [call.site for call in calls]
     last = len(sites) - 1
     if last < 0 or sites[last] not in sites[:last]:
-        return None
+        return _broken_off(now, waiting, stand)
     for long in range(1, last // (LEAST + 1) + 1):
         row = sites[last - long : last]
         if sites[last - LEAST * long : last] != row * LEAST:
@@ -113,6 +115,26 @@ def _missed(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
         more = again > 0 and again + _in_a_row(due.site, sites[last - long :]) > 2
         return Unsent(stand, waiting, made, len(ends), again if more else 0)
     return None
+
+
+def _broken_off(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
+    """The message that followed in all rounds before on what a rank did last in a loop, which it
+    has left: it is where it never was."""
+    at = stand.call
+    calls = [c for c in (stand.rank.ring.calls if stand.rank.ring else ()) if c is not at]
+    calls = [c for c in calls if c.state is not State.VOID and at and c.number < at.number]
+    if at is None or not calls or any(c.site == at.site for c in calls):
+        return None
+    *_, last = calls
+    after = [then for call, then in pairwise(calls) if call.site == last.site]
+    if len(after) < LEAST or len({(c.site, c.peer) for c in after}) > 1:
+        return None
+    due = after[-1]
+    made = now.known.point_to_point(stand.rank, due)
+    other = waiting.made is None or _kind(made) == _kind(waiting.made)
+    if due.site == last.site or due.peer != waiting.rank.rank or other:
+        return None
+    return Unsent(stand, waiting, made, len(after), ended=True)
 
 
 def _kind(made: Made) -> str:

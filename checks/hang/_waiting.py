@@ -88,15 +88,22 @@ def cycle(scene: Scene) -> list[int]:
 
     Only ranks that make no progress count: a call may be in flight.
     """
+    return next(iter(cycles(scene)), [])
+
+
+def cycles(scene: Scene) -> list[list[int]]:
+    """All such rings, of which no two have a rank in common."""
     edges = {
         r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
         for r, others in graph(scene).items()
         if scene.failed or scene.stands[r].still_s >= QUIET_S
     }
+    found: list[list[int]] = []
     for start in sorted(edges):
-        if found := _walk(edges, [start]):
-            return found
-    return []
+        ring = _walk(edges, [start])
+        if ring and not any({*ring} & {*other} for other in found):
+            found.append(ring)
+    return found
 
 
 def across_groups(ring: list[Stand]) -> bool:

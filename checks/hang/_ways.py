@@ -62,14 +62,15 @@ def places(made: Made) -> tuple[Place, ...]:
     return made.site.places if made.site else ()
 
 
-def ways_around(made: Made) -> tuple[Location, ...]:
-    """The statements that can leave a call out of a round of the loops around it."""
+def ways_around(made: Made, ends: bool = False) -> tuple[Location, ...]:
+    """The statements that can leave a call out of a round of the loops around it, also those that
+    end a loop where it `ends`."""
     found = []
     for _, head, depth, around in loops_around(made.rank, made.site):
         spot, place = made.location_at(depth), places(made)[depth]
         found += [
             Location(head.file, way.line, head.function, way.text)
-            for way in around.ways
+            for way in (*around.ways, *(around.exits if ends else ()))
             if spot is not None and leaves_out(way, spot.line, place)
         ]
     return tuple(found)

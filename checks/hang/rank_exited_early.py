@@ -52,7 +52,9 @@ class RankExitedEarly(Check):
 
     ## What it finds
     Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`), or
-    destroyed their process group, while others are in a collective that needs them.
+    destroyed their process group, while others are in a collective that needs them. Where these
+    entered a branch alone (`if rank == 0: evaluate(model)`), and are no more than those that left,
+    they are at fault.
 
     ## How it knows
     Each rank writes down every call before it makes it, when it destroys its groups, and how it
@@ -99,14 +101,14 @@ class RankExitedEarly(Check):
             return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
             early = other.evidence.get("the_same_values_first_on_ranks")
-            if isinstance(early, list) and set(early) == set(mine.ranks):
+            if isinstance(early, list) and set(early) == _left_of(mine):
                 return True
             since = mine.evidence.get("apart_since_step")
             return (
                 isinstance(since, int) and other.steps is not None and (other.steps.first >= since)
             )
         return other.check in ("first-failure", "rank-died") and not (
-            set(mine.ranks) & set(other.ranks)
+            _left_of(mine) & set(other.ranks)
         )
 
     def _tell(self, now: Scene, left: list[Stand], waiting: list[Stand]) -> Finding:
@@ -137,8 +139,9 @@ class RankExitedEarly(Check):
             cause = f"{what}; {cause}"
         if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
             cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"
+        alone = only is not None and len(others) <= len(ranks)
         return self.finding(
-            ranks=ranks,
+            ranks=tuple(others) if alone else ranks,
             steps=first.steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=spot or here,
@@ -158,6 +161,12 @@ class RankExitedEarly(Check):
             },
             at=now.at,
         )
+
+
+def _left_of(mine: Finding) -> set[int]:
+    """The ranks that left: they are not at fault where others entered a branch alone."""
+    ends = (part.partition("-") for part in str(mine.evidence["left"]).split(","))
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
 def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:

@@ -22,7 +22,16 @@ from . import _threads
 from ._again import CAUSE, FIX, formed_again
 from ._rounds import Unsent, unsent
 from ._scene import Scene, Stand, scene
-from ._waiting import across_groups, cycle, gone, in_init, merged_stacks, missing, pending, victims
+from ._waiting import (
+    across_groups,
+    cycles,
+    gone,
+    in_init,
+    merged_stacks,
+    missing,
+    pending,
+    victims,
+)
 from ._ways import ways_around
 
 _STORE = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\(", re.IGNORECASE)
@@ -66,11 +75,13 @@ class Stall(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         now = scene(run)
-        ring = cycle(now)
+        rings = cycles(now)
+        ring = rings[0] if rings else []
         if ring and across_groups([now.stands[r] for r in ring]):
             return  # told by collective-mismatch
         if ring:
-            yield self._ring(now, [now.stands[r] for r in ring])
+            for first, *others in _alike(now, [[now.stands[r] for r in one] for one in rings]):
+                yield self._ring(now, first, others)
         elif now.stall is not None and not missing(now) and not gone(now) and not in_init(now):
             known = [s for s in now.stands.values() if s.rank.started]
             stands = [s for s in known if not s.gone]
@@ -80,20 +91,22 @@ class Stall(Check):
             elif left:
                 yield self._leaving(now, left)
 
-    def _ring(self, now: Scene, ring: list[Stand]) -> Finding:
-        first = ring[0]
+    def _ring(self, now: Scene, ring: list[Stand], others: list[list[Stand]]) -> Finding:
+        first, more = ring[0], [s for other in others for s in other]
         told = ", ".join(
             f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}"
             for s, o in zip(ring, [*ring[1:], ring[0]], strict=True)
         )
         told = f"ranks wait for each other, so that none can go on: {told}"
+        if more:
+            told += f"; so do {ranks_text(sorted(s.rank.rank for s in more))}, on the same lines"
         evidence: Evidence = {
             "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
             "stuck": not now.failed,
-            **victims(now, ring),
+            **victims(now, [*ring, *more]),
             "stacks": merged_stacks(now),
         }
-        at = now.at - max(s.still_s for s in ring)
+        at = now.at - max(s.still_s for s in (*ring, *more))
         if missed := unsent(now, ring):
             return self._unsent(missed, told, evidence, at)
         cause = "every one of them waits for a message that is only sent afterwards, or not at all"
@@ -108,7 +121,7 @@ class Stall(Check):
             cause, fix = _gone_on(ring[on], ring[on - 1])
         return self.finding(
             severity=Severity.ERROR,
-            ranks=tuple(sorted(s.rank.rank for s in ring)),
+            ranks=tuple(sorted(s.rank.rank for s in (*ring, *more))),
             steps=first.steps,
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
@@ -126,7 +139,7 @@ class Stall(Check):
         the one before that once more."""
         rank, waiting = missed.stand.rank.rank, missed.waiting.rank.rank
         made, now = missed.made, missed.stand.made
-        ways = ways_around(made)
+        ways = ways_around(made, ends=missed.ended)
         where = ways[0] if len(ways) == 1 else made.location
         label = f"rank {rank} left out its {made.signature.op}"
         summary = f"rank {rank} left out {made.place}, for which rank {waiting} waits"
@@ -148,6 +161,7 @@ class Stall(Check):
                 "their number from values that are equal on both"
             )
         spots = (
+            *((f"may have led rank {rank} around it", way) for way in ways[:2] if missed.ended),
             (f"rank {rank} called {made.signature.op} here before", made.location),
             (f"rank {waiting} waits here", missed.waiting.location),
         )
@@ -228,6 +242,17 @@ class Stall(Check):
             },
             at=now.at - waited,
         )
+
+
+def _alike(now: Scene, rings: Iterable[list[Stand]]) -> list[list[list[Stand]]]:
+    """Rings, but for those over collectives of several groups; those that wait on the same lines
+    are put together, unless a rank of theirs left a message out."""
+    found: dict[object, list[list[Stand]]] = {}
+    for ring in rings:
+        lines = frozenset(s.location for s in ring)
+        if not across_groups(ring):
+            found.setdefault(lines if unsent(now, ring) is None else id(ring), []).append(ring)
+    return list(found.values())
 
 
 def _waits(ring: list[Stand]) -> tuple[Related, ...]:

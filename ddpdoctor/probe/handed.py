@@ -14,6 +14,8 @@ LINES_LIMIT = 100
 _CHOICES = (ast.IfExp, ast.BoolOp, ast.Compare)
 _APART = ("group", "async_op")
 """Arguments that say nothing of what is sent."""
+_OF_MANY = ("len", "sum", "min", "max", "any", "all")
+"""What these make of an argument is one value of another kind, and not what was given."""
 _LISTS_RANKS = "new_group"
 """What is computed for this is not what was given: the ranks of each group are to be listed."""
 
@@ -143,7 +145,9 @@ class _Values:
         own = names & (self._variables | self._assigned.keys())
         self.computed |= any(isinstance(n, ast.BinOp) for n in parts)
         chosen = any(isinstance(n, _CHOICES) for n in parts)
-        if not own or chosen or any("rank" in _name(n) for n in parts[1:]):
+        called = (n.func for n in parts if isinstance(n, ast.Call))
+        one_of_many = any(isinstance(f, ast.Name) and f.id in _OF_MANY for f in called)
+        if not own or chosen or one_of_many or any("rank" in _name(n) for n in parts[1:]):
             return False
         new, self._asked = own - self._asked, self._asked | own
         return all(map(self._is_given, new))

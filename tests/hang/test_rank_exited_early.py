@@ -65,7 +65,8 @@ def in_no_call(folder: Path, other: list[Event]) -> Run:
 
 def test_a_peer_that_was_lost_in_communication_of_torchs_own(tmp_path: Path) -> None:
     (finding,) = found(in_no_call(tmp_path, [RankExiting(at=START + 5, how="return")]))
-    assert finding.ranks == (1,)
+    assert finding.ranks == (0,)
+    assert finding.evidence["left"] == "1"
     assert "full_tensor (train.py:31)" in finding.summary
     assert [str(r.location) for r in finding.related] == ["train.py:30"]
     assert "only some ranks enter `if rank == 0:`" in finding.cause
@@ -94,7 +95,7 @@ def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path, line: int) 
         1: [RankExiting(at=START + 5.5, how="return")],
     }
     (finding,) = found(run_of(tmp_path, made, more=more, ended={0: 1}))
-    assert finding.ranks == (1,)
+    assert finding.ranks == ((0,) if line == 8 else (1,))
     assert finding.location is not None
     assert finding.location.line == 31
     assert ("move it out of `if rank == 0:`" in finding.fix) == (line == 8)
@@ -169,6 +170,24 @@ def test_a_branch_that_the_rank_that_left_never_entered(
     (finding,) = found(run_of(tmp_path, made, more={1: leaving}, now=START + 8))
     assert ("only some ranks enter `if self.chief:`" in finding.cause) is certain
     assert ("run the wrapped model on every rank" in finding.fix) is certain
+    assert finding.ranks == ((0,) if certain else (1,))
+
+
+@pytest.mark.parametrize("entered", [(0,), (1, 2)])
+def test_who_is_at_fault_where_only_some_enter_a_branch(
+    tmp_path: Path, entered: tuple[int, ...]
+) -> None:
+    made = {rank: Tape(rank, 3).call(line=9) for rank in range(3)}
+    for rank in entered:
+        made[rank].call("barrier", 31, inside=ON_ZERO, state=State.FAILED, at=START + 5, lasts=1)
+    raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
+    gone = RankExiting(at=START + 5.5, how="return")
+    more: dict[int, list[Event]] = {r: [raised if r in entered else gone] for r in made}
+    run = run_of(tmp_path, made, more=more, ended=dict.fromkeys(entered, 1))
+    (finding,) = found(run)
+    assert finding.ranks == (0,)
+    (lost,) = FirstFailure().examine(run)
+    assert RankExitedEarly().explains(finding, lost)
 
 
 @pytest.mark.parametrize(

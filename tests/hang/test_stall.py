@@ -114,6 +114,56 @@ def test_a_message_that_is_left_out_in_one_round(
     assert "send first" not in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("rounds", "way", "line"), [(5, "exits", 7), (5, "ways", 7), (5, "", 9), (1, "exits", 5)]
+)
+def test_a_message_left_out_by_who_has_left_the_loop(
+    tmp_path: Path, rounds: int, way: str, line: int
+) -> None:
+    ways = {way: (Way(line=7, text="if i == last: break", first=8, last=9),)} if way else {}
+    loop = (Enclosing(line=4, text="for i in range(n):", **ways),)
+    made = {rank: Tape(rank, 3) for rank in range(3)}
+    for i in range(rounds + 1):
+        made[0].call("send", 9, peer=1, inside=loop)
+        made[1].call("recv", 5, peer=0, inside=loop)
+        if i < rounds:
+            made[1].call("send", 9, peer=2, inside=loop)
+            made[2].call("recv", 5, peer=1, inside=loop)
+    made[2].call("recv", 5, peer=1, inside=loop, state=State.BEGUN, at=START + 5)
+    for rank in (0, 1):
+        made[rank].call("barrier", 19, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.ranks == ((1,) if rounds > 1 else (1, 2))
+    assert finding.location is not None
+    assert finding.location.line == line
+    told = "rank 1 left out send (train.py:9), for which rank 2 waits" in finding.summary
+    assert told is (rounds > 1)
+
+
+def test_a_loop_of_messages_that_is_over(tmp_path: Path) -> None:
+    made = {rank: Tape(rank, 2) for rank in range(2)}
+    for _ in range(5):
+        made[0].call("send", 9, peer=1)
+        made[1].call("recv", 5, peer=0)
+    made[0].call("barrier", 19, state=State.BEGUN, at=START + 5)
+    made[1].call("recv", 5, peer=0, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.ranks == (0, 1)
+    assert "left out" not in finding.summary
+
+
+@pytest.mark.parametrize("line", [5, 7])
+def test_two_rings_at_once(tmp_path: Path, line: int) -> None:
+    made = {rank: Tape(rank, 4) for rank in range(4)}
+    for rank, tape in made.items():
+        where = 5 if rank < 2 else line
+        tape.call("recv", where, peer=rank ^ 1, state=State.BEGUN, at=START + 5)
+    findings = found(run_of(tmp_path, made, now=START + 8))
+    together = line == 5
+    assert [f.ranks for f in findings] == ([(0, 1, 2, 3)] if together else [(0, 1), (2, 3)])
+    assert ("so do ranks 2-3, on the same lines" in findings[0].summary) is together
+
+
 def test_a_message_left_out_before_a_collective(tmp_path: Path) -> None:
     made = {rank: Tape(rank, 2) for rank in range(2)}
     for _ in range(3):
