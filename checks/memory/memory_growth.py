@@ -77,9 +77,9 @@ class MemoryGrowth(Check):
     seems to grow, or losses and outputs stay alive, the program's containers are counted, and again
     some steps later: growth is told from 1 MB on where one is found that keeps graphs, from 8 MB on
     where one of plain tensors explains two fifths of it, and where none is found from 8 MB and 1%
-    on (on the host from 64 MB, 4% and 500 steps on). Where the first stretches are about level, it
-    is said to begin after them; else it may have begun with the run, and the figures are of the
-    steps after the warm-up. The finding is proven.
+    on (on the host from 64 MB, 4% and 500 steps on). Where the first stretches are about level, the
+    figures are of the steps after them, else of those after the warm-up; something may have been
+    kept before, in memory that was free. The finding is proven.
 
     ## Why it hurts
     The run ends with an out-of-memory error after hours, often on one rank first, and the others
@@ -198,8 +198,8 @@ def _growth(rank: Rank, where: str) -> Growth | None:
         first=first,
         begin=middles[first],
         end=middles[-1],
-        # A sample counts the steps before it.
-        steps=Steps(begun, last, last + 1 - begun, None if first else done),
+        # A sample counts the steps before it. What is kept before may lie where memory was free.
+        steps=Steps(begun, last, last + 1 - begun, last + 1 - begun),
         held=held,
         at=rank.wall(samples[0].at),
     )
