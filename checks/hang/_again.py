@@ -14,9 +14,9 @@ CAUSE = (
     "sooner than another finds those of the group that is gone, and nobody answers there"
 )
 FIX = (
-    "initialise the process group once and keep it until the end (`dist.new_group` makes more of "
-    "them), or give every `init_process_group` a store of its own: `init_method=` with another "
-    "port or file each time"
+    "form the group once, and destroy it at the end (`dist.new_group` makes more of them); or give "
+    "each group names of its own in the store: `init_process_group(backend, store=dist.PrefixStore("
+    'f"group {n}", store), rank=rank, world_size=world_size)`'
 )
 
 

@@ -224,10 +224,12 @@ class Stall(Check):
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
             steps=least.steps,
-            location=least.location,
-            label=f"{_are(_with(stands, least))} here",
-            related=(Related("the group was formed here, again", again),)
+            location=again or least.location,
+            label="the group was formed here, again"
             if again
+            else f"{_are(_with(stands, least))} here",
+            related=(Related(f"{_are(_with(stands, least))} here", least.location),)
+            if again and least.location
             else _threads.place(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together and not unknown else _doing(stands, least)),
