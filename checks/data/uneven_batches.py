@@ -24,6 +24,12 @@ JOIN = (
     "the optimizer's state"
 )
 
+FIRST = (
+    "stop all ranks where the first has no more (before each batch, `all_reduce` with "
+    "`ReduceOp.MIN` whether there is one)"
+)
+"""Where the number of batches may be another one in each epoch."""
+
 AFTERWARDS = (
     "communicate nothing in the loop: add up totals and counts, `all_reduce` them once after it, "
     "and call `model.module` in place of the wrapped model; or give every rank equally many batches"
@@ -167,12 +173,12 @@ class UnevenBatches(Check):
             fix=fix,
             evidence={
                 "batches": told,
-                "delivered": {r: e.batches for r, e in epochs.items() if e.batches},
+                **({"delivered": _delivered(epochs)} if _known(epochs) else {}),
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),
                 **({"lengths": lengths} if lengths else {}),
                 **({"batch sizes": sizes} if sizes else {}),
-                "waits": list(longest),
+                "ranks that wait": list(longest),
                 **({AHEAD: ahead} if ahead else {}),
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
@@ -287,7 +293,7 @@ def _fix(reader: Reader, least: int, *, unlike: bool) -> str:
     if seen.batch_sampler:
         return (
             f"let {seen.batch_sampler} make equally many on every rank, by what all ranks know, "
-            f"stop all after {least} batches, or {JOIN}"
+            f"{FIRST}, or {JOIN}"
         )
     if unlike and seen.distributed:
         return (
@@ -299,8 +305,12 @@ def _fix(reader: Reader, least: int, *, unlike: bool) -> str:
             f"{SHORTEST}, cut the shards of the ranks to one length, or {JOIN}; a "
             "`DistributedSampler` would divide each shard once more"
         )
-    by = "" if seen.iterable else " (`DistributedSampler`)"
-    return f"give every rank equally many samples{by}, stop all after {least} batches, or {JOIN}"
+    if seen.iterable:
+        return f"give every rank equally many samples, {FIRST}, or {JOIN}"
+    return (
+        "give every rank equally many samples (`DistributedSampler`), stop all after "
+        f"{least} batches, or {JOIN}"
+    )
 
 
 def _known(epochs: dict[int, Epoch]) -> dict[int, int]:
@@ -333,6 +343,14 @@ def _consumed(epochs: dict[int, Epoch]) -> dict[int, int]:
 def _reached(epoch: Epoch, count: int) -> int | str:
     """What is known of the number of batches of a rank that may have more to come."""
     return count if epoch.exhausted else f"at least {count}"
+
+
+def _delivered(epochs: dict[int, Epoch]) -> dict[int, int | str]:
+    return {
+        r: e.batches if e.ended is not None else f"at least {e.batches}"
+        for r, e in epochs.items()
+        if e.batches
+    }
 
 
 def _listed(lengths: dict[int, int]) -> str:

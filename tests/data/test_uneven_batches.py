@@ -42,7 +42,7 @@ def test_and_explained_after_it() -> None:
     assert "6 on rank 1, 9 on rank 0" in finding.summary, "by the lengths of the loaders"
     assert finding.confidence is Confidence.PROVEN
     assert finding.ranks == (1,)
-    assert finding.evidence["waits"] == [0]
+    assert finding.evidence["ranks that wait"] == [0]
 
 
 def test_data_that_is_only_later_fewer_on_one_rank() -> None:
@@ -240,3 +240,14 @@ def test_steps_of_several_optimizers_are_not_told_apart() -> None:
     both = [OptimizerSeen(at=0, optimizer=n, kind="Adam", site=-1) for n in (0, 1)]
     (finding,) = examine([*part(36, ended=False)], [*part(24), *both, *steps(6)])
     assert finding.steps is None
+
+
+def test_batches_are_told_once_where_only_what_was_delivered_is_known() -> None:
+    stream = {"iterable": True, "length": -1, "began": {"batches": -1}}
+    (finding,) = examine(
+        [*part(24, **stream), *steps(6)], [*part(36, ended=False, **stream), *steps(7, first=2)]
+    )
+    assert "delivered" not in finding.evidence
+    assert "`ReduceOp.MIN`" in finding.fix and "batches" not in finding.fix
+    (known,) = examine(part(36, ended=False), part(24))
+    assert known.evidence["delivered"] == {0: "at least 2", 1: 6}
