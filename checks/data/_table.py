@@ -153,14 +153,15 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     length = readers[0].seen.length
     epochs = max(len(r.epochs) for r in readers)
     over = [r for r in readers if any(e.ended is not None for e in r.epochs)]
-    read = sorted({sum(e.samples for e in r.epochs) for r in over})
+    read = sorted({e.samples for r in readers for e in r.epochs if e.ended is not None})
+    whose = "read by each" if len(over) > 1 else "read"
     left = any(e.ended is None for r in readers for e in r.epochs)
     return (
         _name(loader),
         fold_ranks(range(epochs)),
         fold_ranks(loader.readers),
         str(length) if length >= 0 else "stream",
-        " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) + " read" if read else "-",
+        f"{' to '.join(map(str, dict.fromkeys((read[0], read[-1]))))} {whose}" if read else "-",
         "-",
         "-",
         _left("-") if left else "-",
