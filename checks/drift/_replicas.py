@@ -18,6 +18,7 @@ from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones
 
 from . import _evaluations
 from ._evaluations import Row
+from ._groups import united
 from ._lacking import Lacking
 
 ABSENT = 0
@@ -148,7 +149,8 @@ def each_model(
     run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]], *, unheld: bool = False
 ) -> Iterator[Finding]:
     """What `judge` says of every model, whichever of its optimizers it says it of. Models that one
-    line wraps, and of which it points at one line, are told together."""
+    line wraps, and of which it points at one line, are told together, and so are groups of ranks.
+    """
     by_model: dict[object, list[Told]] = {}
     for group in replicas(run, unheld=unheld):
         mine = by_model.setdefault((group.any.model, tuple(group.members)), [])
@@ -160,8 +162,7 @@ def each_model(
             wrapped = group.any.rank.location(group.any.wrapped.site)
             place = (wrapped, first.location, first.severity, tuple(group.members))
             together.setdefault(place if wrapped else model, []).append((group, first))
-    for told in together.values():
-        yield _of_models(told)
+    yield from united((tuple(t[0][0].members), _of_models(t)) for t in together.values())
 
 
 def _joined(told: Sequence[Told]) -> Finding:

@@ -9,6 +9,7 @@ from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Step
 from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 from . import _uncompared
+from ._groups import united
 from ._left_out import LeftOut, left_out
 from ._replicas import NO_COPIES, Replicas, by_step, replicas
 
@@ -66,7 +67,7 @@ class GradScalerSkew(Check):
             for finding in self._judge(group) if not group.left_out else ():
                 if members not in first or finding.at < first[members].at:
                     first[members] = finding
-        yield from first.values()
+        yield from united(first.items())
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         # A rank that skips is a step behind from then on, with its schedule too.

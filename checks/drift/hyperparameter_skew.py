@@ -21,6 +21,7 @@ from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 from . import _by_hand, _loads, _options, _skipped, _uncompared, _unshared, _updates
 from ._causes import Cause
+from ._groups import united
 from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 SCHEDULED = ("lr", "momentum", "betas")
@@ -92,13 +93,16 @@ class HyperparameterSkew(Check):
         return _uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        return united(self._told(run))
+
+    def _told(self, run: Run) -> Iterator[tuple[tuple[int, ...], Finding]]:
         told: set[object] = set()
         for group in _copies(run):
             key = (tuple(group.members), group.any.optimizer)
             if key not in told and not group.left_out:
                 for finding in self._judge(group):
                     told.add(key)
-                    yield finding
+                    yield tuple(group.members), finding
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
