@@ -19,6 +19,8 @@ ROUNDING = 2.0**-23
 SCHEDULE = 3
 """Values one after the other that ranks do not have in common by chance."""
 
+LACKS_AT_MOST = 8
+
 
 def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
     """By the step at which they were told, the values from then on."""
@@ -61,6 +63,30 @@ def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tupl
         return ()
     when = {n: changes[common - 1][0] for n, changes in series.items()}
     return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
+
+
+def left_out(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+    """Ranks that never gave an option a few of the values that the others gave it one after the
+    other, and all later ones as many steps sooner. Empty where the others differ themselves."""
+    series = {n: [v for _, v in _series(table, option, index)] for n, table in tables.items()}
+    for whole in series.values():
+        lacks = {n: _lacks(values, whole) for n, values in series.items()}
+        if all(count is not None for count in lacks.values()) and any(lacks.values()):
+            return tuple(n for n, count in lacks.items() if count)
+    return ()
+
+
+def _lacks(values: list[Value], whole: list[Value]) -> int | None:
+    """How many of all values these lack in one place; None where they are others."""
+    pairs = enumerate(zip(values, whole, strict=False))
+    parted = next((n for n, (a, b) in pairs if not _alike(a, b)), None)
+    if parted is None:
+        return 0
+    for count in range(1, LACKS_AT_MOST + 1):
+        rest = list(zip(values[parted:], whole[parted + count :], strict=False))
+        if len(rest) >= SCHEDULE and all(_alike(a, b) for a, b in rest):
+            return count
+    return None
 
 
 def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:

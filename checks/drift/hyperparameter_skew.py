@@ -43,6 +43,7 @@ SET_ALIKE = (
 )
 
 AHEAD = "the_same_values_first_on_ranks"
+LEFT_OUT = "the_same_values_but_for_a_few_on_ranks"
 """Name of the evidence that the ranks differ only in when they set the same values."""
 
 
@@ -136,6 +137,7 @@ class HyperparameterSkew(Check):
         option, index = options[0]
         at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
         early = () if _plateau(group, first) else _options.ahead(tables, option, index)
+        short = _options.left_out(tables, option, index)
         why = (
             _from_a_load(group, told, option, first, at)
             or _in_other_rounds(group, early, option, first)
@@ -163,6 +165,7 @@ class HyperparameterSkew(Check):
                 ],
                 "changes_after_which_they_differ": len(skewed),
                 **({AHEAD: list(early)} if early else {}),
+                **({LEFT_OUT: list(short)} if short else {}),
             }
             | why.evidence,
             at=at,

@@ -9,7 +9,7 @@ from itertools import takewhile
 from math import inf
 
 from ddpdoctor.events import CALLERS, CallSite, ExceptionPassed, Place
-from ddpdoctor.findings import Location
+from ddpdoctor.findings import Evidence, Finding, Location
 from ddpdoctor.run import Rank, ranks_text
 
 from ._apart import apart
@@ -34,6 +34,9 @@ from ._ways import (
     ways_out,
     whole,
 )
+
+SKIPPED_BY = "took_no_step_for_a_batch"
+"""Name of the evidence which ranks did so."""
 
 
 class How(enum.Enum):
@@ -77,6 +80,11 @@ class Left:
     known: bool = True
     turn: str = ""
     skips: Skips | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        skipped = self.how is How.SKIPPED and self.known
+        return {SKIPPED_BY: sorted(self.ranks)} if skipped else {}
 
     @property
     def who(self) -> str:
@@ -429,3 +437,11 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
     if hidden and (how not in (How.DRY, How.SKIPPED) or not same or not is_last(same, mine)):
         return How.UNKNOWN
     return how
+
+
+def shifted_by_it(mine: Finding, other: Finding) -> bool:
+    """Whether options that some ranks have so many steps sooner are those of later batches, as they
+    took no step for one."""
+    ranks = mine.evidence.get(SKIPPED_BY)
+    sooner = other.evidence.get("the_same_values_but_for_a_few_on_ranks")
+    return bool(ranks) and other.check == "hyperparameter-skew" and sooner == ranks

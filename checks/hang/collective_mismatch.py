@@ -12,7 +12,7 @@ from ddpdoctor.run import Run, State, ranks_text
 from . import _across
 from ._branches import condition, finalizer, opener, parts, unbranched, unwrapped, where
 from ._caught import WayOut, caught, way_out
-from ._loops import Left, blamed, left_loop
+from ._loops import Left, blamed, left_loop, shifted_by_it
 from ._mismatch import Parting
 from ._parted import Swallowed, alone, entered, opposed, swallowed
 from ._partings import partings
@@ -88,6 +88,8 @@ class CollectiveMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
             return False
+        if shifted_by_it(mine, other):
+            return True
         mixed = other.check in DRIFT and "DDP backward" in mine.subjects
         return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
@@ -113,7 +115,7 @@ class CollectiveMismatch(Check):
             cause=_cause(parting, bool(proof["stuck"])),
             fix=_fix(parting),
             fix_kind=FixKind.CHECK,
-            evidence=proof,
+            evidence={**proof, **(left.evidence if left else {})},
             at=began(parting, run.started),
         )
 

@@ -21,7 +21,7 @@ from ._branches import (
 from ._caught import caught
 from ._failures import EXIT_RAISED, destroyed, failure, failures, lost_peer, raised_exit, stopped
 from ._log import Made, lines
-from ._loops import How, Left, apart_since, loop_of_leaver
+from ._loops import How, Left, apart_since, loop_of_leaver, shifted_by_it
 from ._ranked import on_rank
 from ._scene import Scene, Stand, scene
 from ._telling import never_made
@@ -99,6 +99,8 @@ class RankExitedEarly(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rank-missing", "stall") or never_made(other):
             return True
+        if shifted_by_it(mine, other):
+            return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
             early = other.evidence.get("the_same_values_first_on_ranks")
             if isinstance(early, list) and set(early) == _left_of(mine):
@@ -156,6 +158,7 @@ class RankExitedEarly(Check):
                 "left": fold_ranks(ranks),
                 "steps": steps,
                 **({} if since is None else {"apart_since_step": since}),
+                **(loop.evidence if loop else {}),
                 **(victims(now, waiting) if first.made else {"waiting_in": call}),
                 "stuck": not now.failed and still,
             },

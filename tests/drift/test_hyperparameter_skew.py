@@ -13,6 +13,7 @@ import torch
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, run_of
@@ -344,6 +345,27 @@ def test_a_schedule_of_rounds_that_have_other_numbers_of_steps(mine, theirs, ear
         assert ("different numbers of steps" in finding.cause) is bool(early)
         left = RankExitedEarly().finding(ranks=(1,), summary="s", cause="c", fix="f")
         assert RankExitedEarly().explains(left, finding) is bool(early)
+
+
+@pytest.mark.parametrize(("lacking", "since", "sooner"), [
+    ((5,), 0, [1]),  # the step of one batch was left out
+    ((5, 6), 0, [1]),
+    ((5,), 1, []),  # and values of its own are set
+    ((17,), 0, []),  # two values may well be the same
+])  # fmt: skip
+def test_a_schedule_of_batches_of_which_a_rank_left_one_out(lacking, since, sooner):
+    every = [0.1 / (n + 1) for n in range(20)]
+    mine = [rate(n, value) for n, value in enumerate(every)]
+    rest = [v for n, v in enumerate(every) if n not in lacking]
+    theirs = [rate(n, v + (since * 0.01 if n > 5 else 0)) for n, v in enumerate(rest)]
+    run = run_of({0: mine, 1: theirs}, count=19)
+    (skew,) = HyperparameterSkew().examine(run)
+    assert skew.evidence.get("the_same_values_but_for_a_few_on_ranks", []) == sooner
+    for check in (CollectiveMismatch(), RankExitedEarly()):
+        for by in ([1], [0], None):
+            evidence = {"took_no_step_for_a_batch": by} if by else {}
+            left = check.finding(ranks=(2,), summary="s", cause="c", fix="f", evidence=evidence)
+            assert check.explains(left, skew) is (by == [1] == sooner)
 
 
 def test_other_values_are_no_schedule_of_rounds():

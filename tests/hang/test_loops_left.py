@@ -313,6 +313,7 @@ def test_a_rank_that_goes_on_after_its_call_failed_was_in_the_loop_in_it(tmp_pat
     assert (finding.ranks, finding.location.line) == ((1,), 16)
     assert "rank 1 left out all_reduce" in finding.summary
     assert "took a step for only 5 of its 6 batches" in finding.cause
+    assert finding.evidence["took_no_step_for_a_batch"] == [1]
     assert "behind the `try`" in finding.fix
 
 
