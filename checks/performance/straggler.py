@@ -276,17 +276,21 @@ def _whole(pace: Pace) -> bool:
 
 def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
     """Seconds a step by which ranks are slow enough to be told, for those the others wait for;
-    `alone`: without the time for which they lacked a core."""
+    `alone`: without the time for which they lacked a core; else as much as it may be."""
     own = {rank: sum(e.own_s) for rank, e in window.items()}
     usual = statistics.median_low(own.values())
+    if not alone:
+        usual = statistics.median_low(max(0.0, own[r] - e.delayed_s) for r, e in window.items())
     held = statistics.median_low(e.delayed_s for e in window.values())
     slow = {}
     for rank, e in window.items():
         lag = own[rank] - usual - (max(0.0, e.delayed_s - held) if alone else 0.0)
         if lag >= max(NOTICEABLE_S, SHARE * _wall(e)):
             slow[rank] = lag
-    waiting = statistics.median(e.waited_s for r, e in window.items() if r not in slow)
-    return {r: s for r, s in slow.items() if waiting - window[r].waited_s >= AGREED * s}
+    quick = window.keys() - slow.keys()
+    waits = {r: [window[o].waited_s for o in quick or window.keys() - {r}] for r in slow}
+    behind = {r: statistics.median(waits[r]) - window[r].waited_s for r in slow}
+    return {r: s for r, s in slow.items() if behind[r] >= AGREED * s}
 
 
 def _wall(pace: Pace) -> float:

@@ -230,6 +230,17 @@ def test_where_it_had_no_core_before_it_is_seen() -> None:
     assert "since some step between 0 and 32" in finding.cause
 
 
+def test_where_the_others_had_no_core_it_may_have_been_slow() -> None:
+    """They took as long in the first three of twelve stretches, but lacked a core."""
+    slow = [pace(n, SLOW, wall=0.16) for n in range(12)]
+    quick = [
+        pace(n, SLOW if n < 3 else NONE, wall=0.16, waited_s=0.06, delayed_s=0.06 * (n < 3))
+        for n in range(12)
+    ]
+    (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
+    assert "since some step between 0 and 32" in finding.cause
+
+
 def test_steps_between_which_it_was_not_slow_are_not_counted() -> None:
     slow = [SLOW] * 3 + [NONE] + [SLOW] * 4
     (finding,) = examine([NONE] * 8, slow)
