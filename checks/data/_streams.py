@@ -67,11 +67,16 @@ def later(readers: list[Reader]) -> tuple[int, Sharing]:
 
 def shares(reader: Reader) -> bool:
     """Whether two workers of a rank deliver much of the same."""
-    if reader.seen.workers < 2:
-        return False
-    first, second, *_ = _by_worker(reader)
-    common, of = overlap(first, second)
+    common, of = between_workers(reader)
     return of > 0 and common / of >= MATERIAL
+
+
+def between_workers(reader: Reader) -> tuple[int, int]:
+    """How many samples two workers of a rank both deliver, and of how many."""
+    if reader.seen.workers < 2:
+        return 0, 0
+    first, second, *_ = _by_worker(reader)
+    return overlap(first, second)
 
 
 def all_share(readers: list[Reader]) -> bool:

@@ -20,6 +20,7 @@ from ._content import (
     parts_differ,
     read_alike,
     rows,
+    same_pass,
     same_places,
     told_apart,
     verdict,
@@ -28,7 +29,7 @@ from ._inputs import fed_alike, in_parts
 from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
 from ._parts import divided, leaking, overlapping
 from ._randomness import in_step
-from ._streams import all_share, later, shares, together
+from ._streams import MATERIAL, all_share, between_workers, later, shares, together
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
@@ -330,7 +331,9 @@ def _doubt(answer: str, readers: list[Reader]) -> str:
         return "what a sample contains changes each time it is read"
     if any(e.content for r in readers for e in r.looked):
         alike = all(r.seen.payloads and not _constant(r) for r in readers)
-        return "" if alike else "all samples that were looked at are alike"
+        single = max((len(by_index(r)) for r in readers), default=0) < 2
+        few = "a single sample tells little" if single else ""
+        return "" if alike else few or "all samples that were looked at are alike"
     return "" if all(r.seen.payloads for r in readers) else "the samples could not be looked at"
 
 
@@ -433,5 +436,13 @@ def _workers(run: Run, loader: Loader) -> list[Fault]:
     if not found or any(_stream(loader, s) for s in partners(run, loader)):
         return []
     readers = [loader.readers[n] for n in found]
-    evidence: dict[str, object] = {"workers": readers[0].seen.workers, "between": "workers"}
+    common, of = between_workers(readers[0])
+    if not of or common / of < MATERIAL:
+        common, of = same_pass(readers[:1], workers=True)
+    evidence: dict[str, object] = {
+        "workers": readers[0].seen.workers,
+        "between": "workers",
+        "delivered by several workers": f"{common} of {of} samples compared",
+        "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
+    }
     return [Fault("data-overlap", loader, tuple(found), readers, None, "", evidence)]

@@ -66,8 +66,8 @@ class LoaderShuffleLost(Check):
             location=reader.sampler_at,
             label="shuffle=False",
             related=related(reader, sampler=False),
-            summary=f"training reads {dataset(reader)} in {order} in each of "
-            f"{len(reader.epochs)} epochs",
+            summary=f"training reads {dataset(reader)} in {order} in "
+            + (f"each of {count} epochs" if (count := len(reader.epochs)) > 1 else "its one epoch"),
             cause=f"{reader.seen.sampler} was made with shuffle=False"
             + (", and the data was mixed only once, as it was split" if mixed else ""),
             fix="`DistributedSampler(dataset)` shuffles by default; call "

@@ -148,6 +148,11 @@ def _fix(fault: Fault) -> str:
             f"world_size`, `return iter({each}[rank:n:world_size])` at the end of `__iter__`, in a "
             "class of its own where torch's is used"
         )
+    if fault.readers[0].seen.batches_given:
+        return (
+            "`sampler = DistributedSampler(dataset)`, `batch_sampler=BatchSampler(sampler, ...)`, "
+            "`sampler.set_epoch(epoch)` before each epoch"
+        )
     return (
         "`sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler, ...)` "
         "without `shuffle=True`, `sampler.set_epoch(epoch)` before each epoch"

@@ -93,8 +93,7 @@ class SamplerPaddingDuplicates(Check):
             summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read "
             f"{'by several ranks' if own else 'twice'} in an epoch of "
             f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
-            f"on {ranks_text(owners)})"
-            + ("" if loader.trains else f": an averaged metric is off by up to {bound:.2%}"),
+            f"on {ranks_text(owners)})" + _effect(loader, bound, gathered=gathered),
             cause=f"{reader.seen.sampler} hands them to more than one rank"
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
@@ -104,11 +103,25 @@ class SamplerPaddingDuplicates(Check):
             evidence={
                 **figures(audit),
                 "for example": audit.duplicates(),
-                "largest error of an averaged metric": f"{bound:.6f} of its range",
-                "results are gathered after the loop": gathered,
+                **({} if loader.trains else _metric(bound, gathered=gathered)),
             },
             at=reader.rank.wall(audit.epochs[reader.rank.rank].began.at),
         )
+
+
+def _effect(loader: Loader, bound: float, *, gathered: bool) -> str:
+    if loader.trains:
+        return ""
+    if gathered:
+        return f": a metric over them would be off by up to {bound:.2%} if they are not cut off"
+    return f": an averaged metric is off by up to {bound:.2%}"
+
+
+def _metric(bound: float, *, gathered: bool) -> dict[str, object]:
+    return {
+        "largest error of an averaged metric": f"{bound:.6f} of its range",
+        "results are gathered after the loop": gathered,
+    }
 
 
 def _pads(reader: Reader) -> bool:

@@ -73,8 +73,8 @@ class SamplerSeedSkew(Check):
             label=f"the {what} differs between ranks",
             related=related(reader, sampler=False),
             summary=f"the samplers of {dataset(reader)} shuffle by different {what}s ({listed}): "
-            f"{len(audit.shared)} samples read by several of {whom(run, fault.ranks)}"
-            + (f", {audit.never} by none" if audit.complete else ""),
+            f"{len(audit.shared)} samples read by {'several of ' * (len(fault.ranks) > 2)}"
+            f"{whom(run, fault.ranks)}" + (f", {audit.never} by none" if audit.complete else ""),
             cause=f"every rank takes its share of an order of its own{why}",
             fix=fix,
             fix_kind=kind,

@@ -127,6 +127,7 @@ def test_workers_of_one_rank() -> None:
     others = [batch for batch in OTHERS for _ in range(2)]
     (finding,) = examine(stream(twice, workers=2), stream(others, workers=2))
     assert "workers" in finding.summary
+    assert "samples compared" in str(finding.evidence["delivered by several workers"])
     (finding,) = examine(stream(twice, workers=2), stream(twice, workers=2))
     assert finding.evidence["workers deliver them again"] is True
     assert "in place of `info.id`" not in finding.fix

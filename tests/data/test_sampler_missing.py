@@ -193,6 +193,16 @@ def test_labels_that_agree_between_shards(lists_differ: bool) -> None:
     assert bool(examine(*ranks)) is not lists_differ
 
 
+def test_batches_that_were_given_are_made_of_a_distributed_sampler() -> None:
+    (finding,) = examine(*(loader(0, [EVERYTHING], content=1, batches_given=True) for _ in "ab"))
+    assert "batch_sampler=BatchSampler(sampler, ...)" in finding.fix
+
+
+def test_a_single_sample_is_not_called_alike() -> None:
+    (finding,) = examine(*(loader(0, [[5]], length=1, content=1) for _ in "ab"))
+    assert finding.summary.endswith("(a single sample tells little)")
+
+
 def test_content_out_of_sight_is_only_suspected() -> None:
     (finding,) = examine(loader(0, [EVERYTHING]), loader(0, [EVERYTHING]))
     assert finding.severity is Severity.NOTE

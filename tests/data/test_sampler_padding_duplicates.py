@@ -141,6 +141,7 @@ def test_results_that_are_gathered_may_be_trimmed() -> None:
     assert finding.severity is Severity.NOTE
     assert finding.fix.startswith("nothing where what is gathered is put in the order of the data")
     assert "cut to 21" in finding.fix
+    assert "would be off by up to" in finding.summary
     assert "gathered here" in [r.label for r in finding.related]
     assert gathering(numel=4, calls=3).severity is Severity.NOTE, "batch by batch"
 

@@ -30,7 +30,7 @@ def test_other_seeds() -> None:
         part(0, MINE, seed=1, sampler_epoch=0), part(1, THEIRS, seed=2, sampler_epoch=0)
     )  # fmt: skip
     assert "different seeds (1 on rank 0, 2 on rank 1)" in finding.summary
-    assert "2 samples read by several" in finding.summary
+    assert "2 samples read by both ranks" in finding.summary
 
 
 def test_set_epoch_on_one_rank_only() -> None:
