@@ -407,7 +407,7 @@ def _when(slow: _Slow) -> str:
     if slow.doubts:
         told += (
             f"; in {slow.doubts} of {slow.end - slow.first} stretches of steps it cannot be told, "
-            f"as rank {slow.rank} was without a core for much of them"
+            "as ranks were without a core for a part of them"
         )
     return told
 
