@@ -17,7 +17,7 @@ from ddpdoctor.findings import (
 )
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _causes, _inside, _loads, _uncompared
+from . import _causes, _edited, _inside, _loads, _uncompared
 from ._lacking import parts_them
 from ._patterns import Span, patterns
 from ._replicas import (
@@ -177,6 +177,7 @@ class UnsyncedStep(Check):
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
         reason = pattern.reason
+        steps, in_part = Steps(spans[0].first, spans[-1].last, count), ""
         spot = rank.location(pattern.site)
         by_hand = spot is not None and FLAG in spot.source
         if (hook := _hook(member, pattern)) is not None:
@@ -186,6 +187,14 @@ class UnsyncedStep(Check):
                 f"the model's communication hook `{hook.name.removeprefix('__main__.')}` had "
                 "nothing sent in these backwards: what it gives back are each rank's own gradients"
             )
+            if (part := _part(group)) is not None:
+                steps = Steps(
+                    min(steps.first, part.first), max(steps.last, part.keys[-1]),
+                    count + len(part.keys),
+                )  # fmt: skip
+                names = _causes.some(part.names)
+                in_part = f", and in {len(part.keys)} of the others those of {names}"
+                cause += f"; in the others it gives back unlike gradients of {names}"
         elif full:
             label, fix = "off for all micro-batches of this step", LAST_BATCH
             cause = _left_over(pattern.unsynced, full)
@@ -194,13 +203,13 @@ class UnsyncedStep(Check):
             cause = CAUSES[reason]
         yield self.finding(
             ranks=tuple(sorted(bad)),
-            steps=Steps(spans[0].first, spans[-1].last, count),
+            steps=steps,
             subjects=(group.any.wrapped.kind,),
             location=spot or rank.location(pattern.backward_site),
             label=label,
             related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
             summary=f"rank-local gradients reach optimizer.step on "
-            f"{_who(bad, run)}, in {count} of {total} steps, first at step {spans[0].first}",
+            f"{_who(bad, run)}, in {count} of {total} steps{in_part}, first at step {steps.first}",
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
@@ -293,6 +302,16 @@ def _hook(member: Member, pattern: SyncPattern) -> CommHook | None:
     mine = [h for h in member.rank.of(CommHook) if h.model == member.model and h.at <= pattern.at]
     lacking = pattern.reason == "not reduced" and not member.seen.averages
     return mine[-1] if mine and lacking else None
+
+
+def _part(group: Replicas) -> Divergence | None:
+    """Where gradients differ after backwards in which the hook did send something, unless they are
+    edited after it, or the parameters are averaged."""
+    found = divergence(group, "gradients")
+    parameters = divergence(group, "parameters")
+    if found is None or (parameters is not None and parameters.healed >= 0):
+        return None
+    return None if _edited.edited(group, "gradients", found) else found
 
 
 def _label(reason: str, by_hand: bool) -> str:

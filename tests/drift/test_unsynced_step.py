@@ -11,7 +11,7 @@ from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
 from recordings import make_run, site, steps
 from replicas import BACKWARD, LINE, OTHER, STEP, digests, replica, run_of
 
-from ddpdoctor.events import CommHook, KeptBack, Replica, SyncPattern
+from ddpdoctor.events import CommHook, Edited, KeptBack, Replica, SyncPattern
 from ddpdoctor.probe import autograd, keptback, sync
 
 
@@ -56,6 +56,42 @@ def test_a_communication_hook_that_does_not_communicate(reason, averages, hooked
     (finding,) = UnsyncedStep().examine(make_run(rows))
     assert (finding.location.line == 5) is ("`mine`" in finding.cause) is hooked
     assert finding.fix.startswith("have the hook") is hooked
+
+
+def half_sent(more=()):
+    """A hook that sends nothing at step 0, and some of the gradients at the later three."""
+    hook = CommHook(at=0, model=0, name="__main__.mine", site=8)
+    later = pattern(step=1, reason="", synced=1, unsynced=0)
+    rows = {}
+    for n in range(2):
+        members = [
+            msgspec.structs.replace(e, averages=False) if isinstance(e, Replica) else e
+            for e in replica()
+        ]
+        apart = digests("gradients", {k: [5 + k, 9 + n, 7, 8] for k in range(1, 4)})
+        rows[n] = [
+            *members, site(8, "train.py", 5, "model.register_comm_hook(None, mine)"), hook,
+            pattern(reason="not reduced"), local(1, 2, 3, n), later, *more, apart,
+            *steps(4, site=STEP),
+        ]  # fmt: skip
+        more = ()
+    return list(UnsyncedStep().examine(make_run(rows)))
+
+
+def test_a_communication_hook_that_sends_only_some_later():
+    (finding,) = half_sent()
+    assert "in 1 of 4 steps, and in 3 of the others those of body.bias, first" in finding.summary
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (0, 3, 4)
+    assert finding.cause.endswith("in the others it gives back unlike gradients of body.bias")
+
+
+def test_gradients_that_a_rank_edits_are_not_the_hook_s():
+    edit = Edited(
+        at=0, model=0, optimizer=0, kind="gradients", step=1, changed=True, site=OTHER
+    )  # fmt: skip
+    (finding,) = half_sent([edit])
+    assert "in 1 of 4 steps, first" in finding.summary
+    assert finding.steps.count == 1
 
 
 def test_a_synchronised_last_backward():
