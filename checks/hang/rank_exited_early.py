@@ -168,7 +168,8 @@ class RankExitedEarly(Check):
 
 def _left_of(mine: Finding) -> set[int]:
     """The ranks that left: they are not at fault where others entered a branch alone."""
-    ends = (part.partition("-") for part in str(mine.evidence["left"]).split(","))
+    left = str(mine.evidence.get("left") or fold_ranks(mine.ranks))
+    ends = (part.partition("-") for part in left.split(","))
     return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
