@@ -273,6 +273,8 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
     left = _told([(leaver, inf)], loops, one_function=True)
     if left is not None:
         left = _with_exits(left, leaver, last, waiting)
+    if left is not None and left.how is How.UNKNOWN:
+        left = _skipped_before(leaver, waiting) or left
     if left is None or left.how is not How.UNKNOWN or not SAME_ON_ALL.match(left.loop.source):
         return left
     if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
@@ -284,6 +286,15 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
         known = not caught and last is not None and len(last.places) < CALLERS
         return replace(left, loop=uneven[0], how=How.FEWER) if counted and known else left
     return replace(left, how=How.RAISED, ways=caught) if caught else left
+
+
+def _skipped_before(leaver: Rank, waiting: Made) -> Left | None:
+    """The loop around a call whose loader tells that a rank is through with all of it and took
+    fewer steps there, whatever that rank did last."""
+    for _, head, _, _ in loops_around(waiting.rank, waiting.site):
+        if _how((leaver, inf), until_call(waiting), head, False) is How.SKIPPED:
+            return _told([(leaver, inf)], [(head, [waiting])])
+    return None
 
 
 def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import site
 from tapes import START, run_of, tapes
 
-from ddpdoctor.events import EpochBegan, EpochEnded, Event, ExceptionPassed, LoaderSeen
+from ddpdoctor.events import (
+    EpochBegan,
+    EpochEnded,
+    Event,
+    ExceptionPassed,
+    LoaderSeen,
+    RankExiting,
+)
 from ddpdoctor.findings import Finding
 from ddpdoctor.ring import State
 
@@ -97,3 +105,22 @@ def test_batches_that_all_skip_are_no_difference(tmp_path: Path) -> None:
     finding = found(tmp_path, epochs((2, 2, 0), going_on=True), epochs((2, 2, 1)))
     assert finding.ranks == (1,)
     assert "skipped before" not in finding.cause
+
+
+@pytest.mark.parametrize(("skipped", "line"), [(4, 8), (0, 6)])
+def test_who_skipped_batches_evaluated_afterwards_and_left(
+    tmp_path: Path, skipped: int, line: int
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 9, inside=LOOP)
+    made[0].call("DDP backward", 9, inside=LOOP)
+    made[1].call(line=30, inside=((29, "for v in val:"), LOOP[1]))
+    made[0].call("DDP backward", 9, inside=LOOP, state=State.BEGUN, at=START + 5)
+    stays, leaves = epochs((0, 0), going_on=True), epochs((0, skipped))
+    more = {0: stays, 1: [*leaves, RankExiting(at=START + 5, how="return")]}
+    (finding,) = RankExitedEarly().examine(run_of(tmp_path, made, more=more, now=START + 8))
+    assert finding.ranks == (1,)
+    assert finding.location is not None
+    assert finding.location.line == line
+    assert (finding.label == "rank 1 skipped batches in this loop") is (skipped > 0)
