@@ -39,6 +39,7 @@ class Parting:
             step `until` where there were too many to look on.
         after: 1 where these calls come after a step, of which so many were taken by then; 0 where
             they come in the next one.
+        over: they come after all steps, and outside of the loop of these: they are in none.
     """
 
     key: GroupKey
@@ -58,6 +59,7 @@ class Parting:
     steps: tuple[int, ...] = ()
     until: int | None = None
     after: int = 0
+    over: bool = False
 
     def may_be_left(self, still: Made, loop: Key) -> bool:
         """Whether some may have left a loop before the one that is in it: not where all were
@@ -79,7 +81,9 @@ class Parting:
         return Steps(found.first, found.last, found.count, self.until - found.first + 1)
 
     def step(self, taken: int) -> int:
-        """The step of a call before which so many were taken, -1 for unknown."""
+        """The step of a call before which so many were taken, -1 for none and for unknown."""
+        if self.over:
+            return -1
         return max(taken - self.after, min(taken, 0))
 
     @property

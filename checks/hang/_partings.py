@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
+from ddpdoctor.events import CALLERS
 from ddpdoctor.run import Run, State
 
 from ._branches import arms, begins_round
@@ -14,6 +15,7 @@ from ._log import Book, GroupKey, Log, Made, book, first_difference
 from ._mismatch import WINDOW, Parting, judge
 from ._scene import scene
 from ._turned import turned
+from ._ways import loops_around
 
 NEAR = 4
 """So many calls after the one in which they differ the ranks may stop because of it."""
@@ -93,7 +95,8 @@ def _of_group(known: Book, key: GroupKey, logs: dict[int, Log]) -> list[Parting]
     else:
         until = max(max(p.steps) for p in found.values())
         return [replace(p, until=until) for p in found.values()]
-    return [replace(p, after=_after(known, logs, p)) for p in found.values()]
+    timed = (replace(p, after=_after(known, logs, p)) for p in found.values())
+    return [replace(p, over=p.after > 0 and _is_outside(known, logs, p)) for p in timed]
 
 
 def _after(known: Book, logs: dict[int, Log], parting: Parting) -> int:
@@ -110,6 +113,20 @@ def _is_over(known: Book, log: Log, made: Made, taken: int) -> bool:
         return known.steps_of(log.rank) == taken
     last = _averaged(known, log)
     return last is not None and last.step == taken - 1 and not begins_round(made, last)
+
+
+def _is_outside(known: Book, logs: dict[int, Log], parting: Parting) -> bool:
+    """Whether no loop around a call, all of whose callers are on record, is one around the last
+    averaging of gradients."""
+    place = parting.place
+    last = _averaged(known, logs[place.rank.rank])
+    whole = place.site is not None and 0 < len(place.site.places) < CALLERS
+    around = _loops(last) if last is not None else set()
+    return whole and bool(around) and not parting.again and not around & _loops(place)
+
+
+def _loops(made: Made) -> set[tuple[str, int, str]]:
+    return {key for key, _, _, _ in loops_around(made.rank, made.site)}
 
 
 def _averaged(known: Book, log: Log) -> Made | None:

@@ -125,6 +125,7 @@ def evidence(run: Run, told: Told) -> Evidence:
 def _evidence(run: Run, parting: Parting) -> Evidence:
     now = scene(run)
     made = parting.made.values()
+    in_steps = not parting.over and any(m.step >= 0 for m in made)
     return {
         "group": str(parting.key),
         "call_number": parting.index,
@@ -135,7 +136,7 @@ def _evidence(run: Run, parting: Parting) -> Evidence:
                 "line": str(m.location_at(parting.depth) or ""),
                 **({"called_from": str(m.caller or "")} if any(o.caller for o in made) else {}),
                 **({"for": m.key} if m.key else {}),
-                **({"step": parting.step(m.step)} if any(o.step >= 0 for o in made) else {}),
+                **({"step": parting.step(m.step)} if in_steps else {}),
             }
             for side, m in describe_sides(parting)
         ],
