@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import inf
 
-from ddpdoctor.events import CALLERS, CallSite, ExceptionPassed, Place
+from ddpdoctor.events import CALLERS, CallSite, ExceptionPassed
 from ddpdoctor.findings import Evidence, Finding, Location
 from ddpdoctor.run import Rank, ranks_text
 
@@ -26,9 +26,9 @@ from ._ways import (
     catching,
     depth_in,
     exits,
+    has_left,
     in_same_run,
     loops_around,
-    places,
     same_function,
     uneven,
     ways_out,
@@ -208,7 +208,7 @@ def left_loop(parting: Parting) -> Left | None:
         if not rest or (in_another and whole(staying[0], heads[key])):
             continue  # whoever is in the other one has this before it, or is through with it
         may_be = parting.may_be_left(staying[0], key) or _began(parting, rest, stay, heads[key])
-        if may_be and all(_has_left(parting.made[r], staying[0], key) for r in rest):
+        if may_be and all(has_left(parting.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
         _told([until_call(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items()
@@ -388,38 +388,6 @@ def _agreed(hows: Iterable[How]) -> How:
     if How.OVER in known:
         return How.OVER
     return known.pop() if len(known) == 1 else How.UNKNOWN
-
-
-def _has_left(made: Made, still: Made, loop: Key) -> bool:
-    """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
-    outside of it now."""
-    depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
-    ours, theirs = places(made), places(still)
-    here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
-    if not here and len(ours) >= CALLERS and not _elsewhere(made, still, depth):
-        return False  # it may be in the loop by a caller that is not on record
-    for n in here:
-        callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
-        if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
-            return False  # another call of the function: of the loop in this one it says nothing
-    rank, until = until_call(made)
-    return any(
-        site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
-    )
-
-
-def _elsewhere(made: Made, still: Made, depth: int) -> bool:
-    """Whether another line of a function that leads to the loop leads to a call instead."""
-    outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
-    return any(
-        spot is not None and spot not in outer and any(o and same_function(spot, o) for o in outer)
-        for spot in (made.rank.location(place.site) for place in places(made))
-    )
-
-
-def _function(made: Made, place: Place) -> tuple[str, str] | None:
-    spot = made.rank.location(place.site)
-    return (spot.file, spot.function) if spot else None
 
 
 def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddpdoctor.events import CallSite, Enclosing, ExceptionPassed, Place, Way
+from ddpdoctor.events import CALLERS, CallSite, Enclosing, ExceptionPassed, Place, Way
 from ddpdoctor.findings import Location
 from ddpdoctor.run import Rank
 
 from ._branches import opener
 from ._caught import handler
+from ._iterations import until_call
 from ._log import Made
 from ._ranked import ON_RANK
 
@@ -206,3 +207,35 @@ def _line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
         if key == loop and spot is not None:
             return spot.line
     return None
+
+
+def has_left(made: Made, still: Made, loop: Key) -> bool:
+    """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
+    outside of it now."""
+    depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
+    ours, theirs = places(made), places(still)
+    here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
+    if not here and len(ours) >= CALLERS and not _elsewhere(made, still, depth):
+        return False  # it may be in the loop by a caller that is not on record
+    for n in here:
+        callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
+        if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
+            return False  # another call of the function: of the loop in this one it says nothing
+    rank, until = until_call(made)
+    return any(
+        site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
+    )
+
+
+def _elsewhere(made: Made, still: Made, depth: int) -> bool:
+    """Whether another line of a function that leads to the loop leads to a call instead."""
+    outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
+    return any(
+        spot is not None and spot not in outer and any(o and same_function(spot, o) for o in outer)
+        for spot in (made.rank.location(place.site) for place in places(made))
+    )
+
+
+def _function(made: Made, place: Place) -> tuple[str, str] | None:
+    spot = made.rank.location(place.site)
+    return (spot.file, spot.function) if spot else None
