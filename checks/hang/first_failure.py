@@ -255,8 +255,8 @@ def _in_other_words(same: list[Failure]) -> str:
     other = next((f for f in same if _words(f) != _words(same[0])), None)
     if other is None:
         return ""
-    said = cut_to_difference(other.message.strip(), same[0].message.strip(), 80)
-    return f"; rank {other.rank.rank} said {said!r}"
+    text, first = (" ".join(f.message.split()) for f in (other, same[0]))
+    return f"; rank {other.rank.rank} said '{cut_to_difference(text, first, 80)}'"
 
 
 def _words(failure: Failure) -> str:

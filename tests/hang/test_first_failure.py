@@ -468,7 +468,7 @@ def test_a_rank_without_a_record_that_was_not_first() -> None:
 
 
 def test_the_words_in_which_the_ranks_differ_are_not_cut_off() -> None:
-    said = f"[enforce fail at {'/pytorch' * 12}/context.cc:23] rank < size. {{}} vs 2"
+    said = f"[enforce fail at {'/pytorch' * 12}/context.cc:23] rank <\nsize. {{}} vs 2"
     ranks = {r: raised(5.0 + r, "RuntimeError", said.format(r)) for r in (2, 3)}
     run = make_run({0: [], 1: [], **ranks}, ended={0: -15, 1: -15, 2: 1, 3: 1})
     (finding,) = found(run)
