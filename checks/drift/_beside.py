@@ -116,7 +116,7 @@ def _told(found: Beside) -> dict[str, Any]:
         f"optimizer are exchanged in every step, those of the {len(names)} in this one never: each "
         "rank applies its own to them" + _remark(torn, meant),
         "fix": "exchange the gradients of both optimizers: `for p in model.parameters(): "
-        "dist.all_reduce(p.grad)`",
+        "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`",
         "fix_kind": FixKind.CHECK,
         "evidence": {
             "gradients exchanged": len(others),

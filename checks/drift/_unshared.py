@@ -276,7 +276,7 @@ def _told_left_out(
         )
         + ("" if proven else remark),
         "fix": "exchange the gradient of every parameter: `for p in model.parameters(): "
-        "dist.all_reduce(p.grad)`"
+        "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
         if wrong
         else "if the ranks are to train one model, exchange the gradients of these layers too",
         "evidence": {

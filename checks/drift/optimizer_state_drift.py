@@ -82,8 +82,10 @@ class OptimizerStateDrift(Check):
             return _loads.of_the_same(mine, other)
         later = ("parameter-drift", "buffer-drift")
         skipped = "averaging_backwards_before_the_step" in other.evidence
-        own = bool(mine.evidence.get("of_its_own")) and not skipped
-        applied = bool(mine.evidence.get("loaded"))  # by the next step; by hand, perhaps at once
+        own = bool(mine.evidence.get("not_from_unlike_gradients")) and not skipped
+        applied = bool(
+            mine.evidence.get("state_was_loaded")
+        )  # by the next step; by hand, perhaps at once
         return own and other.check in later and _causes.may_follow(other, mine, applied)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
@@ -124,7 +126,10 @@ class OptimizerStateDrift(Check):
             summary=f"the optimizer's {what} of {_causes.some(first.names)} "
             f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}{_causes.of_optimizer(group)}",
-            evidence={"loaded": loaded is not None, "of_its_own": own or loaded is not None}
+            evidence={
+                "state_was_loaded": loaded is not None,
+                "not_from_unlike_gradients": own or loaded is not None,
+            }
             | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
             | cause.evidence
             | tensors,
@@ -155,7 +160,7 @@ class OptimizerStateDrift(Check):
             cause="the same gradients give other updates with another state: the copies of the "
             f"parameters differ {_WHEN[points[0]]}",
             fix="make the optimizer on every rank at the same step, or on none",
-            evidence={"of_its_own": True, "parameters_differ": _WHEN[points[0]]},
+            evidence={"not_from_unlike_gradients": True, "parameters_differ": _WHEN[points[0]]},
             at=member.rank.wall(event.at),
         )
 

@@ -121,7 +121,9 @@ class ParameterDrift(Check):
         skipped = any(name.startswith("averaging_backwards") for name in mine.evidence)
         if other.check == "gradient-drift":
             return "parameters_differ_since_step" in other.evidence
-        own = other.check == "optimizer-state-drift" and other.evidence.get("of_its_own")
+        own = other.check == "optimizer-state-drift" and other.evidence.get(
+            "not_from_unlike_gradients"
+        )
         with_them = str(mine.evidence.get("loaded_with_them", ""))
         if own and not skipped and _loads.THINGS["optimizer"] not in with_them:
             return False

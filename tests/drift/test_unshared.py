@@ -78,6 +78,7 @@ def test_biases_that_flat_buffers_leave_out():
     assert (found.subjects, found.ranks) == (("body.bias", "head.bias"), (0, 1))
     assert (found.location.line, found.steps.first) == (8, 1)
     assert "body.weight is exchanged and body.bias of the same layer is not" in found.cause
+    assert found.fix.endswith("dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`")
 
 
 def test_clipping_by_a_norm_that_differs_makes_all_of_them_drift():
