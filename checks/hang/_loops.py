@@ -18,6 +18,7 @@ from ._caught import handler
 from ._iterations import Leaver, is_last, iterations_of, skipped_in, steps_taken, until_call
 from ._log import Made
 from ._mismatch import Parting
+from ._parted import by_their_rank
 from ._skips import Skips, skips
 from ._ways import (
     OF_MODEL,
@@ -202,7 +203,10 @@ def left_loop(parting: Parting) -> Left | None:
             inside.setdefault(key, []).append(rank)
             heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
+    only = parting.place.rank.rank if by_their_rank(parting) else None
     for key, stay in inside.items():
+        if only in stay:
+            continue  # nobody else ever made that call in it
         rest, staying = [r for r in parting.made if r not in stay], [parting.made[r] for r in stay]
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):

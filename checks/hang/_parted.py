@@ -29,6 +29,16 @@ def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
     return found if rest and past else None
 
 
+def by_their_rank(parting: Parting) -> bool:
+    """Whether a condition on the rank leads the ranks at fault to a call that no other rank makes
+    at any time: whatever the others may have left, they do not come to it."""
+    said = condition(parting.place)
+    if said is None or around_all(parting, *said):
+        return False
+    rest = [m for r, m in parting.made.items() if r not in parting.odd]
+    return bool(rest) and not any(_makes(m.rank, parting.place.spots) for m in rest)
+
+
 def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
     """Whether a rank that is not at fault is in another branch of the same `if`."""
     spot = parting.place.rank.location(place.site)

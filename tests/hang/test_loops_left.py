@@ -46,6 +46,24 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     assert finding.ranks == (0, 1), "too early on the one, or too late on the other"
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_call_in_a_loop_that_one_rank_alone_ever_makes(tmp_path: Path, alone: bool) -> None:
+    """Rank 0 validates at the end of each round; the other one is through with the last of them."""
+    made = tapes()
+    rounds = (8, "for epoch in range(2):")
+    for tape in made.values():
+        tape.call(line=9, inside=(rounds,))
+        if not alone:
+            tape.call("DDP forward", 12, inside=((11, "if rank == 0 or late:"), rounds))
+    on_zero = ((11, "if rank == 0 or late:"), rounds)
+    made[0].call("DDP forward", 12, inside=on_zero, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert ("left the loop" in finding.cause) is not alone
+    assert ("only some ranks enter `if rank == 0 or late:`" in finding.cause) is alone
+    assert finding.ranks == (0,)
+
+
 def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=11, text="if stop(loss):", first=13, last=13)
