@@ -8,11 +8,14 @@ from math import isclose
 import msgspec
 
 from ddpdoctor.events import Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
-from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.findings import Confidence, Finding, Severity
 from ddpdoctor.run import Rank
 
 ROUNDING = 1e-6
 """Relative distance of numbers that are the same."""
+
+AGAIN = 3
+"""Models of one line that are no longer a generator, a critic and the like."""
 
 Options = tuple[dict[str, float | bool | str], ...]
 Trial = tuple[tuple[object, ...], Options]
@@ -31,9 +34,18 @@ def searched(alike: dict[Rank, Unwrapped]) -> bool:
     return differ and not _divide_data(alike)
 
 
+def adapted(alike: dict[Rank, Unwrapped]) -> bool:
+    """Whether the line makes one model after the other beside a wrapped one: copies that are
+    adapted for a few steps and dropped (test-time training, inner loops)."""
+    return any(event.wrapped for event in alike.values()) and all(
+        len(_trials(rank, event)) >= AGAIN for rank, event in alike.items()
+    )
+
+
 def doubted(told: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
-    """The finding as a suspicion, where the ranks begin with values of their own and nothing else
-    says that they are to train one model together."""
+    """The finding as a suspicion and a note, where the ranks begin with values of their own, which
+    torch's own seed does not give them, and nothing else says that they are to train one model
+    together."""
     begins = [_begin(rank, event.optimizer) for rank, event in alike.items()]
     apart = len({state.parameters for state in begins if state is not None}) > 1
     given = any(state is None or state.averaged for state in begins)
@@ -42,6 +54,7 @@ def doubted(told: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
         return told
     return msgspec.structs.replace(
         told,
+        severity=Severity.NOTE,
         confidence=Confidence.SUSPECTED,
         cause=f"{told.cause}; the ranks begin with values of their own, and no sampler deals out "
         "the data: they may be meant to train a model each",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
 
-from ddpdoctor.events import Bypassed, RankExiting, StepDone, SyncPattern
+from ddpdoctor.events import (
+    Bypassed,
+    GroupDestroyed,
+    GroupReady,
+    RankExiting,
+    StepDone,
+    SyncPattern,
+)
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
@@ -45,7 +53,8 @@ class DdpBypassed(Check):
     ## When it stays quiet
     Evaluation, generation and saving through `model.module`; copies (EMA); a regulariser on
     `model.module.weight` in the backward of a proper forward; micro-batches under `no_sync`;
-    gradients that were cleared, or synchronised by hand, before the step; one process.
+    gradients that were cleared, or synchronised by hand, before the step; one process, or ranks
+    that have destroyed their groups.
     """
 
     code = "DDP304"
@@ -111,7 +120,14 @@ def _events(rank: Rank, model: int) -> list[Bypassed]:
     wrapped = models.wrap_of(rank, model)
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
         return []
-    return [e for e in rank.of(Bypassed) if e.model == model]
+    until = _left_for_good(rank)
+    return [e for e in rank.of(Bypassed) if e.model == model and e.at < until]
+
+
+def _left_for_good(rank: Rank) -> float:
+    """When a rank destroyed all its groups and formed none again: from there on it is alone."""
+    left = max((e.at for e in rank.of(GroupDestroyed) if not e.name), default=math.inf)
+    return math.inf if any(e.at > left for e in rank.of(GroupReady)) else left
 
 
 def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:

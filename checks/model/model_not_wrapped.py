@@ -48,9 +48,10 @@ class ModelNotWrapped(Check):
     and so on they and their gradients are digested, and of every collective it is noted what memory
     it carries, and how much. The digests of a step are compared between the ranks: proven is what
     differs at each of these steps and was carried by nothing; or by those collectives in the
-    backward that carry as many numbers as the gradients have that are equal. It is suspected where
-    the ranks begin with other values, as the members of an ensemble do, that no rank gave to the
-    others, beside no wrapped model and no sampler that deals out the data; beside tensor
+    backward that carry as many numbers as the gradients have that are equal. It is a note, and
+    suspected, where the ranks begin with other values, as the members of an ensemble do, that no
+    rank gave to the others, beside no wrapped model and no sampler that deals out the data. It is
+    suspected beside tensor
     parallelism, where the parameters were sent over a group before the first step and that group
     exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
     (sequence parallelism), where all parameters begin alike on all ranks, each gets another
@@ -70,6 +71,7 @@ class ModelNotWrapped(Check):
     parallelism; pipelines; training on one rank only; ranks that hold different models; searches
     without such a sampler, in which the models that one line makes differ in shape between the
     ranks, or are trained with other options (learning rate, weight decay) from the first step on;
+    models of a line that makes three or more beside a wrapped one (adapted for a few steps);
     what an exchange by hand leaves out of a model that it carries otherwise, of which
     `parameter-drift` tells; copies of what DDP averages (flat, or in another precision). Where
     ranks agree bit for bit and exchange no gradients (same data, same seed) it is a note; none
@@ -166,7 +168,7 @@ class ModelNotWrapped(Check):
             where = models.on_ranks(run, (r.rank for r in alike))
             if part := _partly.left_out(told, alike, where) or _partly.named(told, alike, where):
                 yield part
-            elif not _own.searched(alike):
+            elif not _own.searched(alike) and not _own.adapted(alike):
                 yield _own.doubted(told, alike)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)

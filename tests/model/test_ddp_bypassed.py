@@ -9,9 +9,9 @@ import pytest
 import torch
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
 from recordings import make_run, site, steps
-from wraps import codes, rank
+from wraps import codes, group, rank
 
-from ddpdoctor.events import Bypassed, RankExiting, SyncPattern
+from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.probe import bypass
 from ddpdoctor.probe.resolving import call_in_frames
@@ -31,6 +31,13 @@ def test_the_line_of_the_call_once_it_is_known():
     assert found.location.line == 6
     assert (found.steps.first, found.steps.last, found.steps.count) == (0, 3, 4)
     assert found.ranks == (0, 1)
+
+
+def test_who_has_left_the_group_goes_around_nothing():
+    left = GroupDestroyed(at=0)
+    for between, told in (((), True), ((left,), False), ((left, group((0, 1))), True)):
+        events = rank(*between, bypassed(), bypassed(3, 4))
+        assert bool(list(CHECK.examine(make_run({0: events, 1: events})))) is told
 
 
 def test_a_call_that_was_seen_later_replaces_one_that_was_guessed():

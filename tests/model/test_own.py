@@ -53,7 +53,8 @@ DEALT = LoaderSeen(
 )
 def test_ranks_that_begin_with_values_of_their_own(begins, beside, fields, confidence):
     (found,) = told_of(*(own(r, begin=b, **fields) for r, b in enumerate(begins)), beside=beside)
-    assert (found.severity.value, found.confidence.value) == ("error", confidence)
+    severity = "error" if confidence == "proven" else "note"
+    assert (found.severity.value, found.confidence.value) == (severity, confidence)
     assert "DistributedDataParallel" in found.fix
     assert ("--ignore" in found.fix) is (confidence == "suspected")
 
@@ -61,6 +62,14 @@ def test_ranks_that_begin_with_values_of_their_own(begins, beside, fields, confi
 def test_values_that_were_sent_before_the_first_step_are_of_one_model():
     (found,) = told_of(*(own(r, begin=7 + r, sent=1) for r in (0, 1)))
     assert found.confidence.value == "proven"
+
+
+@pytest.mark.parametrize(("count", "wrapped", "told"), [(3, 1, 0), (2, 1, 1), (3, 0, 1)])
+def test_copies_of_a_wrapped_model_that_are_adapted_and_dropped(count, wrapped, told):
+    ranks = [
+        [e for n in range(count) for e in own(r, optimizer=n, wrapped=wrapped)] for r in (0, 1)
+    ]
+    assert len(told_of(*ranks)) == told
 
 
 @pytest.mark.parametrize("beside", [(), (DEALT,)])
