@@ -155,8 +155,26 @@ def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
 
 def by_chance(audit: Audit) -> bool:
     """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
+    if _deals_repeats(audit):
+        return True
     drawn = any(e.seen.replacement for e in audit.epochs.values())
     return (drawn or (audit.again_within > 0 and not own_orders([audit]))) and not audit.same_order
+
+
+def _deals_repeats(audit: Audit) -> bool:
+    """Whether some of the data is dealt out as often as all of it would be once: each of these
+    samples the same number of times, on other ranks each time (repeated augmentation)."""
+    (times, most), *_ = Counter(audit.total.values()).most_common(1)
+    handed = sum(e.samples for e in audit.epochs.values())
+    read = {frozenset(counts) for counts in audit.per_rank.values()}
+    return (
+        times > 1
+        and len(audit.total) - most <= len(audit.epochs)  # cut at the end
+        and audit.complete
+        and handed <= audit.length
+        and not audit.again_within
+        and len(read) == len(audit.epochs)
+    )
 
 
 def own_orders(made: Sequence[Audit]) -> bool:

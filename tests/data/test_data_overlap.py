@@ -534,3 +534,19 @@ def test_a_stream_that_no_rank_splits_any_more(
     for finding in told:
         assert finding.severity is Severity.ERROR
         assert epoch and f"in training, from step {10 * epoch} on" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ([[(r + 4 * t) // 3 for t in range(30)] for r in range(4)], False),
+        ([[r // 2 + 2 * t for t in range(30)] for r in range(4)], True),  # pairs of ranks
+        ([[(30 * r + t) % 120 for t in range(60)] for r in range(4)], True),  # twice as much each
+    ],
+    ids=["repeated augmentation", "the same for two ranks", "windows that overlap"],
+)
+def test_samples_that_are_dealt_out_several_times_on_purpose(
+    shares: list[list[int]], told: bool
+) -> None:
+    ranks = [loader(0, [share], length=120, content=1, sampler="Repeated") for share in shares]
+    assert bool(examine(*ranks)) is told
