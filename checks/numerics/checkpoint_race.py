@@ -49,7 +49,7 @@ class CheckpointRace(Check):
     under a file lock; temporary files; files that all ranks only clear; the same path on another
     machine's own disk; distributed checkpoints; caches of libraries; settings that a library notes
     down by itself before there is a process group, and that nobody reads. For log files it is a
-    warning.
+    warning, for what is renamed whole before the first step (a cache of the data) a note.
     """
 
     code = "DDP802"
@@ -93,7 +93,11 @@ class CheckpointRace(Check):
         steps = steps_of(t for touches in files for t in touches)
         more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
         return self.finding(
-            severity=Severity.WARNING if logs else Severity.ERROR,
+            severity=Severity.NOTE
+            if _publishes(files)
+            else Severity.WARNING
+            if logs
+            else Severity.ERROR,
             ranks=tuple(ranks),
             steps=steps,
             subjects=tuple(paths),
@@ -179,6 +183,17 @@ def _notes_settings(touch: Touch) -> bool:
     return by_library and not event.marks and event.path.endswith(_SETTINGS)
 
 
+def _whole(files: list[list[Touch]]) -> bool:
+    """Whether nothing is ever half written: the files are renamed onto these paths."""
+    return all(t.event.how == "rename" for touches in files for t in touches)
+
+
+def _publishes(files: list[list[Touch]]) -> bool:
+    """Whether that is before the first step: what each rank prepares for itself is most often the
+    same (a vocabulary, a cache of the data)."""
+    return _whole(files) and not any(t.event.step > 0 for touches in files for t in touches)
+
+
 def _name(touch: Touch) -> str:
     return shorten(touch.event.path, touch.rank.cwd)
 
@@ -194,7 +209,7 @@ def _cause(files: list[list[Touch]]) -> str:
         where = f"they write it in {' and '.join(f'{file}:{line}' for file, line in lines)}"
     else:
         where = "every one of them writes it"
-    if all(t.event.how == "rename" for touches in files for t in touches):
+    if _whole(files):
         return f"{where}; each rename is whole, but which rank's file stays is left to chance"
     return f"{where}, and no collective stands between the writes"
 

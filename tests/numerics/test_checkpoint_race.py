@@ -124,6 +124,13 @@ def test_a_file_per_epoch_is_one_finding() -> None:
 def test_renamed_onto_one_target() -> None:
     (finding,) = found([wrote(how="rename")], [wrote(how="rename")])
     assert "rename" in finding.cause
+    assert finding.severity is Severity.ERROR
+
+
+@pytest.mark.parametrize(("how", "severity"), [("rename", "note"), ("save", "error")])
+def test_what_each_rank_prepares_before_the_first_step(how: str, severity: str) -> None:
+    (finding,) = found([wrote(how=how, step=0)], [wrote(how=how, step=0)])
+    assert finding.severity.value == severity
 
 
 @pytest.mark.parametrize(
