@@ -6,6 +6,7 @@ loader(0, [[0, 2], [4, 6]])              # two epochs
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -139,3 +140,7 @@ def run_of(*ranks: Sequence[Event], world: int = 0, **options: object) -> Run:
 
 def found(check: Check, run: Run) -> list[Finding]:
     return [] if check.unobserved(run) else list(check.examine(run))
+
+
+def shuffled(seed: int, first: int = 1, count: int = 40) -> list[int]:
+    return random.Random(seed).sample(range(first, first + count), count)
