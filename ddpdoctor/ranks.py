@@ -16,6 +16,12 @@ def fold_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
+def unfolded(text: str) -> set[int]:
+    """The ranks that `fold_ranks` wrote."""
+    spans = (part.partition("-") for part in text.split(","))
+    return {n for first, _, last in spans for n in range(int(first), int(last or first) + 1)}
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 1`, `ranks 0,2-3`."""
     known = set(ranks)

@@ -36,7 +36,7 @@ from .findings import Location
 from .joining import end_of, joined_info, of_one_world, stopped_in
 from .naming import names_of, title_of
 from .numbering import numbered_alike
-from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text
+from .ranks import equal_ranks, fold_ranks, groups_text, odd_ones, ranks_do, ranks_text, unfolded
 from .ring import Call, Phase, Ring, State, read_ring
 from .runfolder import Lines, RunFolder, RunInfo
 from .worlds import under_the_launchers_numbers
@@ -44,7 +44,7 @@ from .worlds import under_the_launchers_numbers
 __all__ = [
     "Call", "Facts", "Phase", "Rank", "Recording", "Ring", "Run", "State", "equal_ranks",
     "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text", "shorten",
-    "stopped_in", "title_of",
+    "stopped_in", "title_of", "unfolded",
 ]  # fmt: skip
 
 E = TypeVar("E", bound=Event)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddpdoctor.findings import Finding
+from ddpdoctor.run import unfolded
 
 from ._patterns import Span, patterns
 
@@ -72,16 +73,10 @@ def _sides(other: Finding) -> tuple[dict[int, int], dict[int, int]]:
     if other.check == "collective-mismatch" and isinstance(calls, list):
         for side in calls:
             into = waiting if side["call"].startswith(BACKWARD) else ahead
-            into.update(dict.fromkeys(_unfolded(side["ranks"]), side.get("step", -1)))
+            into.update(dict.fromkeys(unfolded(side["ranks"]), side.get("step", -1)))
     elif other.check == "rank-exited-early" and other.subjects == (BACKWARD,):
         told = other.evidence.get("left")
-        left = {*_unfolded(told)} if isinstance(told, str) else {*other.ranks}
+        left = unfolded(told) if isinstance(told, str) else {*other.ranks}
         for number, count in steps.items() if isinstance(steps, dict) else ():
             (ahead if int(number) in left else waiting)[int(number)] = count
     return ahead, waiting
-
-
-def _unfolded(text: str) -> Iterator[int]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import CallSite, Enclosing, RankExiting
 from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten
+from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten, unfolded
 
 from ._branches import (
     branch,
@@ -168,9 +168,8 @@ class RankExitedEarly(Check):
 
 def _left_of(mine: Finding) -> set[int]:
     """The ranks that left: they are not at fault where others entered a branch alone."""
-    left = str(mine.evidence.get("left") or fold_ranks(mine.ranks))
-    ends = (part.partition("-") for part in left.split(","))
-    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
+    left = mine.evidence.get("left")
+    return unfolded(left) if isinstance(left, str) else {*mine.ranks}
 
 
 def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:
