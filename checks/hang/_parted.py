@@ -11,7 +11,7 @@ from ddpdoctor.run import Rank, ranks_text
 from ._branches import avoided, branch, condition, is_inside, passed, same_lines
 from ._log import Made, lines
 from ._mismatch import Parting
-from ._ways import loops_around
+from ._ways import line_in, loops_around
 
 
 def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
@@ -78,19 +78,10 @@ def _is_round(parting: Parting, made: Made, place: Place, statement: Enclosing) 
         inside = call.site.places[depth].inside if call.site else ()
         if statement not in inside or loop not in inside or spot is None:
             continue
-        before, here = (_line_in(m, key) for m in (last, made))
+        before, here = (line_in(m.rank, m.site, key) for m in (last, made))
         if before is not None and here is not None and here <= before < statement.line:
             return True
     return False
-
-
-def _line_in(made: Made, loop: tuple[str, int, str]) -> int | None:
-    """The line in that loop that led to a call."""
-    for key, _, depth, _ in loops_around(made.rank, made.site):
-        spot = made.location_at(depth)
-        if key == loop and spot is not None:
-            return spot.line
-    return None
 
 
 def alone(parting: Parting) -> Parting:

@@ -162,7 +162,7 @@ def exits(
         if at == key
         for way in around.exits
     }
-    begin, end = _line_in(leaver, last, key), _line_in(stay.rank, stay.site, key)
+    begin, end = line_in(leaver, last, key), line_in(stay.rank, stay.site, key)
     if begin is not None and end is not None:
         same_round = begin < end
         ended = {
@@ -200,7 +200,7 @@ def _unseen(rank: Rank, way: Location) -> bool:
     return way.source.startswith("except") and not any(handler(rank, e, [way]) for e in passed)
 
 
-def _line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
+def line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
     """The line in a loop that leads to a call."""
     for key, _, depth, _ in loops_around(rank, site):
         spot = rank.location(site.places[depth].site) if site else None

@@ -246,7 +246,7 @@ def _stuck(parting: Parting) -> str:
         if m.call is not None and m.call.state is State.DONE
     }
     if not ended:
-        return "none of them can ever finish"
+        return _across.FOR_EVER
     op, rank = min(ended.items())
     return (
         f"each call paired with another one (rank {rank}'s {op} came to an end with values that "
