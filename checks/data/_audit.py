@@ -164,17 +164,13 @@ def by_chance(audit: Audit) -> bool:
 def _deals_repeats(audit: Audit) -> bool:
     """Whether some of the data is dealt out as often as all of it would be once: each of these
     samples the same number of times, on other ranks each time (repeated augmentation)."""
-    (times, most), *_ = Counter(audit.total.values()).most_common(1)
     handed = sum(e.samples for e in audit.epochs.values())
+    if not audit.complete or handed > audit.length or audit.again_within or not audit.total:
+        return False
+    (times, most), *_ = Counter(audit.total.values()).most_common(1)
+    cut_at_the_end = len(audit.total) - most
     read = {frozenset(counts) for counts in audit.per_rank.values()}
-    return (
-        times > 1
-        and len(audit.total) - most <= len(audit.epochs)  # cut at the end
-        and audit.complete
-        and handed <= audit.length
-        and not audit.again_within
-        and len(read) == len(audit.epochs)
-    )
+    return times > 1 and cut_at_the_end <= len(audit.epochs) == len(read)
 
 
 def own_orders(made: Sequence[Audit]) -> bool:

@@ -105,8 +105,8 @@ class Alike:
         differed: the last forward before at which they were not the same, -1 where they always are.
         drawn: the inputs were drawn from the global random generators just before.
         constant: they (nearly) never change over time: toy data.
-    meant: they were handed out by one of the ranks, or the ranks exchange what they compute from
-        them in a smaller group of theirs.
+        meant: they were handed out by one of the ranks, or the ranks exchange what they compute
+            from them in a smaller group of theirs.
     """
 
     ranks: tuple[int, ...]

@@ -60,8 +60,9 @@ class DataOverlap(Check):
     to have beside their own, and those that overlap by little; ranks that are handed their inputs
     on purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
     pipeline; ranks that exchange tensors in a process group of their own step by step, or make one
-    and hold the same part of the data. Inputs that never
-    change or are drawn from the global random generators on the spot are a note, as is evaluation.
+    and hold the same part of the data; samplers that deal out each of some samples equally often,
+    to other ranks each time (repeated augmentation). Inputs that never change or are drawn from the
+    global random generators on the spot are a note, as is evaluation.
     """
 
     code = "DDP507"
