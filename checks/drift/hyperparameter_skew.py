@@ -43,8 +43,10 @@ SET_ALIKE = (
 )
 
 AHEAD = "the_same_values_first_on_ranks"
-LEFT_OUT = "the_same_values_but_for_a_few_on_ranks"
 """Name of the evidence that the ranks differ only in when they set the same values."""
+
+LEFT_OUT = "the_same_values_but_for_a_few_on_ranks"
+"""Name of the evidence that these ranks left values out, as they took no step for a batch, say."""
 
 
 class HyperparameterSkew(Check):

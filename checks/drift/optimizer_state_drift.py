@@ -83,9 +83,8 @@ class OptimizerStateDrift(Check):
         later = ("parameter-drift", "buffer-drift")
         skipped = "averaging_backwards_before_the_step" in other.evidence
         own = bool(mine.evidence.get("not_from_unlike_gradients")) and not skipped
-        applied = bool(
-            mine.evidence.get("state_was_loaded")
-        )  # by the next step; by hand, perhaps at once
+        # By the next step; by hand, perhaps at once.
+        applied = bool(mine.evidence.get("state_was_loaded"))
         return own and other.check in later and _causes.may_follow(other, mine, applied)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
