@@ -11,9 +11,9 @@ import enum
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from .held import mapped
@@ -27,6 +27,7 @@ _PHASE = struct.Struct("<iid")  # phase, site, since
 _PHASE_AT = 64
 _MOVED = struct.Struct("<qQd")  # step, calls made, at
 _MOVED_AT = _PHASE_AT + _PHASE.size
+_WHERE = struct.Struct("<iidqQd")  # both at once: they lie side by side
 _HEAD_BYTES = 256
 # number + 1, index, group, signature, site, step, peer, began, state, ended
 _SLOT = struct.Struct("<Qqiiiqidi4xd")
@@ -62,6 +63,9 @@ class State(enum.IntEnum):
     DONE = 4
     FAILED = 5
     VOID = 6
+
+
+_DONE = int(State.DONE)
 
 
 @dataclass(frozen=True)
@@ -205,19 +209,26 @@ class RingWriter:
         _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
         return now
 
-    def entering(self, phase: int, site: int) -> Callable[[float], None]:
-        """The same for one that is gone over to again and again: to be called with the time."""
-        return partial(_PHASE.pack_into, self._map, _PHASE_AT, phase, site)
+    def enter(self, phase: int, site: int, now: float) -> None:
+        """The same, where the time is known."""
+        _WHERE.pack_into(self._map, _PHASE_AT, phase, site, now, self.step, self._count, now)
 
-    def stepped(self, step: int) -> None:
-        """So many steps were taken."""
-        self.step = step
-        _MOVED.pack_into(self._map, _MOVED_AT, step, self._count, time.monotonic())
+    def moved(self, now: float) -> None:
+        """The rank is known to have done something."""
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
 
     def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
         """Write a call down before it is made; returns its number."""
-        number, self._count = self._count, self._count + 1
         now = time.monotonic()
+        number = self.write(group, index, signature, site, peer, now)
+        self.moved(now)
+        return number
+
+    def write(
+        self, group: int, index: int, signature: int, site: int, peer: int, now: float
+    ) -> int:
+        """The same, where `moved` or `enter` follows."""
+        number, self._count = self._count, self._count + 1
         _SLOT.pack_into(
             self._map,
             _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES,
@@ -232,7 +243,6 @@ class RingWriter:
             1,
             0.0,
         )
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
         return number
 
     def mark(self, number: int, state: int) -> None:
@@ -243,7 +253,13 @@ class RingWriter:
         ended = now if state >= 4 else 0.0
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
         _END.pack_into(self._map, where, state, ended)
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
+        self.moved(now)
+
+    def done(self, number: int, now: float) -> None:
+        """The call is over; `enter` follows."""
+        if number > self._count - SLOTS:
+            where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
+            _END.pack_into(self._map, where, _DONE, now)
 
 
 def ask_address(pid: int, nonce: int) -> str:

@@ -25,7 +25,7 @@ PLACE = pathlib.Path(os.environ["PLACE"])
 
 GUARDS = {
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
-    "calls._mark", "calls._returned", "calls._waited_for",
+    "calls.mark", "calls._returned", "calls._waited_for",
     "data._before", "data._dropped", "data._failed", "data._look", "data._use",
     "frames.passed_over", "frames.unframe",
     "modules._missed", "modules._registered", "moments.Moment.happens",

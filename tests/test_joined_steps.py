@@ -105,5 +105,6 @@ def test_steps_that_a_kill_kept_off_the_record(
 ) -> None:
     folder = write_folder(tmp_path / "run", {0: [site(0, "/t.py", 1), *events]})
     writer = ring_of(*folder.rank_files()[0])
-    writer.stepped(145)
+    writer.step = 145
+    writer.moved(0.0)
     assert load([folder]).ranks[0].steps == steps

@@ -51,7 +51,8 @@ def test_every_movement_is_progress(tmp_path: Path) -> None:
         lambda: writer.begin(0, 0, 0, 0, -1),
         lambda: writer.mark(0, State.DONE),
         lambda: writer.phase(Phase.FORWARD, 1),
-        lambda: writer.stepped(1),
+        lambda: writer.moved(time.monotonic()),
+        lambda: writer.enter(Phase.BACKWARD, 1, time.monotonic()),
     ):
         move()
         ring = read_ring(tmp_path / "r.ring")
@@ -62,13 +63,18 @@ def test_every_movement_is_progress(tmp_path: Path) -> None:
 
 def test_a_phase_that_is_entered_again_is_written_as_any_other(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path / "r")
-    entering = writer.entering(Phase.BACKWARD, 7)
-    entering(writer.phase(Phase.USER, 3) + 1.0)
-    writer.stepped(5)
+    at = writer.phase(Phase.USER, 3) + 1.0
+    writer.step = 5
+    number = writer.write(0, 0, 0, 0, -1, at)
+    writer.enter(Phase.BACKWARD, 7, at)
     ring = read_ring(tmp_path / "r")
     assert ring is not None
-    assert (ring.phase, ring.phase_site, ring.step) == (Phase.BACKWARD, 7, 5)
-    assert ring.progress_at == ring.phase_since
+    assert (ring.phase, ring.phase_site, ring.step, ring.count) == (Phase.BACKWARD, 7, 5, 1)
+    assert ring.progress_at == ring.phase_since == ring.calls[0].began == at
+    writer.done(number, at + 1)
+    again = read_ring(tmp_path / "r")
+    assert again is not None
+    assert (again.calls[0].state, again.calls[0].ended) == (State.DONE, at + 1)
 
 
 def test_it_survives_a_kill(tmp_path: Path) -> None:

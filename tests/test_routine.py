@@ -257,12 +257,12 @@ def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.Mon
 
 
 def model(number: int) -> Any:
-    return SimpleNamespace(number=number, wrapper=lambda: None, sampled=[lambda: None])
+    return SimpleNamespace(number=number, group=0, wrapper=lambda: None, sampled=[lambda: None])
 
 
 MODEL, OTHER = model(0), model(1)
 OPTIMIZER: Any = SimpleNamespace(steps=10**6)
-ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=SimpleNamespace(entering=lambda *at: at)))
+ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=None, recurring=lambda *what: None))
 
 
 def forward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
+from types import FrameType
 from typing import Any
 
-from . import calls, models, moments
+from ..ring import Phase
+from . import implicit, models, moments
 from .gradients import version
 from .looks import Look
 from .models import Model
 from .moments import Backward
 from .patching import around
 from .recorder import Recorder, recorder
-from .routine import Seen, Stage, Usual, routine
-from .torch_private import sequence_number
+from .routine import Expected, Seen, Stage, Usual, routine
+from .torch_private import sequence_number, unseen
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
+
+_BACKWARD, _USER = int(Phase.BACKWARD), int(Phase.USER)  # see `Stage`
 
 
 class _Backwards:
@@ -49,6 +54,11 @@ def since(step: int) -> bool:
 def synced() -> int:
     """Those that communicated."""
     return _state.synced
+
+
+def counts() -> tuple[int, int]:
+    """`count` and `synced`."""
+    return _state.count, _state.synced
 
 
 def take_seconds() -> float:
@@ -101,8 +111,18 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     if now.sync and not wrapper.require_backward_grad_sync:
         return None
-    frame, site = active.sites.caller(now.hook)
-    if site != now.site:
+    call = now.call
+    if call is None and now.sync and step.model.group >= 0:
+        return None
+    frame: FrameType | None = None
+    try:
+        frame = sys._getframe(now.depth)
+        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
+    except ValueError:
+        moved = True
+    if moved:
+        frame = now.meet(active)
+    if frame is None:
         return None
     _state.depth += 1
     _state.nested = 0
@@ -111,14 +131,20 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     backward.error = None
     backward.synced.clear()
     routine.stage = Stage.BACKWARD
-    if now.sync:
-        calls.backward_opens(step.tape, step.model, frame)
-    moments.backward_begins.passes(active, backward)
+    backward.began = began = time.monotonic()
+    if call is not None and now.sync:
+        implicit.backward_recurs(step.tape.again(call, frame, moved, began))
+    step.ring.enter(_BACKWARD, now.site, began)
+    unseen(_look_as_usual, active, step, backward)
     backward.frame = None
-    step.sequence, step.before = sequence_number(wrapper.process_group), version(step.sampled())
-    backward.began = time.monotonic()
-    now.entering(backward.began)
+    step.sequence = sequence_number(wrapper.process_group)
     return backward
+
+
+def _look_as_usual(active: Recorder, step: Expected, backward: Backward) -> None:
+    """What is to be seen before a backward: what watchers look for, and the gradients."""
+    moments.backward_begins.passes(active, backward)
+    step.before = version(step.sampled())
 
 
 def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
@@ -129,7 +155,6 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
         _ends(active, backward, result, None)
         return
     now, ended = step.next, time.monotonic()
-    now.leaving(ended)
     routine.stage = Stage.BETWEEN
     model = step.model
     _state.depth -= 1
@@ -147,7 +172,8 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
         model.answered()
     else:
         backward.models = []
-    calls.backward_closes(active, step.tape, backward)
+    implicit.backward_closes(active, step.tape, backward, ended)
+    step.ring.enter(_USER, backward.site, ended)
     if moments.backward_ends.in_routine:
         moments.backward_ends.passes(active, backward)
     backward.roots = ()

@@ -7,19 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-from ..ring import Phase, State
+from ..ring import State
 from . import gathered, groups, moments, process, waits
 from .frames import passed_over, unframe
-from .looks import Look
-from .models import Model
-from .moments import Backward, Forward, Step
-from .patching import around, refused, replace
+from .patching import refused, replace
 from .recorder import Recorder, guarded, recorder
-from .tape import Tape, tape
-from .torch_private import joins, sequence_number
+from .tape import tape
 
 LOST = "collectives, and with them mismatches and hangs"
 
@@ -92,9 +87,7 @@ _depth = _Depth()
 def install() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
-    from torch.nn.parallel.distributed import DistributedDataParallel
 
-    _Open.buffers = False
     gathered.install()
     for name, kind in KINDS.items():
         original = getattr(c10d, name, None)
@@ -105,14 +98,6 @@ def install() -> None:
             if vars(holder).get(name) is original:
                 replace(holder, name, wrapper)
     _watch_waits(c10d)
-    around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
-    moments.wrapped.subscribe(_wrapped, lost=LOST)
-    # Of routine steps the brackets themselves tell.
-    moments.forward_begins.subscribe(_forward_begins, routine=False, lost=LOST)
-    moments.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
-    moments.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
-    moments.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
-    moments.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -138,7 +123,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         except BaseException as error:
             if active is not None and failure is not None and not refused(error):
                 active.trouble(part, failure, LOST)
-            _failed(number, error)
+            failed(number, error)
             unframe(error)
             raise
         finally:
@@ -240,7 +225,7 @@ def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
     return int(dist.get_global_rank(group, int(group_rank)))
 
 
-def _mark(number: int | None, state: State) -> None:
+def mark(number: int | None, state: State) -> None:
     active = recorder()
     if number is None or active is None:
         return
@@ -251,8 +236,8 @@ def _mark(number: int | None, state: State) -> None:
         active.trouble("calls.mark", error, LOST)
 
 
-def _failed(number: int | None, error: BaseException) -> None:
-    _mark(number, State.FAILED)
+def failed(number: int | None, error: BaseException) -> None:
+    mark(number, State.FAILED)
     if number is not None:
         guarded("calls.failed", lambda active: process.call_failed(active, number, error))
 
@@ -295,152 +280,20 @@ def _watch_waits(c10d: Any) -> None:
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         number = _waited_for(self)
-        _mark(number, State.WAITING)
+        mark(number, State.WAITING)
         began = time.monotonic()
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
-            _failed(number, error)
+            failed(number, error)
             unframe(error)
             raise
-        _mark(number, State.DONE)
+        mark(number, State.DONE)
         if number is not None:
             waits.waited(time.monotonic() - began)
         return result
 
     replace(c10d.Work, "wait", passed_over(wait, original))
-
-
-class _Open:
-    """Calls of wrapped models that have begun.
-
-    `forwards`: model, call, and torch's count of the group's collectives before it, where nothing
-    else tells whether there was one. `backwards`: look (None in a routine step), and call.
-    `buffers`: there are models whose forwards broadcast them.
-    """
-
-    buffers = False
-    forwards: list[tuple[Model, int, int]] = []
-    backwards: list[tuple[Look | None, int]] = []
-
-
-def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = tape(active)
-    if written is None or not groups.exist():
-        return None
-    number = groups.number_of(kwargs.get("process_group"))
-    return written.collective(number, "DDP()", written.here()) if number >= 0 else None
-
-
-def _settled(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        _mark(number, State.DONE)
-    else:
-        _failed(number, error)
-
-
-def _wrapped(active: Recorder, model: Model) -> None:
-    _Open.buffers |= bool(getattr(model.ddp(), "modules_buffers", True))
-
-
-def _forward_begins(active: Recorder, forward: Forward) -> None:
-    written = active.tape or tape(active)
-    if written is None:
-        return
-    forward_opens(written, forward)
-    written.ring.phase(Phase.FORWARD, forward.site)
-
-
-def forward_opens(written: Tape, forward: Forward) -> None:
-    """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
-    first backward had them, is a collective of its group."""
-    ddp, model = forward.wrapper, forward.model
-    if (_Open.buffers or model.rebuilds) and model.group >= 0 and not joins(ddp):
-        broadcasts = _Open.buffers and ddp.will_sync_module_buffers()
-        if broadcasts or _rebuilds(forward):
-            call = written.of_model(model.group, "DDP forward", forward.frame, model.number)
-            before = -1 if broadcasts else sequence_number(getattr(ddp, "process_group", None))
-            _Open.forwards.append((model, call, before))
-
-
-def _forward_ends(active: Recorder, forward: Forward) -> None:
-    written = active.tape or tape(active)
-    if written is None:
-        return
-    forward_closes(active, written, forward)
-    written.ring.phase(Phase.USER, forward.site)
-
-
-def forward_closes(active: Recorder, written: Tape, forward: Forward) -> None:
-    """What `forward_opens` wrote down is over."""
-    if _Open.forwards and _Open.forwards[-1][0] is forward.model:
-        model, call, before = _Open.forwards.pop()
-        group = getattr(forward.wrapper, "process_group", None)
-        if before >= 0 and sequence_number(group) == before:
-            written.void(call)
-        elif forward.error is not None:
-            written.ring.mark(call, State.FAILED)
-            process.call_failed(active, call, forward.error)
-        else:
-            written.ring.mark(call, State.DONE)
-        if forward.error is None and _rebuilds(forward):
-            model.rebuilds = False
-
-
-def _rebuilds(forward: Forward) -> bool:
-    model = forward.model
-    return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
-
-
-def _backward_begins(active: Recorder, backward: Backward) -> None:
-    written = active.tape or tape(active)
-    if written is None:
-        return
-    looks = [look for look in backward.looks if look.expected and look.model.pending_sync]
-    looks = [look for look in looks if look.model.group >= 0 and not joins(look.wrapper)]
-    alone = looks[0].model.number if len(looks) == 1 else -1
-    first: dict[int, Look] = {}
-    for look in looks:
-        first.setdefault(look.model.group, look)
-    for group, look in first.items():
-        call = written.of_model(group, "DDP backward", backward.frame, alone)
-        _Open.backwards.append((look, call))
-    written.ring.phase(Phase.BACKWARD, backward.site)
-
-
-def backward_opens(written: Tape, model: Model, frame: FrameType | None) -> None:
-    """As above, where it is known that the backward is of this model and averages."""
-    if model.group >= 0:
-        call = written.of_model(model.group, "DDP backward", frame, model.number)
-        _Open.backwards.append((None, call))
-
-
-def _backward_ends(active: Recorder, backward: Backward) -> None:
-    written = active.tape or tape(active)
-    if written is None:
-        return
-    backward_closes(active, written, backward)
-    written.ring.phase(Phase.USER, backward.site)
-
-
-def backward_closes(active: Recorder, written: Tape, backward: Backward) -> None:
-    """Of the collectives that a backward was to make, which it made."""
-    ended, _Open.backwards = _Open.backwards, []
-    for look, call in ended:
-        silent = not backward.synced if look is None else not look.communicated
-        if backward.error is not None:
-            written.ring.mark(call, State.FAILED)
-            process.call_failed(active, call, backward.error)
-        elif silent and (look is None or look.sequence >= 0):
-            written.void(call)
-        else:
-            written.ring.mark(call, State.DONE)
-
-
-def _step_ends(active: Recorder, step: Step) -> None:
-    if written := active.tape or tape(active):
-        written.step_ended(active.step)
-        written.ring.phase(Phase.USER, step.site)
 
 
 def _leaving(active: Recorder, _: None) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from .recorder import Recorder
-from .torch_private import next_node_number, node_number, saved
+from .torch_private import graph, node_number, saved
 
 MOST = 64
 
@@ -31,12 +31,12 @@ def forget() -> None:
 def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Before a call of `torch.autograd.grad`: what `ends` wants to know of it."""
     creates = args[4] if len(args) > 4 else kwargs.get("create_graph")
-    return next_node_number() if creates else -1
+    return graph.next_number() if creates else -1
 
 
 def ends(active: Recorder, first: int) -> None:
     if first >= 0:
-        _taken.append(Taken(first, next_node_number(), active.site()))
+        _taken.append(Taken(first, graph.next_number(), active.site()))
 
 
 def site_of(node: Any) -> int:

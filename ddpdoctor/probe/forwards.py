@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from . import calls, models, modules, moments
+from ..ring import Phase
+from . import implicit, models, modules, moments
 from .models import Model
 from .moments import Forward
 from .patching import around, hide_hooks
 from .recorder import Recorder
 from .routine import Seen, Stage, Usual, routine
+from .torch_private import unseen
 
 LOST = "forwards of wrapped models"
+
+_FORWARD, _USER = int(Phase.FORWARD), int(Phase.USER)  # see `Stage`
 
 
 class _Forwards:
@@ -141,20 +146,31 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     step = routine.expected
     if step is None or (forward := (now := step.next).forward) is None:
         return None
-    wrapper, model = step.wrapper(), step.model
+    wrapper, model, stage = step.wrapper(), step.model, routine.stage
     if (
         wrapper is None
         or wrapper is not args[0]
         or model.pending != now.pending
         or model.superseded
+        or model.rebuilds
         or wrapper.require_backward_grad_sync is not now.sync
         or not (wrapper.training and _state.grad_enabled())
-        or routine.stage == Stage.FORWARD
-        or (routine.stage == Stage.NONE and step.examined())
+        or stage == Stage.FORWARD
+        or (stage == Stage.NONE and step.examined())
     ):
         return None
-    frame, site = active.sites.caller(now.hook)
-    if site != now.site:
+    call, broadcasts = now.call, implicit.broadcasts(wrapper) and model.group >= 0
+    if call is None and broadcasts:
+        return None
+    frame: FrameType | None = None
+    try:
+        frame = sys._getframe(now.depth)
+        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
+    except ValueError:
+        moved = True
+    if moved:
+        frame = now.meet(active)
+    if frame is None:
         return None
     routine.stage = Stage.FORWARD
     number = model.forwards
@@ -162,15 +178,24 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     _state.count += 1
     _state.inside += 1
     forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
-    forward.frame, forward.error = frame, None
-    calls.forward_opens(step.tape, forward)
+    forward.error = None
+    began = time.monotonic()
+    if call is not None and broadcasts:
+        implicit.forward_recurs(model, step.tape.again(call, frame, moved, began))
+    step.ring.enter(_FORWARD, now.site, began)
+    if moments.forward_begins.in_routine or number >= model.looked_at:
+        unseen(_look_as_usual, active, forward, number, frame)
+    return forward, began
+
+
+def _look_as_usual(active: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
+    """What is to be seen before a forward that somebody waits for."""
+    forward.frame = frame
     moments.forward_begins.passes(active, forward)
+    forward.model.looked_at = moments.next_looked_at(number)
     if _due(number):
         moments.forward_due.happens(active, forward)
     forward.frame = None
-    began = time.monotonic()
-    now.entering(began)
-    return forward, began
 
 
 def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) -> None:
@@ -180,13 +205,13 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
     step, (forward, began) = routine.expected, token
     assert step is not None
     ended = time.monotonic()
-    step.next.leaving(ended)
+    implicit.forward_closes(active, step.tape, forward, ended)
+    step.ring.enter(_USER, forward.site, ended)
     step.next = step.next.following or step.first
     routine.stage = Stage.BETWEEN
     _state.inside -= 1
     _state.seconds += ended - began
     forward.output = result
-    calls.forward_closes(active, step.tape, forward)
     if moments.forward_ends.in_routine:
         moments.forward_ends.passes(active, forward)
     forward.wrapper = forward.output = None

@@ -19,7 +19,7 @@ from .patching import around
 from .recorder import Recorder
 from .references import Reference
 from .resolving import Found, setting_in_frames
-from .torch_private import next_node_number
+from .torch_private import graph
 
 LOST = "models wrapped in DistributedDataParallel"
 
@@ -46,6 +46,7 @@ class Model:
         backwards: those that reached it; `synced_backwards` that should have synchronised.
         unfinished: a backward that was to average them left DDP waiting for gradients, of those at
             `left` where it was examined; another one over the same forwards may bring them.
+        looked_at: the number of the forward before which no routine one is looked at closely.
         next_examined: the number of `synced_backwards` at which `examined` holds next.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
@@ -88,6 +89,7 @@ class Model:
         self.unsynced_site = -1
         self.leading: tuple[int, ...] = ()
         self.next_examined = -1
+        self.looked_at = 0
 
     def ddp(self) -> Any:
         """The wrapper, None where there is none yet or any more."""
@@ -104,7 +106,7 @@ class Model:
         self.pending_sync = forward.sync
         self.unfinished, self.left = False, ()
         self.armed |= forward.sync
-        self.forward_site, self.first_node = forward.site, next_node_number()
+        self.forward_site, self.first_node = forward.site, graph.next_number()
         if self.backwards_now:
             self.forwards_now = self.backwards_now = 0
         self.forwards_now += 1

@@ -328,6 +328,11 @@ def looked_at(forward: int) -> bool:
     return forward < 128 or (forward + 1) % 16 < 2
 
 
+def next_looked_at(forward: int) -> int:
+    """The first one after that number that is."""
+    return forward + 1 if looked_at(forward + 1) else (forward + 1) // 16 * 16 + 15
+
+
 def until_pulse(pulses: int) -> float:
     """Seconds until the next pulse, after so many."""
     return min(PULSE_S * 2 ** (pulses // PULSES_PER_PACE), SLOWEST_S)

@@ -29,7 +29,7 @@ from .recorder import Recorder, shielded
 from .references import Reference
 from .spared import Spared, spares
 from .telling import finite_gradient, telling
-from .torch_private import compiling, next_node_number
+from .torch_private import compiling, graph
 
 LOST = "where NaN and infinity come from"
 
@@ -53,8 +53,8 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 class _Numerics:
     """
     Attributes:
-        returned: by model, torch's number for the first node of the graph after its last forward,
-            and what that returned.
+        returned: by model, of its last forward: torch's number for the first node of the graph
+            after it, what it returned, and what it was given.
         marked: models with inputs that are not finite, whose loss is still to come; masked: those
             of which it was finite all the same.
     """
@@ -70,13 +70,13 @@ class _Numerics:
         self.told = 0
         self.plain: Any = None
         self.backwards = 0
-        self.inputs: dict[Model, list[tuple[int | str, Any]]] = {}
-        self.returned: dict[Model, tuple[int, Any]] = {}
+        self.returned: dict[Model, tuple[int, Any, list[tuple[int | str, Any]]]] = {}
         self.marked: set[Model] = set()
         self.masked: set[Model] = set()
         self.telling: dict[Model, list[int]] = {}
 
 
+_NOTHING: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
 _state = _Numerics()
 _looked = Subscriptions()
 """Of the end of a backward whose gradients are looked at."""
@@ -89,7 +89,7 @@ def install() -> None:
 
     _state.__init__()  # type: ignore[misc]
     _state.plain = torch.Tensor
-    moments.forward_begins.subscribe(_forward_begins, lost=LOST)
+    moments.forward_due.subscribe(_forward_due, lost=LOST)
     moments.forward_ends.subscribe(_forward_ends, lost=LOST)
     moments.backward_begins.subscribe(_backward_begins, lost=LOST)
     _looked[:] = (moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
@@ -97,19 +97,11 @@ def install() -> None:
     moments.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
-    if forward.grad_enabled and _state.told < MOST_TOLD:
-        args = forward.args
-        found: list[tuple[int | str, Any]]
-        if len(args) == 1 and type(args[0]) is _state.plain:  # as most often
-            found = [(0, Reference(args[0]))]
-        else:
-            found = _tensors(enumerate(args))
-        if forward.kwargs:
-            found += _tensors(forward.kwargs.items())
-        _state.inputs[forward.model] = found
-        made = forward.model.forwards
-        if made & (made - 1) == 0 and not all(finite(ref()) for _, ref in found):
+def _forward_due(active: Recorder, forward: Forward) -> None:
+    made = forward.model.forwards
+    if _state.told < MOST_TOLD and made & (made - 1) == 0:
+        given = (ref() for _, ref in _inputs(forward))
+        if not all(finite(tensor) for tensor in given):
             _state.marked.add(forward.model)
 
 
@@ -117,15 +109,23 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and _state.told < MOST_TOLD:
         output = forward.output
         kept = Reference(output) if type(output) is _state.plain else None
-        _state.returned[forward.model] = next_node_number(), kept
+        _state.returned[forward.model] = graph.next_number(), kept, _inputs(forward)
+
+
+def _inputs(forward: Forward) -> list[tuple[int | str, Any]]:
+    """Weak references to the tensors that a forward was given, by name or position."""
+    args, kwargs = forward.args, forward.kwargs
+    if len(args) == 1 and not kwargs and type(args[0]) is _state.plain:  # as most often
+        return [(0, Reference(args[0]))]
+    return [*_tensors(enumerate(args)), *_tensors(kwargs.items())]
 
 
 def _beyond(origin: Origin, live: list[Model]) -> str:
     """As in `NonFinite`: what came into the graph as a constant after all forwards."""
-    known = [_state.returned.get(model, (-1, None)) for model in live]
-    if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _ in known):
+    known = [_state.returned.get(model, _NOTHING) for model in live]
+    if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _, _ in known):
         return ""
-    outputs = [None if reference is None else reference() for _, reference in known]
+    outputs = [None if reference is None else reference() for _, reference, _ in known]
     if not all(finite(output) for output in outputs):
         return ""
     return "gone" if any(output is None for output in outputs) else "finite"
@@ -163,11 +163,12 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
             break
     else:
         return
-    if root.is_cuda:
+    one_number = root.is_cpu and root.numel() == 1  # as most losses are
+    if not one_number and root.is_cuda:
         if compiling():
             return
         _flag_later(active, backward, root, "loss")
-    elif not _finite_loss(root):
+    elif not (math.isfinite(root.item()) if one_number else finite(root)):
         if not compiling():
             _state.suspect = _remaining(earlier) or _diagnose(active, backward, root)
             _judging.wake()
@@ -175,7 +176,9 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
                 _watch_gradients(active, backward, True)
             _lasts(active, _state.suspect, root)
         return
-    _state.suspect, _state.lasting = _remaining(earlier), (None, 0)
+    _state.lasting = None, 0
+    if earlier is not None:
+        _state.suspect = _remaining(earlier)
     if marked and not root.is_cuda:
         _state.masked |= marked
     asked = active.every and active.step % active.every == 0
@@ -203,11 +206,6 @@ def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:
             told = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
             _tell(active, told)
     _state.lasting = first, count
-
-
-def _finite_loss(root: Any) -> bool:
-    """As `finite`, which asks much of a tensor; most losses are one number."""
-    return math.isfinite(root.item()) if root.is_cpu and root.numel() == 1 else finite(root)
 
 
 def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:
@@ -315,7 +313,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
             )
     origin = nonfinite_origin.trace(root, _names())
     beyond = _beyond(origin, live)
-    returned = [_state.returned.get(model, (-1, None))[0] for model in live]
+    returned = [_state.returned.get(model, _NOTHING)[0] for model in live]
     site = nonfinite_sites.of(
         active, origin, live, frame, root, base.forward_site, bool(beyond), returned
     )
@@ -348,7 +346,7 @@ def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, 
         inner = model.inner()
         if inner is not None:
             yield "parameter", inner.named_parameters()
-        given = [] if model in _state.masked else _state.inputs.get(model, [])
+        _, _, given = _NOTHING if model in _state.masked else _state.returned.get(model, _NOTHING)
         inputs = [(_spelled(name), ref()) for name, ref in given]
         yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
         if inner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -9,16 +10,18 @@ from typing import Any
 
 from ..events import OptimizerSeen, StepDone
 from ..events.amp import next_told_at, told_at
+from ..ring import Phase
 from . import autograd, data, forwards, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
 from .routine import Stage, Usual, routine
-from .torch_private import own_pre_hooks, pre_hooks_after
+from .torch_private import own_pre_hooks, pre_hooks_after, unseen
 
 PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
+_OPTIMIZER, _USER = int(Phase.OPTIMIZER), int(Phase.USER)  # see `Stage`
 
 STEPS_IN_FULL = 2000
 JOINED_S, JOINED_LATER_S = 0.25, 1.0
@@ -146,8 +149,8 @@ def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     if others is not None:
         others.pop(_LAST, None)
         others[_LAST] = _last_pre_hook
-    else:
-        _last_pre_hook(optimizer, args, kwargs)
+    elif _usual.begins(active, (optimizer, args), kwargs) is None:
+        run_hook(active, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -210,19 +213,23 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
     step = known.step
     if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
         return None
-    _, site = active.sites.caller(now.hook)
-    if site != now.site:
+    try:
+        frame = sys._getframe(now.depth)
+        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
+    except ValueError:
+        moved = True
+    if moved and now.meet(active) is None:
         return None
     number = step.number = known.steps
     routine.stage = Stage.STEP
     if number >= known.due_at:
-        _due_as_usual(active, known, step)
+        unseen(_due_as_usual, active, known, step)
     else:
         step.due = False
     if moments.step_begins.in_routine:
-        moments.step_begins.passes(active, step)
-    step.began = known.began = time.monotonic()
-    now.entering(known.began)
+        unseen(moments.step_begins.passes, active, step)
+    step.began = known.began = began = time.monotonic()
+    expected.ring.enter(_OPTIMIZER, now.site, began)
     return step
 
 
@@ -247,7 +254,7 @@ def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
         _optimizers.waiting.append(known)
     joined.count += 1
     joined.step, joined.at = step, now
-    joined.backwards, joined.synced = autograd.count(), autograd.synced()
+    joined.backwards, joined.synced = autograd.counts()
     joined.wall_s += now - _optimizers.last_step_at
     if _optimizers.count > 1:
         _take_seconds(joined)
@@ -355,8 +362,8 @@ def _ends_as_usual(active: Recorder, optimizer: Any, _: None) -> None:
         _ends(active, optimizer)
         return
     now = _count(active, known)
-    expected.tape.step_ended(active.step)
-    expected.next.leaving(now)
+    expected.tape.step_ended(active.step, now)
+    expected.ring.enter(_USER, known.step.site, now)
     if expected.next.following is not None:
         expected.next, routine.stage = expected.next.following, Stage.BETWEEN
     else:

@@ -91,7 +91,8 @@ def around(
         token: Any = None
         failure: Exception | None = None
         run = run_hook
-        given = args or _named_self(kwargs)
+        # torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`.
+        given = args or ((kwargs["self"],) if "self" in kwargs else ())
         expected = usual is not None and (token := usual.begins(active, given, kwargs)) is not None
         if not expected:
             if compiler is not None:
@@ -129,11 +130,6 @@ def around(
     for holder in holders:
         if vars(holder).get(name) is original:
             replace(holder, name, new)
-
-
-def _named_self(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`."""
-    return (kwargs["self"],) if "self" in kwargs else ()
 
 
 def hide_hooks() -> None:

@@ -15,19 +15,20 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..ring import Phase
+from ..ring import RingWriter
 from . import moments
 from .gradients import NO_GRADIENT
 from .moments import Backward, Forward, Step
 from .recorder import Recorder
-from .torch_private import interposed, joins, without_modes
+from .torch_private import interposed, joins
 
 if TYPE_CHECKING:
     from .models import Model
     from .optimizers import Optimizer
-    from .tape import Tape
+    from .tape import Recurring, Tape
 
 FIRST = 64
 """Steps of an optimizer that are looked at like any other."""
@@ -73,8 +74,9 @@ class Pass:
     Attributes:
         backward: its `looks` are empty.
         sync: as in `Seen`; pending: forwards that wait for their backward, before it.
-        hook: names it to `Sites.caller`.
-        entering, leaving: put on record that the rank goes in or comes out, given the time.
+        hook: names it to `Sites.caller`; of the user's frame that was there last: depth, as seen
+            from the bracket, code, and instruction.
+        call: what the model does by itself in it.
         following: the next one, None for the last.
     """
 
@@ -85,9 +87,23 @@ class Pass:
     sync: bool
     pending: int
     hook: str
-    entering: Callable[[float], None]
-    leaving: Callable[[float], None]
+    call: Recurring | None
+    depth: int = 0
+    code: CodeType | None = None
+    instruction: int = -1
     following: Pass | None = None
+
+    def meet(self, active: Recorder) -> FrameType | None:
+        """The user's frame in this call, as seen from the bracket that asks, where it is at the
+        line that is expected."""
+        frame, site = active.sites.caller(self.hook)
+        if frame is None or site != self.site:
+            return None
+        depth, above = 0, sys._getframe(1)
+        while above is not frame and above.f_back is not None:
+            depth, above = depth + 1, above.f_back
+        self.depth, self.code, self.instruction = depth, frame.f_code, frame.f_lasti
+        return frame
 
 
 @dataclass(slots=True)
@@ -96,7 +112,7 @@ class Expected:
 
     Attributes:
         wrapper: of the model; sampled: reference to one of its parameters.
-        tape: of the recorder.
+        tape: of the recorder, with its ring.
         syncs: backwards that average.
         first, next: of its passes, and the one that is to come.
         averaged: the last backward of this step did.
@@ -108,6 +124,7 @@ class Expected:
     wrapper: weakref.ref[Any]
     sampled: weakref.ref[Any]
     tape: Tape
+    ring: RingWriter
     syncs: int
     first: Pass
     next: Pass
@@ -179,10 +196,11 @@ class Routine:
         wrapper = seen[0].of.wrapper if seen else None
         if wrapper is None or joins(wrapper()):
             return
-        first = _passes(seen, tape.ring.entering)
+        first = _passes(seen, tape)
         syncs = sum(one.sync for one in seen if one.kind is Backward)
         model = seen[0].of
-        self.expected = Expected(model, wrapper, model.sampled[0], tape, syncs, first, first)
+        sampled = model.sampled[0]
+        self.expected = Expected(model, wrapper, sampled, tape, tape.ring, syncs, first, first)
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
@@ -249,10 +267,7 @@ def _may_repeat(trail: list[Seen | None]) -> list[Seen]:
     return seen
 
 
-_PHASES = {Forward: Phase.FORWARD, Backward: Phase.BACKWARD, Step: Phase.OPTIMIZER}
-
-
-def _passes(trail: list[Seen], entering: Callable[[int, int], Callable[[float], None]]) -> Pass:
+def _passes(trail: list[Seen], tape: Tape) -> Pass:
     """The passes of a step, linked; the first of them."""
     passes: list[Pass] = []
     pending = 0
@@ -263,9 +278,9 @@ def _passes(trail: list[Seen], entering: Callable[[int, int], Callable[[float], 
             backward.expected_sync[of.number] = sync
         optimizer = of if kind is Step else None
         hook = f"{len(passes)} of a routine step"
-        within, after = entering(_PHASES[kind], site), entering(Phase.USER, site)
-        new = Pass(forward, backward, optimizer, site, sync, pending, hook, within, after)
-        passes.append(new)
+        does = "DDP forward" if forward else "DDP backward"
+        call = tape.recurring(of.group, does, of.number) if optimizer is None else None
+        passes.append(Pass(forward, backward, optimizer, site, sync, pending, hook, call))
         pending = pending + 1 if kind is Forward else 0
     for one, following in itertools.pairwise(passes):
         one.following = following
@@ -280,7 +295,8 @@ class Usual:
     on no step is a routine one.
 
     Args:
-        begins: (recorder, args, kwargs) a token, None where this is not what comes next.
+        begins: (recorder, args, kwargs) a token, None where this is not what comes next. The user's
+            modes are in place (see `unseen`).
         ends: (recorder, token, result).
     """
 
@@ -302,9 +318,6 @@ class Usual:
             try:
                 if interposed.compiler() is not None:
                     return None
-                if interposed.functions() or interposed.dispatches():
-                    with without_modes():
-                        return begins(active, args, kwargs)
                 return begins(active, args, kwargs)
             except Exception as error:
                 return failed(active, error)

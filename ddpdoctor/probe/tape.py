@@ -49,6 +49,35 @@ class _GroupLog:
         self.repeat = 0
 
 
+class Recurring:
+    """What a wrapped model does by itself in every routine step.
+
+    Attributes:
+        codes: its signature, and the place where it was last; `outer`: the frames above that one,
+            of the user's as many as a place has, each with its code and instruction.
+    """
+
+    __slots__ = ("codes", "group", "log", "outer", "signature")
+
+    def __init__(self, group: int, log: _GroupLog, signature: int) -> None:
+        self.group = group
+        self.log = log
+        self.signature = signature
+        self.codes = (signature, -1)
+        self.outer: list[tuple[CodeType, int]] | None = None
+
+    def still_at(self, frame: FrameType) -> bool:
+        """Whether a frame, which is where it was then, was called as it was then."""
+        if self.outer is None:
+            return False
+        above = frame.f_back
+        for code, instruction in self.outer:
+            if above is None or above.f_code is not code or above.f_lasti != instruction:
+                return False
+            above = above.f_back
+        return True
+
+
 class Tape:
     """One per recorder."""
 
@@ -89,18 +118,53 @@ class Tape:
         signature = self.signatures.get(key)
         if signature is None:
             signature = self._sign(key, op, tensor, sized, reduce_op, root, ranks)
-        return self._log(group, signature, site)
+        now = time.monotonic()
+        number = self._log(group, signature, site, now)
+        self.ring.moved(now)
+        return number
 
-    def of_model(self, group: int, op: str, frame: FrameType | None, model: int) -> int:
-        """The same of what a wrapped model does by itself, -1 where it may be several."""
+    def of_model(self, group: int, op: str, frame: FrameType | None, model: int, now: float) -> int:
+        """The same of what a wrapped model does by itself, -1 where it may be several, in a phase
+        that the rank enters now."""
         key = op, model
         signature = self._of_models.get(key)
         if signature is None:
             signature = self._sign(key, op, None, False, None, -1, (), model=model)
             self._of_models[key] = signature
-        return self._log(group, signature, self.at(frame))
+        return self._log(group, signature, self.at(frame), now)
 
-    def _log(self, group: int, signature: int, site: int) -> int:
+    def recurring(self, group: int, op: str, model: int) -> Recurring | None:
+        """What a wrapped model may do again by itself; None where it has not done it before."""
+        log, signature = self._groups.get(group), self._of_models.get((op, model))
+        return None if log is None or signature is None else Recurring(group, log, signature)
+
+    def again(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
+        """`of_model`, for what recurs; moved: the frame is at another instruction than then."""
+        if moved or not known.still_at(frame):
+            known.codes = known.signature, self.at(frame)
+            known.outer = self._outer(frame)
+        log = known.log
+        index = log.next
+        log.next = index + 1
+        if not log.codes:
+            log.first, log.step = index, self.ring.step
+        log.codes += known.codes
+        if len(log.codes) >= 2 * BLOCK:
+            self._fold(known.group, log)
+        return self.ring.write(known.group, index, *known.codes, -1, now)
+
+    def _outer(self, frame: FrameType) -> list[tuple[CodeType, int]]:
+        """The frames above one of the user's that `at` tells places apart by."""
+        sites, outer = self.active.sites, frame.f_back
+        found: list[tuple[CodeType, int]] = []
+        users = 1
+        while outer is not None and users < CALLERS:
+            found.append((outer.f_code, outer.f_lasti))
+            users += sites.kind(outer.f_code) is USER
+            outer = outer.f_back
+        return found
+
+    def _log(self, group: int, signature: int, site: int, now: float) -> int:
         log = self._groups.get(group)
         if log is None:
             log = self._groups[group] = _GroupLog()
@@ -111,7 +175,7 @@ class Tape:
         log.codes += (signature, site)
         if len(log.codes) >= 2 * BLOCK:
             self._fold(group, log)
-        return self.ring.begin(group, index, signature, site, -1)
+        return self.ring.write(group, index, signature, site, -1, now)
 
     def point_to_point(
         self,
@@ -149,12 +213,12 @@ class Tape:
         log.next -= 1
         del log.codes[-2:]
 
-    def step_ended(self, step: int) -> None:
-        self.ring.stepped(step)
+    def step_ended(self, step: int, now: float) -> None:
+        """So many steps were taken; the rank goes over to another phase."""
+        self.ring.step = step
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)
-        now = time.monotonic()
         if now - self._told > TOLD_EVERY_S:
             self._told = now
             self.flush()

@@ -33,7 +33,9 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def sequence_number(group: Any) -> int:
@@ -203,6 +205,14 @@ class _Interposed:
 
 
 interposed = _Interposed()
+
+
+def unseen(call: Callable[..., T], *args: Any) -> T:
+    """What a call returns that may touch the user's tensors: their modes see nothing of it."""
+    if interposed.functions() or interposed.dispatches():
+        with without_modes():
+            return call(*args)
+    return call(*args)
 
 
 @contextlib.contextmanager
@@ -384,12 +394,23 @@ def made_at(node: Any) -> list[str] | None:
     return [str(line) for line in text] if text else None
 
 
-def next_node_number() -> int:
-    """The number of the next node that this thread makes for the graph; -1 where unknown."""
-    try:
-        return int(sys.modules["torch"].autograd._get_sequence_nr())
-    except AttributeError:
-        return -1
+class _Graph:
+    """What torch builds of the operations of this thread.
+
+    Attributes:
+        next_number: of the next node, -1 where unknown. By torch's own function, once it was asked.
+    """
+
+    def __init__(self) -> None:
+        self.next_number: Callable[[], int] = self._look_up
+
+    def _look_up(self) -> int:
+        ask = getattr(sys.modules["torch"].autograd, "_get_sequence_nr", None)
+        self.next_number = ask or (lambda: -1)
+        return self.next_number()
+
+
+graph = _Graph()
 
 
 def node_number(node: Any) -> int:

@@ -153,7 +153,7 @@ class Tape:
             for group, index, signature, site, peer, state, began, ended in self.calls:
                 clock.return_value = began
                 if step := self.steps[group, index]:
-                    writer.stepped(step)
+                    writer.step = step
                 number = writer.begin(group, index, signature, site, peer)
                 clock.return_value = ended
                 writer.mark(number, state)

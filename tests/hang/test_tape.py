@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_equal_steps_become_one_run(made: tape.Tape) -> None:
     for step in range(1, 501):
         made.ring.mark(made.collective(0, "all_reduce", 1), State.DONE)
         made.ring.mark(made.collective(0, "barrier", 2), State.DONE)
-        made.step_ended(step)
+        made.step_ended(step, time.monotonic())
     made.flush()
     runs = [e for e in events(made) if isinstance(e, CallRun)]
     blocks = [e for e in events(made) if isinstance(e, CallBlock)]
@@ -62,7 +63,7 @@ def test_what_was_no_call_gives_its_number_back(made: tape.Tape) -> None:
 
 def test_calls_of_models_are_told_apart(made: tape.Tape) -> None:
     for model in (0, 1, 0, -1):
-        made.of_model(0, "DDP backward", None, model)
+        made.of_model(0, "DDP backward", None, model, time.monotonic())
     made.flush()
     signatures = [e for e in events(made) if isinstance(e, Signature)]
     assert [s.model for s in signatures] == [0, 1, -1]
@@ -74,7 +75,7 @@ def test_the_records_are_bounded(made: tape.Tape, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tape, "RUNS_KEPT", 50)
     for step in range(1, 400):
         made.collective(0, "barrier", step % 7)
-        made.step_ended(step)
+        made.step_ended(step, time.monotonic())
     made.flush()
     assert len([e for e in events(made) if isinstance(e, CallRun)]) == 50
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ddpdoctor.probe import unspent  # noqa: E402
-from ddpdoctor.probe.torch_private import next_node_number  # noqa: E402
+from ddpdoctor.probe.torch_private import graph  # noqa: E402
 
 ACTIVE: Any = SimpleNamespace(
     sites=SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
@@ -39,7 +39,7 @@ def told(net: Net, unused: tuple[int, ...], first: int) -> tuple[int, ...]:
 
 
 def test_an_output_that_is_not_in_the_loss() -> None:
-    net, first = Net(), next_node_number()
+    net, first = Net(), graph.next_number()
     out = net(torch.ones(1, 2))
     out["main"].backward()
     assert told(net, (1, 2), first) == (1,)
@@ -48,7 +48,7 @@ def test_an_output_that_is_not_in_the_loss() -> None:
 def test_a_branch_that_is_not_taken_and_outputs_of_a_step_before() -> None:
     net = Net()
     before = net(torch.ones(1, 2))
-    first = next_node_number()
+    first = graph.next_number()
     out = net(torch.ones(1, 2), head=False)
     out["main"].backward()
     assert told(net, (1, 2), first) == ()
@@ -60,7 +60,7 @@ def test_containers_of_the_users_are_read_without_its_code() -> None:
         def values(self) -> Any:
             raise AssertionError
 
-    net, first = Net(), next_node_number()
+    net, first = Net(), graph.next_number()
     out = Lazy(net(torch.ones(1, 2)))
     assert told(net, (1,), first) == (1,)
     assert out

@@ -371,7 +371,9 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
     for loss in (torch.nan, 1.0):
         model.forwards += 1
         forward: Any = SimpleNamespace(model=model, grad_enabled=True, args=(given,), kwargs={})
-        numerics._forward_begins(active, forward)
+        forward.output = None
+        numerics._forward_due(active, forward)
+        numerics._forward_ends(active, forward)
         backward: Any = SimpleNamespace(roots=(torch.tensor(loss),), site=1, number=8)
         assert [name for name, _ in dict(numerics._started_from([model]))["input"]]
         numerics._backward_begins(active, backward)
@@ -413,7 +415,7 @@ def test_a_constant_that_comes_in_after_the_forward(
     net = Net()
     model = Model(0, net, list(net.parameters()), [0, 1])
     out = net(torch.ones(3, 2))
-    forward: Any = SimpleNamespace(model=model, grad_enabled=True, output=out)
+    forward: Any = SimpleNamespace(model=model, grad_enabled=True, output=out, args=(), kwargs={})
     numerics._forward_ends(SimpleNamespace(), forward)  # type: ignore[arg-type]
     loss = out.sum()
     loss = loss * (math.nan if spoilt == "loss" else 1.0)
