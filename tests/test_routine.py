@@ -433,7 +433,7 @@ def test_the_same_backwards_are_examined_whenever_somebody_asks(
     tensors: int, asked_every: int
 ) -> None:
     def due(made: int) -> bool:
-        shortest = 8 if made < 128 else 16
+        shortest = 8 if made < 128 else 32
         window, place = divmod(made, max(shortest, tensors // 2))
         return made < 8 or place == window % max(shortest, tensors // 2)
 
