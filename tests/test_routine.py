@@ -18,7 +18,9 @@ from ddpdoctor.events import (
     Bypassed,
     CallBlock,
     CallRun,
+    CallSite,
     NonFinite,
+    ParametersChanged,
     Site,
     StepDone,
     SyncPattern,
@@ -44,6 +46,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 routine = sys.modules["ddpdoctor.probe.routine"]
 routine.FIRST = int(sys.argv[1])
+sys.modules["ddpdoctor.probe.moments"].looked_at = lambda forward: forward % 16 == 0
 passed = 0
 
 
@@ -51,18 +54,24 @@ def back(loss, **more):
     loss.backward(**more)
 
 
+def whole(model, x):
+    back(model(x).square().mean())
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.late = nn.Identity()
 
     def forward(self, x, fail=False, whole=True):
         if fail:
             raise ValueError("a bad batch")
+        x = self.late(x)
         return self.b(self.norm(self.a(x))) if whole else self.norm(self.a(x))
 
 
-def train(at, steps=12, late=8):
+def train(at, steps=16, late=12):
     global passed
     routine.forget()
     torch.manual_seed(0)
@@ -108,6 +117,15 @@ def train(at, steps=12, late=8):
             if not now:
                 second.step()
             continue
+        if at == "two callers":
+            if step < late:
+                whole(model, x)
+            else:
+                whole(model, x + 1)
+            optimizer.step()
+            continue
+        if at == "a new layer" and now:
+            model.module.late = nn.Linear(4, 4)
         if at == "in pairs":
             back((model(x) - model(x + 1)).square().mean())
             optimizer.step()
@@ -173,16 +191,19 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
-USUAL = ("", "collective", "evaluation", "accumulating", "in pairs", "sharpness", "two optimizers")
+USUAL = (
+    "", "collective", "evaluation", "accumulating", "in pairs", "sharpness", "two optimizers",
+    "two callers",
+)  # fmt: skip
 UNUSUAL = (
     "no_sync", "both in no_sync", "a part unused", "two forwards", "another backward", "flag",
     "functional", "twice", "no step", "around the wrapper", "step fails", "another optimizer",
     "forward fails", "not finite", "accumulating, cut short", "accumulating, longer",
-    "accumulating, the wrong one",
+    "accumulating, the wrong one", "a new layer",
 )  # fmt: skip
 
 
-TOLD = (SyncPattern, Bypassed, NonFinite, UnusedParameters)
+TOLD = (SyncPattern, Bypassed, NonFinite, UnusedParameters, ParametersChanged)
 
 
 def recorded(folder: Path, rank: int) -> dict[str, Any]:
@@ -190,12 +211,14 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
     events = list(Lines(folder / f"rank-{rank}.jsonl").events())
     lines = {e.id: e.line for e in events if isinstance(e, Site)}
     blocks = {e.id: e.codes for e in events if isinstance(e, CallBlock)}
+    callers = {e.id: [lines[p.site] for p in e.places] for e in events if isinstance(e, CallSite)}
     found: dict[str, Any] = {"calls": Counter(), "steps": Counter()}
     for kind in TOLD:
         found[kind.__name__] = []
     for event in events:
         if isinstance(event, CallRun):
-            found["calls"][event.group] += event.repeat * len(blocks[event.block]) // 2
+            for place in blocks[event.block][1::2]:
+                found["calls"][event.group, *callers[place]] += event.repeat
         elif isinstance(event, StepDone):
             found["steps"]["taken", event.optimizer] += event.count
             found["steps"]["backwards", event.optimizer] += event.backwards

@@ -183,7 +183,8 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     if call is not None and broadcasts:
         implicit.forward_recurs(model, step.tape.again(call, frame, moved, began))
     step.ring.enter(_FORWARD, now.site, began)
-    if moments.forward_begins.in_routine or number >= model.looked_at:
+    new = modules.registrations() != _state.registrations
+    if new or number >= model.looked_at or moments.forward_begins.in_routine:
         unseen(_look_as_usual, active, forward, number, frame)
     return forward, began
 
