@@ -218,7 +218,7 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
     for event in events:
         if isinstance(event, CallRun):
             for place in blocks[event.block][1::2]:
-                found["calls"][event.group, *callers[place]] += event.repeat
+                found["calls"][(event.group, *callers[place])] += event.repeat
         elif isinstance(event, StepDone):
             found["steps"]["taken", event.optimizer] += event.count
             found["steps"]["backwards", event.optimizer] += event.backwards
