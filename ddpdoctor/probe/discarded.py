@@ -10,8 +10,8 @@ from typing import Any
 
 from . import moments
 from .digests import readable
-from .exchanges import FLAT
 from .gradients import memory_of
+from .handover import FLAT
 from .moments import Call
 from .recorder import Recorder
 

@@ -27,6 +27,9 @@ LOST = "drift of gradients, parameters and buffers"
 STATES_AT_MOST = 64
 """Parameters whose optimizer state is digested at a full step."""
 
+ENOUGH_UNCHANGED = 8
+"""Steps in which a communication hook must have left the parameters as they were."""
+
 SKETCHED_AT_MOST = 400_000_000
 SKETCHED_AT_EASE = 1_000_000
 
@@ -174,9 +177,11 @@ def _look_for_join(active: Recorder, watch: Watch) -> None:
 
 
 def _called(active: Recorder, call: Call) -> None:
+    hooked = exchanges.in_hook()  # which may hand over all of them at once
     for watch in _drift.watches.values():
         if not watch.left_out:
-            watch.write_back.called(partial(_digest_whole, active, watch), watch.size)
+            size = 0 if hooked else watch.size
+            watch.write_back.called(partial(_digest_whole, active, watch), size)
 
 
 def _digest_whole(active: Recorder, watch: Watch) -> Waiting | None:
@@ -197,9 +202,22 @@ def _look_for_local_steps(active: Recorder, watch: Watch, *, last: bool = False)
         if exchanges.parameters_exchanged(parameters):
             averaged |= watch.write_back.exchanged(partial(_digest_whole, active, watch))
             averaged |= watch.write_back.changed()
+        if not averaged and exchanges.in_hooks_alone():
+            _look_at_hooks(active, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
         _tell_replica(active, watch)
+
+
+def _look_at_hooks(active: Recorder, watch: Watch) -> None:
+    """What DDP's communication hooks exchange, if it is not the parameters, are gradients."""
+    wrapper = watch.holding.model.ddp()
+    ranks = () if wrapper is None else group_ranks(wrapper.process_group)
+    if exchanges.in_smaller_groups(ranks):
+        watch.left_out = "its communication hook exchanges within smaller groups"
+        _tell_replica(active, watch)
+    elif watch.write_back.unchanged >= ENOUGH_UNCHANGED:
+        exchanges.hooks_spare_parameters()
 
 
 def _closure_ends(active: Recorder, step: Step) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import autograd, groups, models, moments, optimizers, schemes
 from .gradients import memory_of
+from .handover import ENOUGH, FLAT, Exchange, Handed, covers
 from .moments import Backward, Call, Step, Subscriptions
 from .recorder import Recorder
 from .references import Reference
@@ -20,56 +21,14 @@ KEPT = 20_000
 SITES_KNOWN = 3
 """Steps in which the line of an exchange is looked up."""
 
-ENOUGH = 0.5
-"""Share of the elements that must have been exchanged to count as a synchronisation."""
-
-FLAT = (0.9, 1.1)
-"""Size of a flat buffer against what it holds: some leave parameters out, some pad."""
-
-
-class Exchange(NamedTuple):
-    """One tensor that was handed to a collective: its size and where its memory begins.
-
-    Attributes:
-        amid: in a backward or between a forward and its backward, or with gradients to come; be it
-            a model's input or output.
-    """
-
-    group: int
-    elements: int
-    memory: int
-    gathered: bool = False
-    amid: bool = False
-
-
-class Handed(NamedTuple):
-    """What collectives carried of some gradients since the backward.
-
-    Attributes:
-        positions: those that were handed over themselves or as copies, by memory and size.
-        other: elements of what else was.
-        group: the one that all of them were handed to, be it in flat buffers, and nothing to any
-            other but single numbers; -1 for none.
-        most: by elements, `ENOUGH` of them were.
-    """
-
-    positions: tuple[int, ...] = ()
-    other: int = 0
-    group: int = -1
-    most: bool = False
-
-    @property
-    def every(self) -> bool:
-        """Whether all of them were, on the default group."""
-        return self.group == 0
-
 
 class _Window:
     """Since the last backward ended (`recent`), and since the step before (`earlier`).
 
     Attributes:
         within: inside a backward, where all of DDP's communication hooks (`hooks`) are known to
-            average gradients; `inside` any other one.
+            average gradients; `inside` any other one. Hooks that are not known to may exchange
+            parameters, until they are seen to leave these as they are (`spared`).
         stepped: an optimizer has stepped since; others may step yet before the next backward.
         elements: floating-point numbers that were ever handed over, first step not included;
             `carried` are numbers of any kind, of any step, `numbers` the same by group.
@@ -91,6 +50,7 @@ class _Window:
         self.within: list[Exchange] = []
         self.inside: list[Exchange] = []
         self.hooks: set[bool] = set()
+        self.spared = False
         self.stepped, self.elements, self.carried = False, 0, 0
         self.numbers: Counter[int] = Counter()
         self.site, self.calls = -1, 0
@@ -160,7 +120,8 @@ def _called(active: Recorder, call: Call) -> None:
                 _window.late.add(late)
                 continue
             kept.append(exchange)
-            _window.between += 0 if inside or amid else tensor.numel()
+            known = amid or (inside and _window.hooks == {True})
+            _window.between += 0 if known else tensor.numel()
             _window.elements += tensor.numel() if active.step else 0
             if call.op.startswith("all_to_all"):
                 schemes.seen(schemes.ALL_TO_ALL, groups.others(call.group))
@@ -172,9 +133,10 @@ def _called(active: Recorder, call: Call) -> None:
 
 
 def _amid(step: int) -> bool:
-    """Whether a backward runs that no hook of DDP's communicates in, or one is still to come."""
+    """Whether a backward runs in which no hook of DDP's may exchange parameters, or one is still to
+    come."""
     if autograd.running():
-        return not _window.hooks
+        return not _window.hooks or _window.spared
     return any(m.pending and m.forward_step == step for m in models.live())
 
 
@@ -229,6 +191,33 @@ def hook_seen(averages: bool) -> None:
     _window.hooks.add(averages)
 
 
+def hooks_spare_parameters() -> None:
+    """What hooks exchanged was not written to the parameters, time and again."""
+    _window.spared = True
+
+
+def in_hook() -> bool:
+    """A collective is about to be made: whether by one of DDP's communication hooks, which may
+    exchange parameters for all that is known."""
+    if _window.spared or False not in _window.hooks or not autograd.running():
+        return False
+    _window.begin()
+    return True
+
+
+def in_hooks_alone() -> bool:
+    """Whether all that was exchanged since the last step was so inside a backward, by DDP's
+    communication hooks."""
+    every = [*_window.recent, *_window.earlier]
+    return bool(every and _window.hooks) and len(every) == len(_window.inside)
+
+
+def in_smaller_groups(ranks: Sequence[int]) -> bool:
+    """Whether all that hooks exchanged since the last step went to some of these ranks only."""
+    reached = [len(groups.others(one.group)) + 1 for one in _window.inside]
+    return in_hooks_alone() and all(1 < size < len(ranks) for size in reached)
+
+
 def between() -> tuple[int, int]:
     """The number of this window, and how many elements in it may be of parameters."""
     return _window.number, _window.between
@@ -247,12 +236,12 @@ def parameters_exchanged(parameters: Sequence[Any]) -> bool:
     gradients = {memory_of(p.grad) for p in parameters if p.grad is not None}
     own = {memory_of(p) for p in parameters}
     kept = [e for e in _window.earlier if e.memory in own or not e.amid]
-    return _covers([e for e in kept if e.memory not in gradients], parameters)
+    return covers([e for e in kept if e.memory not in gradients], parameters)
 
 
 def gradients_exchanged(parameters: Sequence[Any]) -> bool:
     """Whether the gradients of these parameters were handed to collectives since the backward."""
-    return _covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
+    return covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
 
 
 def handed(parameters: Sequence[Any]) -> Handed:
@@ -393,11 +382,11 @@ def values_exchanged(parameters: Sequence[Any], *, gathered: bool = True) -> boo
     `gathered`: be it that they were only gathered."""
     every = [*_window.recent, *_window.earlier, *_window.within]
     every = [e for e in every if gathered or not e.gathered]
-    if not _covers(every, parameters):
+    if not covers(every, parameters):
         return False
     gradients = [p.grad for p in parameters if p.grad is not None]
     own = {memory_of(t) for t in (*parameters, *gradients)}
-    return _covers(_without_others(every, own), parameters)
+    return covers(_without_others(every, own), parameters)
 
 
 def no_step_follows() -> None:
@@ -426,24 +415,3 @@ def _places(parameter: Any) -> list[int]:
     """Where its value and its gradient lie."""
     tensors = () if parameter is None else (parameter, parameter.grad)
     return [memory_of(t) for t in tensors if t is not None]
-
-
-def _covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
-    """Whether the exchanged tensors are these tensors, copies of them, or buffers of them all."""
-    total = sum(t.numel() for t in tensors)
-    if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
-        return False
-    memory = {memory_of(t) for t in tensors}
-    sizes = Counter(t.numel() for t in tensors)
-    elements = other = 0
-    for exchange in exchanges:
-        copied = exchange.memory not in memory and sizes[exchange.elements] > 0
-        sizes[exchange.elements] -= copied
-        flat = FLAT[0] * total <= exchange.elements <= FLAT[1] * total
-        if copied or flat or exchange.memory in memory:
-            elements += exchange.elements
-        else:
-            other += exchange.elements
-    if FLAT[0] * total <= other <= FLAT[1] * total:
-        elements += other
-    return elements >= ENOUGH * total

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ..ring import State
 from . import autograd, exchanges, moments
-from .exchanges import ENOUGH, Exchange
 from .gradients import memory_of
+from .handover import ENOUGH, Exchange
 from .moments import Backward, Issued, Step, Subscriptions
 from .recorder import Recorder
 from .tape import tape

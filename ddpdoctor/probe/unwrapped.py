@@ -14,6 +14,7 @@ from ..events import Unwrapped, UnwrappedState
 from ..events.pack import pack
 from . import autograd, discarded, exchanges, inflight, models, moments, optimizers, schemes
 from .digests import capturing, sums
+from .handover import Handed
 from .holders import name_of
 from .models import tensor_of
 from .modules import birth_line, birth_site, named_roots
@@ -71,7 +72,7 @@ class Loose:
         self.averaged = 0
         self.late = 0
         self.spread = -1
-        self.handed = exchanges.Handed()
+        self.handed = Handed()
         self.carried = exchanges.carried()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []

@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import exchanges
+from .handover import ENOUGH
 from .rows import Waiting
 
 Digest = Callable[[], "Waiting | None"]
 
 
 class WriteBack:
-    """Of the parameters that one optimizer holds of one model."""
+    """Of the parameters that one optimizer holds of one model.
+
+    Attributes:
+        unchanged: exchanges of as much as the parameters that left them as they were.
+    """
 
     def __init__(self) -> None:
+        self.unchanged = 0
         self._window = -1
         self._before: Waiting | None = None
         self._pairs: list[tuple[Waiting, Waiting]] = []
@@ -27,7 +33,7 @@ class WriteBack:
         of what an exchange of them takes is under way: some are as they were then, whatever the
         order in which they are written."""
         window, elements = exchanges.between()
-        if window != self._window and elements >= exchanges.ENOUGH / 2 * size:
+        if window != self._window and elements >= ENOUGH / 2 * size:
             self._window, self._before = window, digest()
 
     def exchanged(self, digest: Digest) -> bool:
@@ -45,4 +51,6 @@ class WriteBack:
         """Whether any of them became another one, as far as the devices have answered."""
         there = [p for p in self._pairs if all([one.ready(wait=wait) for one in p])]
         self._pairs = [p for p in self._pairs if p not in there]
-        return any(before.values != now.values for before, now in there)
+        changed = [before.values != now.values for before, now in there]
+        self.unchanged += changed.count(False)
+        return any(changed)

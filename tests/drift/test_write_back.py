@@ -136,3 +136,58 @@ def test_nothing_waits_for_a_device(watch, monkeypatch):
     assert not step(watch)
     drift._look_for_local_steps(active, watch, last=True)
     assert watch.left_out
+
+
+# --- DDP's communication hooks ------------------------------------------------------------------
+
+
+def in_a_hook(watch, monkeypatch, write, group=0):
+    """A step in whose backward a hook exchanges as much as there are parameters, all at once."""
+    with monkeypatch.context() as inside:
+        inside.setattr(exchanges.autograd, "running", lambda: True)
+        call = Call("all_reduce", group, False, (torch.ones(watch.size),))
+        drift._called(active, call)
+        exchanges._called(active, call)
+        for parameter in parameters(watch):
+            write(parameter, parameter.detach() / 2)
+    return step(watch)
+
+
+@pytest.fixture
+def hooked(watch, monkeypatch):
+    exchanges.hook_seen(False)
+    monkeypatch.setattr(exchanges.groups, "others", lambda group: {0: {1, 2, 3}, 1: {1}}[group])
+    monkeypatch.setattr(drift, "group_ranks", lambda _: (0, 1, 2, 3))
+    watch.holding.model.ddp = lambda: SimpleNamespace(process_group=None)
+    return watch
+
+
+def test_a_hook_that_averages_gradients_leaves_the_parameters_alone(hooked, monkeypatch):
+    digests = []
+    monkeypatch.setattr(
+        drift, "digest", lambda *of, known=drift.digest: digests.append(of) or known(*of)
+    )
+    for _ in range(3 * drift.ENOUGH_UNCHANGED):
+        assert not in_a_hook(hooked, monkeypatch, lambda *_: None)
+        for parameter in parameters(hooked):
+            parameter.data.add_(1)  # the optimizer
+    assert len(digests) == 2 * drift.ENOUGH_UNCHANGED, "then it is known"
+    one_by_one(parameters(hooked), assign)
+    assert step(hooked), "an exchange by hand is looked at as ever"
+
+
+def test_a_hook_that_averages_parameters_is_local_sgd(hooked, monkeypatch):
+    assert not in_a_hook(hooked, monkeypatch, lambda *_: None)
+    assert in_a_hook(hooked, monkeypatch, assign)
+    assert "parameters" in hooked.left_out
+
+
+def test_a_hook_that_exchanges_among_some_ranks_only(hooked, monkeypatch):
+    assert in_a_hook(hooked, monkeypatch, lambda *_: None, group=1)
+    assert "smaller groups" in hooked.left_out
+
+
+def test_torchs_own_hooks_are_not_looked_at(hooked, monkeypatch):
+    exchanges._window.hooks = {True}
+    monkeypatch.setattr(drift, "digest", lambda *_: pytest.fail("digested"))
+    assert not in_a_hook(hooked, monkeypatch, lambda *_: None, group=1)
