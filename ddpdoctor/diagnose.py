@@ -21,6 +21,7 @@ from .events import (
     StepDone,
     Stopped,
 )
+from .events.process import CLOSE_STEPS
 from .findings import (
     FINDINGS_SCHEMA,
     Check,
@@ -85,7 +86,11 @@ def diagnose(
         run=_summary(run, folder),
         ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
         findings=tuple(findings),
-        overhead=Overhead(budget_percent=run.info.budget_percent, measured_percent=_overhead(run)),
+        overhead=Overhead(
+            budget_percent=run.info.budget_percent,
+            measured_percent=_overhead(run, 0),
+            later_percent=_overhead(run, CLOSE_STEPS),
+        ),
         coverage=Coverage(
             examined=tuple(examined),
             skipped=tuple(skipped),
@@ -291,13 +296,17 @@ def _last_thing(rank: Rank) -> str:
     return told.describe() if told else ""
 
 
-def _overhead(run: Run) -> float | None:
-    """The largest share any rank measured, in percent; None where the run was too short to tell."""
-    shares = [
-        100 * cost.own_s / cost.wall_s
-        for rank in run.ranks.values()
-        if (cost := rank.latest(ProbeCost)) and cost.wall_s >= SHORTEST_MEASURED_S
-    ]
+def _overhead(run: Run, after: int) -> float | None:
+    """The largest share any rank measured after so many steps, in percent; None where that was too
+    short to tell."""
+    shares = []
+    for rank in run.ranks.values():
+        told = [c for c in rank.of(ProbeCost) if not after or c.steps > after]
+        own, wall = (told[-1].own_s, told[-1].wall_s) if told else (0.0, 0.0)
+        if after and told:
+            own, wall = own - told[0].own_s, wall - told[0].wall_s
+        if wall >= SHORTEST_MEASURED_S:
+            shares.append(100 * own / wall)
     return round(max(shares), 3) if shares else None
 
 

@@ -255,10 +255,15 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """The doctor's own share of the ranks' time; None where no rank could say."""
+    """The doctor's own share of the ranks' time; None where no rank could say.
+
+    Attributes:
+        later_percent: of the time after the first steps, at which it looks closely.
+    """
 
     budget_percent: float
     measured_percent: float | None = None
+    later_percent: float | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -123,6 +123,15 @@ def test_overhead_is_told_only_of_runs_long_enough(wall_s: float, measured: floa
     assert report.overhead.measured_percent == measured
 
 
+def test_overhead_after_the_first_steps_is_told_apart() -> None:
+    told = [(0.5, 5.0, 60), (0.6, 6.0, 129), (0.7, 16.0, 800), (0.8, 26.0, 1600)]
+    costs = [ProbeCost(at=w, own_s=own, wall_s=w, steps=n) for own, w, n in told]
+    report = diagnose(make_run({0: [started(0, 1), *costs]}), [])
+    assert (report.overhead.measured_percent, report.overhead.later_percent) == (3.077, 1.0)
+    old = [ProbeCost(at=w, own_s=own, wall_s=w) for own, w, _ in told]
+    assert diagnose(make_run({0: [started(0, 1), *old]}), []).overhead.later_percent is None
+
+
 @pytest.mark.parametrize(("code", "said"), [(137, "SIGKILL to torchrun itself"), (1, "")])
 def test_a_launcher_that_was_killed_is_named(code: int, said: str) -> None:
     swept = [

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from toys import HOSTILE, ToyBlind, ToyHostile, ToyPartly, ToyQuiet, ToyStep
 from ddpdoctor import render
 from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import StepDone
-from ddpdoctor.findings import Finding, Report, Table
+from ddpdoctor.findings import Finding, Overhead, Report, Table
 from ddpdoctor.render import facts, words
 from ddpdoctor.run import Run
 
@@ -389,3 +390,19 @@ def test_how_the_run_ended(outcome: str, by: str, told: str) -> None:
     report = report_of(ToyQuiet())
     run = msgspec.structs.replace(report.run, outcome=outcome, stopped_by=by, exit_code=1)
     assert facts.ending(msgspec.structs.replace(report, run=run)) == told
+
+
+@pytest.mark.parametrize(
+    ("measured", "later", "said"),
+    [
+        (0.4, 0.3, "the doctor took 0.4 % of the run's time (budget 1 %)"),
+        (5.0, 0.9, "(budget 1 %), 0.9 % after the first 128 steps"),
+        (5.0, None, "(budget 1 %: it looks closely at the first 128 steps, whatever it takes)"),
+    ],
+)
+def test_what_it_took_above_the_budget_is_explained(
+    measured: float, later: float | None, said: str
+) -> None:
+    cost = Overhead(budget_percent=1.0, measured_percent=measured, later_percent=later)
+    report = SimpleNamespace(overhead=cost)
+    assert facts.overhead(report).endswith(said)  # type: ignore[arg-type]

@@ -221,10 +221,19 @@ class NotObserved(Event, frozen=True, tag="not-observed"):
     reason: str
 
 
+CLOSE_STEPS = 128
+"""The doctor looks closely at so many first steps, whatever it costs."""
+
+
 class ProbeCost(Event, frozen=True, tag="probe-cost"):
-    """The doctor's own time in this rank since it became active, in seconds."""
+    """The doctor's own time in this rank since it became active, in seconds.
+
+    Attributes:
+        steps: optimizer steps until then, of any optimizer; -1 where that was not recorded.
+    """
 
     own_s: float
     wall_s: float
     events: int = 0
     dropped: int = 0
+    steps: int = -1

@@ -127,6 +127,7 @@ class Recorder:
                     wall_s=now - self.started,
                     events=self.writer.count,
                     dropped=self.writer.dropped,
+                    steps=self.step,
                 ),
                 vital=True,
             )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 
+from ..events.process import CLOSE_STEPS
 from ..findings import Confidence, Finding, RankState, Report, Severity, Skipped, Steps
 from ..run import fold_ranks, ranks_text
 from .words import between, clean, columns, count, duration, figure, some, title
@@ -286,10 +287,14 @@ def overhead(report: Report) -> str:
     cost = report.overhead
     if cost.measured_percent is None:
         return "the doctor's own time was not measured"
-    return (
-        f"the doctor took {cost.measured_percent:.2g} % of the run's time "
-        f"(budget {cost.budget_percent:g} %)"
-    )
+    told = f"the doctor took {cost.measured_percent:.2g} % of the run's time "
+    if cost.measured_percent <= cost.budget_percent:
+        return f"{told}(budget {cost.budget_percent:g} %)"
+    if cost.later_percent is None:
+        why = f"it looks closely at the first {CLOSE_STEPS} steps, whatever it takes"
+        return f"{told}(budget {cost.budget_percent:g} %: {why})"
+    later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
+    return f"{told}(budget {cost.budget_percent:g} %), {later}"
 
 
 def explain_command(finding: Finding) -> str:
