@@ -76,7 +76,7 @@ def told(by: Ahead, kind: str, steps: Steps | None) -> dict[str, Any]:
     more = f"step {by.step} comes after more exchanges of gradients than there"
     if by.step < 0:
         least, most = min(by.taken.values()), max(by.taken.values())
-        more = f"{least} for as many exchanges of gradients, not {most}"
+        more = f"{least} steps in as many exchanges of gradients, where the others take {most}"
     return {
         "steps": None if by.step < 0 else steps,
         "ranks": by.ranks,

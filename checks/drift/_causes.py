@@ -129,6 +129,7 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
         "differing": f"{len(found.names)} of {_tensors(found)}",
         "looks_that_differ": f"{len(found.keys)} of {found.compared} compared since",
         "groups_of_equal_ranks": groups_text(found.split),
+        **_who_was_compared(found),
         "modules": by_module(found.names),
     }
     if found.before >= 0:
@@ -136,6 +137,16 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
     if shown:
         facts["relative_distance_by_step"] = shown
         facts["grows"] = _grows(list(sizes.values()))
+    return facts
+
+
+def _who_was_compared(found: Divergence) -> dict[str, object]:
+    """Where some ranks did not look at first: who, and from where the groups are known."""
+    facts: dict[str, object] = {}
+    if found.uncompared:
+        facts["not_compared_at_first"] = ranks_text(found.uncompared)
+    if found.told:
+        facts["groups_are_those_of"] = found.told
     return facts
 
 

@@ -11,7 +11,7 @@ from ddpdoctor.events.pack import unpack
 from ddpdoctor.findings import FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text
 
-from . import _causes, _replicas
+from . import _causes, _moving
 from ._replicas import Member
 
 Key = tuple[tuple[int, ...], int]
@@ -72,7 +72,7 @@ def _moves(member: Member, name: str) -> bool:
     positions = [names[p] for p in unpack(member.seen.parameters)]
     if name not in positions:
         return False
-    return _replicas.changes(member, positions.index(name), len(positions))
+    return _moving.changes(member, positions.index(name), len(positions))
 
 
 def _told(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -20,6 +20,7 @@ from . import _evaluations
 from ._evaluations import Row
 from ._groups import united
 from ._lacking import Lacking
+from ._sides import Split, settles
 
 ABSENT = 0
 ZERO = 1
@@ -86,6 +87,8 @@ class Divergence:
         names: of the tensors that differ; `looked` of the `total` were compared while they did,
             that is from then on, or where some of them were equal again meanwhile, at `keys`.
         minority: ranks that differ from most others; all ranks where there is no majority.
+        uncompared: ranks that did not look at what differs at first, of a `step`.
+        told: the look that tells the `split`, where the first one cannot; empty if it does.
         at: wall clock of the first moment, on the last rank where it is none of a step.
         healed: a later moment at which all tensors were equal again, -1 for none.
         before: the last moment at which they were still equal, as far as they were compared
@@ -100,7 +103,9 @@ class Divergence:
     total: int = 0
     looked: int = 0
     minority: tuple[int, ...] = ()
-    split: list[tuple[int, ...]] = field(default_factory=list)
+    split: Split = field(default_factory=list)
+    uncompared: tuple[int, ...] = ()
+    told: str = ""
     at: float = 0.0
     healed: int = -1
     before: int = -1
@@ -217,26 +222,19 @@ def divergence(
     """How the copies differ in digests of a kind, or None where they never do; `among` these
     moments only."""
     names = group.names("buffers" if kind == "buffers" else "parameters")
-    tables = by_rank(group, kind, point)
     found = Divergence(kind, point, [], total=len(names))
     positions: set[int] = set()
     looked: dict[int, range] = {}
-    for key in sorted({k for table in tables.values() for k in table}):
-        rows = {n: table[key] for n, table in tables.items() if key in table}
-        if len(rows) < 2 or (among is not None and key not in among):
-            continue
-        if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
-            break  # not the same step any more: see `_skipped`
+    sides: dict[int, Split] = {}
+    for key, rows, differing in _moments(group, kind, point, among):
         looked[key] = chosen(key, max(1, *(stride for stride, _, _ in rows.values())), len(names))
-        parts = kind.startswith("state:") or point == "part"
-        differing = _differing(rows, key, len(names), parts=parts)
         if differing:
-            if not found.keys:
-                found.split = _split(rows, key, len(names), differing)
-                found.minority = odd_ones(found.split)
             found.keys.append(key)
+            sides[key] = _split(rows, key, len(names), differing)
             positions.update(differing)
-        elif found.keys and all(row[0] == 1 for row in rows.values()) and len(rows) == len(tables):
+        elif (
+            found.keys and len(rows) == len(group.members) and {r[0] for r in rows.values()} == {1}
+        ):
             found.healed = key
     if not found.keys:
         return None
@@ -249,16 +247,57 @@ def divergence(
     equal = (k for k in reversed(looked) if k < found.first and not sound.issuperset(looked[k]))
     found.before = next(equal, -1)
     found.names = [names[p] for p in sorted(positions)]
-    walls = [
-        _wall(group.members[n], kind, point, found.first)
-        for n in tables
-        if found.first in tables[n]
-    ]
+    _divide(group, found, sides)
+    ranks = (n for side in sides[found.first] for n in side)
+    walls = [_wall(group.members[n], kind, point, found.first) for n in ranks]
     # Between two steps a rank may be loaded while another is already evaluated.
     found.at = min(walls) if point == "step" else max(walls)
     if found.healed < found.first:
         found.healed = -1
     return found
+
+
+def _moments(
+    group: Replicas, kind: str, point: str, among: Container[int] | None = None
+) -> Iterator[tuple[int, dict[int, Row], list[int]]]:
+    """The moments that two ranks looked at or more: their rows, and the positions that differ."""
+    tables = by_rank(group, kind, point)
+    count = len(group.names("buffers" if kind == "buffers" else "parameters"))
+    for key in sorted({k for table in tables.values() for k in table}):
+        rows = {n: table[key] for n, table in tables.items() if key in table}
+        if len(rows) < 2 or (among is not None and key not in among):
+            continue
+        if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
+            return  # not the same step any more: see `_skipped`
+        parts = kind.startswith("state:") or point == "part"
+        yield key, rows, _differing(rows, key, count, parts=parts)
+
+
+def _divide(group: Replicas, found: Divergence, sides: Mapping[int, Split]) -> None:
+    """Who differs from whom: as the first look tells, or where that compared too few, others."""
+    found.split = sides[found.first]
+    if found.point == "step":
+        compared = {n for side in found.split for n in side}
+        found.uncompared = tuple(sorted(group.members.keys() - compared))
+    if found.uncompared and 2 * len(found.split[0]) <= len(group.members):
+        what = found.kind.replace(":", " ")
+        later = {f"{what} at step {k}": s for k, s in sides.items() if k != found.first}
+        if found.kind != "buffers":
+            later |= _of_parameters(group, found)
+        found.told = settles(found.split, later, len(group.members))
+        found.split = later.get(found.told, found.split)
+    found.minority = odd_ones(found.split)
+
+
+def _of_parameters(group: Replicas, found: Divergence) -> Iterator[tuple[str, Split]]:
+    """How the parameters of the same names divide the ranks after the first look."""
+    names = group.names("parameters")
+    same = {names.index(name) for name in found.names}
+    for point in ("step", "end"):
+        for key, rows, differing in _moments(group, "parameters", point):
+            if key > found.first and (apart := [p for p in differing if p in same]):
+                when = f"at step {key}" if point == "step" else "at the end"
+                yield f"parameters {when}", _split(rows, key, len(names), apart)
 
 
 def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int, ...]:
@@ -290,23 +329,6 @@ def never_change(group: Replicas, names: Iterable[str]) -> bool:
             if len(seen) < 2 or len(set(seen)) > 1:
                 return False
     return True
-
-
-def moved(group: Replicas, found: Divergence) -> bool:
-    """Whether any parameter whose gradients differ is another one at a later look than when they
-    first did."""
-    names = group.names("parameters")
-    rows = _rows(group.any, "parameters", "step")
-    tables = {k: _by_position(row, k, len(names)) for k, row in rows.items() if k >= found.first}
-    before = tables.pop(found.first, {})
-    positions = [p for p in map(names.index, found.names) if p in before]
-    return any(table.get(p, before[p]) != before[p] for table in tables.values() for p in positions)
-
-
-def changes(member: Member, position: int, count: int) -> bool:
-    """Whether one of the parameters of an optimizer is another one at a later look."""
-    tables = [_by_position(row, k, count) for k, row in _rows(member, "parameters", "step").items()]
-    return len({table[position] for table in tables if position in table}) > 1
 
 
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:
@@ -407,9 +429,7 @@ def _by_position(row: Row, key: int, count: int) -> dict[int, int]:
     return dict(zip(chosen(key, max(1, stride), count), values, strict=False))
 
 
-def _split(
-    rows: dict[int, Row], key: int, count: int, differing: list[int]
-) -> list[tuple[int, ...]]:
+def _split(rows: dict[int, Row], key: int, count: int, differing: list[int]) -> Split:
     """The ranks in groups that agree, the largest first."""
     tables = {number: _by_position(row, key, count) for number, row in rows.items()}
     return equal_ranks({n: tuple(table[p] for p in differing) for n, table in tables.items()})

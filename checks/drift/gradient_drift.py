@@ -37,10 +37,11 @@ class GradientDrift(Check):
     least eight while their number doubles), each rank digests gradients: all of them at steps 0, 1,
     2, 4 and 9, at the others a share that changes from step to step, chosen alike on every rank;
     with `--every N` all of them before every N-th step. The digests of one step are compared
-    between the ranks afterwards, to the last bit. To tell who edits them, and in which line,
-    torch's counts of writes to gradients, and on the CPU six gradients themselves, are compared
-    between the backward and the step on each rank, in the first 64 steps and later as the budget
-    allows. The finding is proven.
+    between the ranks afterwards, to the last bit; where not every rank had looked at what differs
+    first, later looks tell who is apart, if they all agree. To tell who edits gradients, and in
+    which line, torch's counts of writes to them, and on the CPU six gradients themselves, are
+    compared between the backward and the step on each rank, in the first 64 steps and later as the
+    budget allows. The finding is proven.
 
     ## Why it hurts
     DDP keeps the ranks' models equal only by equal gradients. From that step on each rank trains

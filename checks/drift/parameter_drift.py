@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddpdoctor.events import OptimizerSeen, StepDone
 from ddpdoctor.events.drift import UNHELD
-from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_do, ranks_text
 
 from . import (
@@ -168,24 +168,31 @@ class ParameterDrift(Check):
         least = min(made.values())
         told = f"step {step} comes after {made[ranks[0]]} averaging backwards, not {least}"
         if taken:
-            most = max(taken.values())
-            told = f"{taken[ranks[0]]} for {least} averaging backwards, not {most}"
+            told = f"{taken[ranks[0]]} steps in {least} averaging backwards, where the others take "
+            told += f"{max(taken.values())}"
+        until = " from then on"
+        if skipped.together >= 0:
+            until = f", until they are equal again at step {skipped.together}"
         evidence: dict[str, object] = {
             "averaging_backwards" + ("" if taken else "_before_the_step"): [
                 {"rank": n, "backwards": count, **({"steps": taken[n]} if taken else {})}
                 for n, count in made.items()
             ]
         }
+        if skipped.fewer:
+            evidence["updates_left_out"] = [
+                {"rank": n, "updates": count} for n, count in skipped.fewer.items()
+            ]
         return self.finding(
             ranks=ranks,
-            steps=Steps.of([step]),
+            steps=skipped.steps,
             subjects=tuple(group.names("parameters")),
             location=_causes.step_line(group, ranks),
             label=f"left out on {ranks_text(ranks)} at least once",
             summary=f"{ranks_do(ranks, 'skip')} optimizer steps of {group.any.wrapped.kind} "
             f"that the others take: {told}",
             cause="the ranks averaged the same gradients, and not all of them applied them: their "
-            "parameters are that many updates apart",
+            f"parameters are that many updates apart{until}",
             fix="take the step on every rank; decide what to skip from numbers that are equal on "
             "all ranks (all-reduce the condition)",
             evidence=evidence,

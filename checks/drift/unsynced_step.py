@@ -19,6 +19,7 @@ from ddpdoctor.run import Rank, Run, ranks_text
 
 from . import _causes, _edited, _inside, _loads, _uncompared
 from ._lacking import parts_them
+from ._moving import moved
 from ._patterns import Span, patterns
 from ._replicas import (
     NO_COPIES,
@@ -27,7 +28,6 @@ from ._replicas import (
     Replicas,
     divergence,
     each_model,
-    moved,
     replicas,
 )
 

@@ -137,7 +137,7 @@ def test_a_step_that_a_rank_leaves_out_after_the_last_look():
               1: list(skipping(1, skips=(9,), apart=(11,), looks=looks))}  # fmt: skip
     (found,) = ParameterDrift().examine(run_of(tables))
     assert (found.ranks, found.steps) == ((1,), None)
-    assert "11 for as many exchanges of gradients, not 12" in found.summary
+    assert "11 steps in as many exchanges of gradients, where the others take 12" in found.summary
     same = [msgspec.structs.replace(e, parameters=1) if e.last else e for e in tables[1]]
     even = [msgspec.structs.replace(e, parameters=1) if e.last else e for e in tables[0]]
     assert list(ParameterDrift().examine(run_of({0: even, 1: same}))) == []
