@@ -18,6 +18,7 @@ class Cause:
 
     Attributes:
         everybody: all ranks do something of the kind, `ranks` in another way.
+        put_back: they change for a moment what they take back by arithmetic, in every step.
         trained: the steps that were surely taken since, where copies were compared only after them.
     """
 
@@ -30,6 +31,7 @@ class Cause:
     related: tuple[Related, ...] = ()
     evidence: dict[str, object] = field(default_factory=dict)
     everybody: bool = False
+    put_back: bool = False
     trained: Steps | None = None
 
 

@@ -60,14 +60,15 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     own = own_line(group, kind, first, ranks) if event.more else None
     spot = own or _spot(member.rank, event, functions)
     moment, before = _MOMENT[kind if kind == "gradients" or event.step else "first parameters"]
+    everybody, put_back = len(changing) == len(group.members), False
     fix = "do it on every rank with the same numbers, or not at all"
     if kind == "parameters" and _goes_on(member, kind, event.step):
         moment = f"in every step from step {event.step} on"
         if largest(group, found) == ROUNDING:
-            fix += (
-                "; put back what is changed for a moment only from a copy of it "
-                "(`p.copy_(kept)`): to subtract what was added leaves rounding errors"
-            )
+            copy = "put back what is changed for a moment only from a copy of it (`p.copy_(kept)`)"
+            copy += ": to subtract what was added leaves rounding errors"
+            put_back = everybody
+            fix = copy if put_back else f"{fix}; {copy}"
     elif before == "the wrap":
         fix = "do it before `DistributedDataParallel(...)`, which copies rank 0's parameters"
     return Cause(
@@ -79,7 +80,8 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
         location=spot,
         ranks=ranks,
         evidence={"edited_by_hand_on": sorted(changing)},
-        everybody=len(changing) == len(group.members),
+        everybody=everybody,
+        put_back=put_back,
     )
 
 

@@ -76,7 +76,8 @@ class ParameterDrift(Check):
     ## When it stays quiet
     Sharded parameters; those that DDP is told to ignore, which the report names as left out; ranks
     of different groups; local SGD, where copies that differ are averaged again; weights that are
-    exchanged for a while and put back (EMA at evaluation).
+    exchanged for a while and put back (EMA at evaluation). What every rank changes for a moment in
+    every step, and takes back by arithmetic but for rounding errors (SAM), is a warning.
     Without a wrapper also: gradients that are exchanged in less than half of the steps since they
     part, unless the exchange, made in every step until then, stops for good and nothing takes its
     place (parameters that are averaged, other collectives that carry as much); ranks of a group
@@ -116,7 +117,7 @@ class ParameterDrift(Check):
                 yield self.finding(**told)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR or not mine.subjects:
+        if mine.severity is Severity.NOTE or not mine.subjects:
             return False
         skipped = any(name.startswith("averaging_backwards") for name in mine.evidence)
         if other.check == "gradient-drift":
@@ -149,7 +150,9 @@ class ParameterDrift(Check):
             again = found.healed >= 0 and not _loads.reloads(group, "weights", found.at)
             if again and not _sends_parameters(group):
                 return  # averaged again by the program: local SGD
-            yield self._finding(run, group, found, _cause(group, found))
+            cause = _cause(group, found)
+            severity = Severity.WARNING if cause.put_back else Severity.ERROR
+            yield self._finding(run, group, found, cause, severity)
             return
         later = divergence(group, "parameters", "again")
         if later is not None and not _loads.each_its_own(group, later.at):

@@ -122,23 +122,32 @@ def test_an_edit_in_every_step_is_none_after_the_wrap_alone(later, text, fix):
     assert finding.fix.startswith(fix)
 
 
-@pytest.mark.parametrize(("distance", "copied"), [(1e-8, True), (0.1, False)])
-def test_what_is_taken_back_by_arithmetic_leaves_rounding_errors(distance, copied):
-    """Every rank adds something of its own in every step, and subtracts it again."""
+@pytest.mark.parametrize(
+    ("distance", "editing", "copied", "severity"),
+    [(1e-8, 2, True, "warning"), (0.1, 2, False, "error"), (1e-8, 1, True, "error")],
+)
+def test_what_is_taken_back_by_arithmetic_leaves_rounding_errors(
+    distance, editing, copied, severity
+):
+    """Ranks add something of their own in every step, and subtract it again."""
     last = edit(False, 4)  # none follows
     mine = [edit(), edit(False, 1), edit(True, 1), edit(True, 2, OTHER), last]
     ranks = {
         n: [
-            *mine,
+            *(mine if n < editing else [edit(changed=False)]),
             digests("parameters", {k: [*v[:3], 4 + n] for k, v in SAME.items()}),
             sketch(1, 1 + n * distance),
         ]
         for n in range(2)
     }
     (finding,) = ParameterDrift().examine(run_of(ranks, count=4))
-    assert (finding.ranks, finding.location.line) == ((0, 1), 35)
+    assert (finding.ranks, finding.location.line) == (tuple(range(editing)), 35)
     assert "in every step from step 0 on" in finding.cause
     assert ("p.copy_(kept)" in finding.fix) is copied
+    assert (finding.severity.value, "on every rank" in finding.fix) == (
+        severity,
+        severity == "error",
+    )
 
 
 def test_an_edit_that_one_rank_does_not_take_back_is_the_cause():
