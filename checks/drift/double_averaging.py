@@ -34,14 +34,15 @@ class DoubleAveraging(Check):
     way, the last twelve nodes of its graph are searched for a division by the world size or a
     multiple; where there is one, torch is made to note the lines in a forward that follows. Between
     the averaging backward and the step some values of up to six gradients on the CPU are compared
-    (in the first 64 steps, later as `--budget` allows), without what torch's clipping makes of
-    them, and what the program hands to collectives with the gradients; without a wrapper, in four
-    steps, what is applied with the mean of what the ranks had. A division counts only where its
-    line names the world size, or a name that is given a quotient or a product with it in one place
-    of that file: another 2 does not. By a product it counts where the loss is a mean, or a sum
-    divided by the world size times what it is over. The finding is proven. An all-reduce by hand
-    is an error where the gradients become so many times larger as ranks are summed; where something
-    else multiplies them besides, that it is superfluous is all that is said.
+    (in the first 64 steps, later in one of about 110 and as `--budget` allows), without what
+    torch's clipping makes of them, and what the program hands to collectives with the gradients;
+    without a wrapper, in four steps, what is applied with the mean of what the ranks had. A
+    division counts only where its line names the world size, or a name that is given a quotient or
+    a product with it in one place of that file: another 2 does not. By a product it counts where
+    the loss is a mean, or a sum divided by the world size times what it is over. The finding is
+    proven. An all-reduce by hand is an error where the gradients become so many times larger as
+    ranks are summed; where something else multiplies them besides, that it is superfluous is all
+    that is said.
 
     ## Why it hurts
     The effective learning rate is the world size times too small (or, with a sum, too large) and

@@ -25,7 +25,8 @@ class ZeroGradMissing(Check):
     CPU have become zero; so it does not matter how a program clears them. Each rank does so at
     every step until it has seen them cleared, then at the steps of `hyperparameter-skew`. It is
     told where no look ever found them cleared, or where four or more did and the four after them
-    did not. The finding is proven.
+    did not. Where steps between these two were not looked at, it says between which it began. The
+    finding is proven.
 
     ## Why it hurts
     Every step applies the sum of all gradients since the run began. Training resembles a momentum
@@ -69,17 +70,15 @@ class ZeroGradMissing(Check):
         last = _last(rank, optimizer)
         backward = rank.location(event.backward_site)
         before = any(_clears(run.ranks[n], optimizer) for n in events)
-        how = (
-            f"are not cleared any more from step {event.step} on"
-            if before
-            else ("are never cleared")
-        )
+        since = _since(rank, event)
+        how = f"are not cleared any more from {_span(*since)} on" if before else "are never cleared"
+        fewest, most = (last - step + 1 for step in reversed(since))
         yield self.finding(
             ranks=tuple(sorted(events)),
             steps=Steps(event.step, last, last - event.step + 1),
             subjects=(kind,),
             location=rank.location(event.site),
-            label=f"applies the gradients of all steps since {event.step - 1}"
+            label=f"applies the gradients of all steps since {_span(*(n - 1 for n in since))}"
             if before
             else "applies the gradients of all steps so far",
             related=(Related("adds to the gradients of the step before", backward),)
@@ -92,12 +91,24 @@ class ZeroGradMissing(Check):
             + (", on every rank: outside of any `if rank == ...`" * bool(clearing)),
             fix_kind=FixKind.CHECK,
             evidence={
-                "steps_with_old_gradients": f"{last - event.step + 1} of {last + 1}",
+                "steps_with_old_gradients": f"{fewest} of {last + 1}"
+                + f", or up to {most}" * (most > fewest),
                 "parameters_looked_at": event.parameters,
                 "cleared_on": ranks_text(clearing) if clearing else "",
             },
             at=rank.wall(event.at),
         )
+
+
+def _since(rank: Rank, event: Carried) -> tuple[int, int]:
+    """The first step with old gradients is one of these: after the last that was seen cleared, up
+    to the one that was seen not to be."""
+    before = (e.step for e in rank.of(Carried) if e.optimizer == event.optimizer and not e.carried)
+    return max((step + 1 for step in before), default=event.step), event.step
+
+
+def _span(first: int, last: int) -> str:
+    return f"step {last}" if first == last else f"a step between {first} and {last}"
 
 
 def _who_clears(clearing: list[int], never: Collection[int]) -> str:

@@ -47,7 +47,8 @@ class Carried(Event, frozen=True, tag="carried"):
     """Whether an optimizer step applied gradients that had not been cleared since the step before.
 
     Told for the first step that can be judged and when it changes; where they were cleared in every
-    step before, only once some steps in a row have applied old ones (`step` is the first).
+    step before, only once some steps in a row have applied old ones (`step` is the first); the last
+    step before these that was seen not to is then told once more.
 
     Attributes:
         site: the line of the step; `backward_site` of the first backward onto the old gradients.

@@ -37,7 +37,8 @@ class Watched:
             looked into.
         cleared: seen cleared since the step; `touched` by a backward before that, first at `site`.
         awake: its steps are looked at now.
-        clears: looks so far that found them cleared; `old`: others since, `first` of which.
+        clears: looks so far that found them cleared, `latest` of which; `old`: others since,
+            `first` of which.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -49,6 +50,7 @@ class Watched:
         self.site = -1
         self.awake = True
         self.clears = self.old = 0
+        self.latest: Carried | None = None
         self.first: Carried | None = None
         self.told: bool | None = None
         self.count = 0
@@ -172,10 +174,12 @@ def _judge(active: Recorder, step: Step, watched: Watched) -> None:
             _tell(active, watched, event)
         elif watched.clears < ENOUGH:
             _let_go(watched)
-        elif watched.old == ENOUGH and watched.first is not None:
+        elif watched.old == ENOUGH and watched.first is not None and watched.latest is not None:
+            active.emit(watched.latest)  # steps between the two need not have been looked at
             _tell(active, watched, watched.first)
     else:
         _tell(active, watched, event)
+        watched.latest = event
         watched.clears += 1
         if watched.old:
             _let_go(watched)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from ..events import Clipped, Edited
 from . import moments, sync
-from .cleared import clearing_line
-from .digests import ABSENT, ZERO, digests
+from .cleared import CLEARED, clearing_site
+from .digests import ABSENT, digests
 from .divisors import divided_by_world_size
 from .holdings import Holding
 from .models import Model
@@ -23,10 +22,9 @@ from .moments import Backward, Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
 from .resolving import state_edit_in_frames
-from .taken import Taken, ratio, rewritten
+from .taken import Taken, ratio, rewritten, state_of
 from .touched import Touched
 from .tracing import Tracer
-from .writes import version
 
 LOST = "edits of gradients and parameters by hand"
 
@@ -37,6 +35,9 @@ ALWAYS = 64
 SHARE, LEAST = 0.15, 0.05
 """Part of the doctor's budget for this, while it is within the budget and where it is not."""
 
+APART, OVERDUE, WITHIN = 100, 400, 16
+"""Steps between looks whatever they cost, where a step is due and else; and how long one stands."""
+
 TOLD_AT_MOST = 300
 TOLD_ON_DEMAND = 20
 TRACED_AT_MOST = 6
@@ -45,9 +46,6 @@ only where the next edit is due, if they come as regularly as the last two."""
 
 SEARCHES = 3
 """Through the running functions' source for what edits an optimizer's state, per model."""
-
-CLEARED = {ABSENT, ZERO}
-"""Digests of no gradient, and of one of zeros."""
 
 NOTHING: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
 """Told of what was not edited."""
@@ -58,6 +56,7 @@ class Followed:
 
     Attributes:
         whole: one optimizer holds all gradients, as far as is known.
+        look_from: step from which to look whatever it costs, at each of what is not in `looked`.
         sites: by kind, and whether they were changed or put back; a line that divides by the world
             size is the first of them.
     """
@@ -81,10 +80,22 @@ class Followed:
         self.count = 0
         self.moments = 0
         self.next_at = 0.0
+        self.look_from = -WITHIN
+        self.looked: set[int | None] = set()
+        self.followed_up = 0
 
-    def waits(self) -> bool:
+    def look_at(self, step: int) -> None:
+        """Whatever it costs, from that step on."""
+        self.look_from = step
+        self.looked.clear()
+
+    def owes(self, step: int, what: int | None = None) -> bool:
+        """Whether an optimizer's parameters are still to be looked at then, or the gradients."""
+        return step < self.look_from + WITHIN and what not in self.looked
+
+    def waits(self, step: int) -> bool:
         """Nothing is taken, and it is too early to take anything."""
-        return bool(self.next_at) and not self.parameters and self.gradients is None
+        return bool(self.next_at) and not (self.parameters or self.gradients or self.owes(step))
 
 
 class _Edits:
@@ -114,6 +125,7 @@ def install() -> None:
     around(torch.amp.GradScaler, "unscale_", before=_unscaling, after=_changed, lost=LOST)
     moments.wrapped.subscribe(_wrapped, lost=LOST)
     moments.pulse.subscribe(_pulse, lost=LOST)
+    moments.step_due.subscribe(_step_due, lost=LOST)
     _looking[:] = (
         moments.backward_ends.subscribe(_backward_ends, lost=LOST),
         moments.step_begins.subscribe(_step_begins, lost=LOST),
@@ -128,9 +140,8 @@ def _clipping(name: str) -> Any:
         call = _edits.calls.get(site, 0)
         _edits.calls[site] = call + 1
         if call < 20 or call & (call - 1) == 0:
-            active.emit(
-                Clipped(at=time.monotonic(), function=name, step=active.step, call=call, site=site)
-            )
+            at = time.monotonic()
+            active.emit(Clipped(at=at, function=name, step=active.step, call=call, site=site))
         return name, site
 
     return before
@@ -166,10 +177,8 @@ def _changed(active: Recorder, token: Any, result: Any, error: BaseException | N
     _edits.spent_ns += time.perf_counter_ns() - began
 
 
-def _taken() -> Iterator[tuple[Model, Taken]]:
-    for model, followed in _edits.models.items():
-        if followed.gradients is not None:
-            yield model, followed.gradients
+def _taken() -> list[tuple[Model, Taken]]:
+    return [(m, f.gradients) for m, f in _edits.models.items() if f.gradients is not None]
 
 
 def _gradients(model: Model, positions: list[int]) -> list[Any]:
@@ -177,8 +186,7 @@ def _gradients(model: Model, positions: list[int]) -> list[Any]:
 
 
 def _followed(model: Model) -> Followed:
-    found = _edits.models.get(model)
-    if found is None:
+    if (found := _edits.models.get(model)) is None:
         found = _edits.models[model] = Followed()
     return found
 
@@ -199,15 +207,28 @@ def _wrapped(active: Recorder, model: Model) -> None:
 def _pulse(active: Recorder, step: Step) -> None:
     if any(step.began >= followed.next_at for followed in _edits.models.values()):
         _looking.wake()
+    _step_due(active, step, OVERDUE)
 
 
-def _affordable(active: Recorder, followed: Followed) -> bool:
+def _step_due(active: Recorder, step: Step, apart: int = APART) -> None:
+    """Look now and then whatever it costs, or what begins late would never be seen. Steps that are
+    due are multiples of some number, and so may those be in which a program edits: a bit later."""
+    for followed in _edits.models.values():
+        if followed.next_at and active.step - followed.look_from >= apart:
+            followed.look_at(active.step + 1 + active.step // apart % 7)
+            _looking.wake()
+
+
+def _affordable(active: Recorder, followed: Followed, what: int | None = None) -> bool:
     """Whether to take tensors now; the ranks need not agree, nothing here is compared."""
     followed.moments += 1
     if followed.moments <= 2 * ALWAYS:
         return True
     if active.every:
         return active.step % active.every == 0
+    if active.step >= followed.look_from and followed.owes(active.step, what):
+        followed.looked.add(what)
+        return True
     now = time.monotonic()
     if now < followed.next_at:
         return False
@@ -228,8 +249,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             continue
         began = time.perf_counter_ns()
         positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
-        grads = _gradients(model, positions)
-        followed.gradients = Taken(positions, grads, sampled=True)
+        followed.gradients = Taken(positions, _gradients(model, positions), sampled=True)
         followed.backward_site = backward.site
         followed.gradients.touched = Touched(model, model.expected)
         _trace(active, followed, "gradients", model)
@@ -269,8 +289,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
         if taken is not None:
             mine = taken.only(holding.held)
             if mine.positions and not step.closure:
-                grads = _gradients(holding.model, mine.positions)
-                now = Taken(mine.positions, grads, sampled=True)
+                now = Taken(mine.positions, _gradients(holding.model, mine.positions), sampled=True)
                 _tell(active, step.number, holding, "gradients", mine, now)
             if rest := set(taken.positions).difference(mine.positions):
                 followed.whole, followed.gradients = False, taken.only(rest)
@@ -288,17 +307,17 @@ def tell_parameters(active: Recorder, step: int, holding: Holding) -> None:
 def _step_ends(active: Recorder, step: Step) -> None:
     for holding in step.holdings:
         followed = _followed(holding.model)
-        if not _affordable(active, followed):
+        if not _affordable(active, followed, holding.optimizer):
             continue
         began = time.perf_counter_ns()
         positions = _chosen(active, holding.positions)
-        taken = Taken(positions, holding.parameters(positions), sampled=False)
-        followed.parameters[holding.optimizer] = taken
+        held = holding.parameters(positions)
+        followed.parameters[holding.optimizer] = Taken(positions, held, sampled=False)
         followed.states[holding.optimizer] = _state(step, holding, positions)
         _trace(active, followed, "parameters", holding.model)
         _trace(active, followed, "state", holding.model, step)
         _edits.spent_ns += time.perf_counter_ns() - began
-    if not active.every and all(followed.waits() for followed in _edits.models.values()):
+    if not active.every and all(f.waits(active.step) for f in _edits.models.values()):
         _looking.rest()
 
 
@@ -306,7 +325,7 @@ def _state(step: Step, holding: Holding, positions: list[int]) -> Taken:
     """The optimizer's state, by what stands for it: no tensor is read."""
     taken = Taken(positions, [], sampled=True)
     optimizer = step.optimizer()
-    taken.numbers = [_standing(optimizer, p) for p in holding.parameters(positions)]
+    taken.numbers = [state_of(optimizer, p) for p in holding.parameters(positions)]
     return taken
 
 
@@ -326,36 +345,16 @@ def _find_state_edit(active: Recorder, followed: Followed, step: Step) -> None:
 def _clearing(active: Recorder, followed: Followed) -> tuple[int, ...]:
     """The same for gradients that are gone, or zero."""
     if followed.clears is None:
-        frame, line = active.sites.user_frame(sys._getframe(1)), -1
-        if frame is not None:
-            line = clearing_line(frame, active.sites.line(followed.backward_site, frame.f_code))
-        followed.clears = (active.sites.number(frame.f_code, line),) if frame and line > 0 else ()
+        followed.clears = clearing_site(active, sys._getframe(1), followed.backward_site)
     return followed.clears
-
-
-def _standing(optimizer: Any, parameter: Any) -> int:
-    """Another number where a parameter's state is another tensor, or was changed in place."""
-    state = getattr(optimizer, "state", None)
-    held = None if state is None or parameter is None else state.get(parameter)
-    return hash(
-        tuple(
-            (key, id(v), version(v))
-            if hasattr(v, "_version")
-            else (key, v if isinstance(v, (int, float, str)) else id(v))
-            for key, v in (held or {}).items()
-        )
-    )
 
 
 def _tell(
     active: Recorder, step: int, holding: Holding, kind: str, before: Taken, now: Taken
 ) -> None:
     followed = _followed(holding.model)
-    differing = [
-        p
-        for p, old, new in zip(before.positions, before.numbers, now.numbers, strict=True)
-        if old != new
-    ]
+    pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
+    differing = [p for p, old, new in pairs if old != new]
     counted: list[int] = []
     if before.touched is not None:
         before.touched.look()
@@ -381,18 +380,19 @@ def _tell(
     if by_hand and (kind, changed) not in followed.sites:
         gone = [p for p in by_hand if after.get(p) == ABSENT]
         followed.wanted[kind] = (gone or by_hand)[0]
-        last = followed.changed_at.get(kind, active.step)
-        followed.expected[kind] = 2 * active.step - last
+        followed.expected[kind] = 2 * active.step - followed.changed_at.get(kind, active.step)
         followed.changed_at[kind] = active.step
+    late = followed.next_at and followed.followed_up < TRACED_AT_MOST
+    if late and kind in followed.wanted and active.step - followed.changed_at[kind] <= 1:
+        followed.followed_up += 1  # it was seen just now: its line may be found in the next steps
+        followed.look_at(active.step + 1)
     key = (kind, holding.optimizer)
     sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
     if kind == "gradients" and differing and not sites:
         sites = _clearing(active, followed) if {after[p] for p in differing} <= CLEARED else ()
     how = (beside, bool(undone), bool(counted))
     state = (changed, share, besides, sites, how, functions, changers)
-    if followed.told.get(key, NOTHING) == state:
-        return
-    if followed.count >= TOLD_AT_MOST:
+    if followed.told.get(key, NOTHING) == state or followed.count >= TOLD_AT_MOST:
         return
     followed.count += 1
     followed.told[key] = state
@@ -439,7 +439,7 @@ def _trace(
     def number() -> int:
         parameter = reference()
         if optimizer is not None:
-            return _standing(optimizer(), parameter)
+            return state_of(optimizer(), parameter)
         tensor = parameter.grad if parameter is not None and kind == "gradients" else parameter
         return digests([tensor])[0]
 

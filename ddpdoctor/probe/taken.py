@@ -97,3 +97,18 @@ def ratio(before: Values, now: Values) -> float:
     if middle and all(abs(r / middle - 1) < 1e-5 for r in ratios):
         return float(f"{middle:.5g}")
     return 0.0
+
+
+def state_of(optimizer: Any, parameter: Any) -> int:
+    """Stands for an optimizer's state of a parameter: another number where it is another tensor, or
+    was changed in place."""
+    state = getattr(optimizer, "state", None)
+    held = None if state is None or parameter is None else state.get(parameter)
+    return hash(
+        tuple(
+            (key, id(v), version(v))
+            if hasattr(v, "_version")
+            else (key, v if isinstance(v, (int, float, str)) else id(v))
+            for key, v in (held or {}).items()
+        )
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import edits
+from ddpdoctor.events.amp import told_at
+from ddpdoctor.probe import cleared, edits
 from ddpdoctor.probe.resolving import state_edit_in_frames
 from ddpdoctor.probe.tracing import Tracer
 
@@ -93,7 +95,7 @@ def test_the_line_that_clears_gradients_once(
     """The source is searched once, for gradients that are zero or gone."""
     found = [9]
     monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits, "clearing_line", lambda frame, after: found.pop())
+    monkeypatch.setattr(cleared, "clearing_line", lambda frame, after: found.pop())
     model = type("Model", (), {"number": 0})()
     told: list[Any] = []
     sites = SimpleNamespace(
@@ -265,3 +267,84 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     edits._followed(model).count = told
     edits.look_now(model)
     assert edits.TOLD_AT_MOST - edits._followed(model).count == left
+
+
+def late(
+    monkeypatch: pytest.MonkeyPatch, edits_at: Any, *, line: bool = True, steps: int = 1000
+) -> tuple[list[Any], list[int]]:
+    """What is told of gradients that are divided before some steps, of a doctor that has spent all
+    it may; and before which steps it looked after the first ones."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    inner = torch.nn.Module()
+    model: Any = SimpleNamespace(
+        number=0, expected=[0, 1, 2], parameters=[weakref.ref(p) for p in parameters]
+    )
+    model = type("Model", (), vars(model) | {"inner": lambda self: inner if line else None})()
+    told: list[Any] = []
+    sites = SimpleNamespace(
+        kind=lambda code: "user" if code.co_filename == __file__ else "",
+        number=lambda code, line: line,
+    )
+    active: Any = SimpleNamespace(
+        emit=told.append, every=0, step=0, sites=sites, started=time.monotonic(),
+        budget_percent=1e-6, affordable=lambda: False,
+    )  # fmt: skip
+    holding = SimpleNamespace(
+        model=model, optimizer=0, held=frozenset(range(3)), positions=[0, 1, 2],
+        parameters=lambda positions: [parameters[p] for p in positions],
+    )  # fmt: skip
+    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(edits, "_looking", SimpleNamespace(wake=lambda: None, rest=lambda: None))
+    looks = []
+    for number in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+        if edits._followed(model).gradients is not None and number >= edits.ALWAYS:
+            looks.append(number)
+        if edits_at(number):
+            divide(parameters)
+        step: Any = SimpleNamespace(
+            holdings=[holding], number=number, optimizer=lambda: None, closure=False, began=0.0
+        )
+        edits._step_begins(active, step)
+        if told_at(number):
+            edits._step_due(active, step)
+        active.step += 1
+        edits._step_ends(active, step)
+    return told, looks
+
+
+def divide(parameters: list[Any]) -> None:
+    for parameter in parameters:
+        parameter.grad /= 2
+
+
+@pytest.mark.parametrize("begins", [70, 301, 702])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_begins_late_and_lasts_is_found_whatever_the_budget(
+    monkeypatch: pytest.MonkeyPatch, begins: int, every: int
+) -> None:
+    told, _ = late(monkeypatch, lambda n: n >= begins and (n - begins) % every == 0)
+    first = next(e for e in told if e.kind == "gradients" and e.changed)
+    assert begins <= first.step < begins + 120 * every
+    found = next(e for e in told if e.site >= 0)
+    with open(__file__) as text:
+        assert text.readlines()[found.site - 1].strip() == "parameter.grad /= 2"
+    if every == 1:
+        assert found.step == first.step + 1
+
+
+def test_looks_whatever_they_cost_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, looks = late(monkeypatch, lambda n: False)
+    assert not told
+    assert 8 <= len(looks) <= 10
+    assert len({n % 4 for n in looks}) > 1, "not always the same of every few steps"
+
+
+def test_a_line_that_is_not_found_is_not_looked_for_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, looks = late(monkeypatch, lambda n: n >= 100, line=False)
+    assert len(looks) <= 10 + edits.TRACED_AT_MOST

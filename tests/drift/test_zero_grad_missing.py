@@ -39,12 +39,22 @@ def test_only_the_optimizer_that_is_never_cleared():
 
 
 def test_not_cleared_any_more():
-    (finding,) = ZeroGradMissing().examine(run(carried(1, value=False), carried(6), count=12))
+    cleared = [carried(1, value=False), carried(5, value=False)]
+    (finding,) = ZeroGradMissing().examine(run(*cleared, carried(6), count=12))
     assert (finding.steps.first, finding.steps.count) == (6, 6)
     assert "not cleared any more from step 6 on" in finding.summary
     assert "until then it was cleared in every step" in finding.cause
     again = [carried(1, value=False), carried(6), carried(10, value=False)]
     assert list(ZeroGradMissing().examine(run(*again, count=12))) == []
+
+
+def test_not_cleared_any_more_since_a_step_that_was_not_looked_at():
+    told = [carried(1, value=False), carried(397, value=False), carried(401)]
+    (finding,) = ZeroGradMissing().examine(run(*told, count=600))
+    assert "not cleared any more from a step between 398 and 401 on" in finding.summary
+    assert "all steps since a step between 397 and 400" in finding.label
+    assert finding.evidence["steps_with_old_gradients"] == "199 of 600, or up to 202"
+    assert finding.steps.first == 401
 
 
 def test_two_steps_are_too_few():
@@ -116,8 +126,8 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
     [
         (lambda n: False, [(1, True)]),
         (lambda n: True, [(1, False)]),
-        (lambda n: n < 6, [(1, False), (6, True)]),
-        (lambda n: n < 6 or n == 11, [(1, False), (6, True), (11, False)]),
+        (lambda n: n < 6, [(1, False), (5, False), (6, True)]),
+        (lambda n: n < 6 or n == 11, [(1, False), (5, False), (6, True), (11, False)]),
         (lambda n: n < 9, [(1, False)]),
         (lambda n: n < 3, [(1, False)]),
         (lambda n: n < 6 or n % 3 == 0, [(1, False)]),
@@ -131,7 +141,7 @@ def test_clearing_that_ends(clears, told, monkeypatch):
 
 def test_later_only_some_steps_are_looked_at(monkeypatch):
     assert judged(lambda n: n < 70, 128, monkeypatch, lambda n: n < 8 or n % 32 == 0) == [
-        (1, False), (97, True),
+        (1, False), (65, False), (97, True),
     ]  # fmt: skip
     assert judged(lambda n: n < 70 or n % 9 == 0, 128, monkeypatch, lambda n: n % 32 == 0) == [
         (1, False)
