@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from ..ring import Phase
@@ -114,14 +112,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     call = now.call
     if call is None and now.sync and step.model.group >= 0:
         return None
-    frame: FrameType | None = None
-    try:
-        frame = sys._getframe(now.depth)
-        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
-    except ValueError:
-        moved = True
-    if moved:
-        frame = now.meet(active)
+    frame = now.frame(active)
     if frame is None:
         return None
     _state.depth += 1
@@ -133,7 +124,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     routine.stage = Stage.BACKWARD
     backward.began = began = time.monotonic()
     if call is not None and now.sync:
-        implicit.backward_recurs(step.tape.again(call, frame, moved, began))
+        implicit.backward_recurs(step.tape.again(call, frame, now.moved, began))
     step.ring.enter(_BACKWARD, now.site, began)
     unseen(_look_as_usual, active, step, backward)
     backward.frame = None

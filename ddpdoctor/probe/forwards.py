@@ -162,14 +162,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     call, broadcasts = now.call, implicit.broadcasts(wrapper) and model.group >= 0
     if call is None and broadcasts:
         return None
-    frame: FrameType | None = None
-    try:
-        frame = sys._getframe(now.depth)
-        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
-    except ValueError:
-        moved = True
-    if moved:
-        frame = now.meet(active)
+    frame = now.frame(active)
     if frame is None:
         return None
     routine.stage = Stage.FORWARD
@@ -181,7 +174,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     forward.error = None
     began = time.monotonic()
     if call is not None and broadcasts:
-        implicit.forward_recurs(model, step.tape.again(call, frame, moved, began))
+        implicit.forward_recurs(model, step.tape.again(call, frame, now.moved, began))
     step.ring.enter(_FORWARD, now.site, began)
     new = modules.registrations() != _state.registrations
     if new or number >= model.looked_at or moments.forward_begins.in_routine:

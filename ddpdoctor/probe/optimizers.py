@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -213,12 +212,7 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
     step = known.step
     if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
         return None
-    try:
-        frame = sys._getframe(now.depth)
-        moved = frame.f_code is not now.code or frame.f_lasti != now.instruction
-    except ValueError:
-        moved = True
-    if moved and now.meet(active) is None:
+    if now.frame(active) is None:
         return None
     number = step.number = known.steps
     routine.stage = Stage.STEP

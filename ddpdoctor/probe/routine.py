@@ -74,8 +74,9 @@ class Pass:
     Attributes:
         backward: its `looks` are empty.
         sync: as in `Seen`; pending: forwards that wait for their backward, before it.
-        hook: names it to `Sites.caller`; of the user's frame that was there last: depth, as seen
-            from the bracket, code, and instruction.
+        hook: names it to `Sites.caller`.
+        depth, code, instruction: of the user's frame that was in it last; moved: that is not the
+            one before.
         call: what the model does by itself in it.
         following: the next one, None for the last.
     """
@@ -91,12 +92,23 @@ class Pass:
     depth: int = 0
     code: CodeType | None = None
     instruction: int = -1
+    moved: bool = True
     following: Pass | None = None
 
-    def meet(self, active: Recorder) -> FrameType | None:
-        """The user's frame in this call, as seen from the bracket that asks, where it is at the
-        line that is expected."""
+    def frame(self, active: Recorder) -> FrameType | None:
+        """The user's frame in this call; None where it is at another line than is expected."""
+        try:
+            frame = sys._getframe(self.depth)
+        except ValueError:
+            return self._meet(active)
+        if frame.f_code is not self.code or frame.f_lasti != self.instruction:
+            return self._meet(active)
+        self.moved = False
+        return frame
+
+    def _meet(self, active: Recorder) -> FrameType | None:
         frame, site = active.sites.caller(self.hook)
+        self.moved = True
         if frame is None or site != self.site:
             return None
         depth, above = 0, sys._getframe(1)
