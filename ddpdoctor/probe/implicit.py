@@ -120,10 +120,10 @@ def forward_closes(active: Recorder, written: Tape, forward: Forward, now: float
     elif forward.error is not None:
         written.ring.mark(call, State.FAILED)
         process.call_failed(active, call, forward.error)
-        return
     else:
         written.ring.done(call, now)
-    model.rebuilds = model.rebuilds and not _rebuilds(forward)
+    if forward.error is None and _rebuilds(forward):
+        model.rebuilds = False
 
 
 def _rebuilds(forward: Forward) -> bool:
