@@ -7,19 +7,15 @@ import signal
 from collections.abc import Iterable, Sequence
 
 from . import __version__
+from .coverage import lost, unobserved
 from .equipment import describe
 from .events import (
-    ExaminedInside,
     MemorySample,
     ProbeCost,
-    ProbeTrouble,
-    ProcessStarted,
     RankExiting,
-    RankSample,
     RankStarted,
     SignalSent,
     StepDone,
-    Stopped,
 )
 from .events.process import CLOSE_STEPS
 from .findings import (
@@ -38,7 +34,7 @@ from .findings import (
     Table,
     Tool,
 )
-from .run import Rank, Run, fold_ranks, stopped_in
+from .run import Rank, Run, stopped_in
 from .stepcounts import among_all, steps_in_turn
 from .whereabouts import interrupted, whereabouts
 
@@ -95,7 +91,8 @@ def diagnose(
             examined=tuple(examined),
             skipped=tuple(skipped),
             partly=tuple(partly),
-            lost=tuple(_lost(run)),
+            lost=tuple(lost(run)),
+            unobserved=tuple(unobserved(run)),
         ),
         tables=tuple(tables),
     )
@@ -308,132 +305,3 @@ def _overhead(run: Run, after: int) -> float | None:
         if wall >= SHORTEST_MEASURED_S:
             shares.append(100 * own / wall)
     return round(max(shares), 3) if shares else None
-
-
-def _lost(run: Run) -> list[str]:
-    """What is missing from the records, in sentences."""
-    lost = []
-    blind = run.unobserved
-    if blind:
-        was, whom, its = ("was", "it", "its") if len(blind) == 1 else ("were", "them", "their")
-        lost.append(
-            f"{_ranks(blind)} ran but {was} not observed: the probe did not reach {whom} "
-            "(python -I, -E or -S, an environment without PYTHONPATH, or not a Python program), "
-            f"or {its} records were deleted or not copied to this folder"
-        )
-    elif not run.ranks:
-        lost.append(why_nobody(run))
-    missing = sorted(set(run.missing) - set(blind))
-    if missing and run.ranks:
-        other = run.info.nodes > 1 and not any(
-            e.rank in missing for node in run.nodes.values() for e in node.of(ProcessStarted)
-        )
-        hint = (
-            "; they ran on another node: type ddpdoctor report with the folders of all nodes"
-            if other
-            else ""
-        )
-        lost.append(f"no record of {_ranks(missing)}{hint}")
-    if run.others:
-        lost.append(
-            f"this command made several process groups, one after the other: {len(run.others)} "
-            "more processes were ranks, of groups that this does not tell of"
-        )
-    dropped = {r.rank: c.dropped for r in run.ranks.values() if (c := r.latest(ProbeCost))}
-    if any(dropped.values()):
-        ranks = [r for r, n in dropped.items() if n]
-        lost.append(f"{_ranks(ranks)} could not record {sum(dropped.values())} events")
-    unreadable = {r.rank: r.unreadable for r in run.ranks.values() if r.unreadable}
-    if unreadable:
-        lines = sum(unreadable.values())
-        lost.append(f"{lines} unreadable lines in the records of {_ranks(unreadable)}")
-    lost += [facts.refused for facts in (*run.ranks.values(), *run.nodes.values()) if facts.refused]
-    torn = [r for r in run.ranks.values() if r.torn]
-    early = [r for r in torn if r.state in ("finished", "failed")]
-    for where, ranks in _by_reach(run, early):
-        lost.append(
-            f"the records of {_ranks(ranks)} stop early, in the middle of a line{where}: the disk "
-            "was full, a limit on the size of files was reached, or the files were cut later; "
-            "nothing is known of what came after"
-        )
-    for where, ranks in _by_reach(run, [r for r in torn if r not in early]):
-        after = f"{where}: nothing is known of what came after" if where else ""
-        lost.append(f"the last line in the records of {_ranks(ranks)} is cut short{after}")
-    if empty := [r.rank for r in run.ranks.values() if r.started is None and not r.torn]:
-        lost.append(
-            f"the records of {_ranks(empty)} are empty: the disk was full, or the rank was killed "
-            "as it started"
-        )
-    if silent := [r.rank for r in run.ranks.values() if _became_another(r)]:
-        lost.append(
-            f"{_ranks(silent)} said nothing after the start, not even of the end: each became "
-            "another program (`os.exec*`) without this one's environment, or did not leave by way "
-            "of Python"
-        )
-    parts: dict[str, list[int]] = {}
-    for rank in run.ranks.values():
-        for trouble in rank.of(ProbeTrouble):
-            parts.setdefault(trouble.lost or trouble.part, []).append(rank.rank)
-    monitors = [t for node in run.nodes.values() for t in node.of(ProbeTrouble)]
-    lost += sorted({f"the monitor failed: {t.lost or t.error}" for t in monitors})
-    lost += [f"not observed on {_ranks(r)}: {what}" for what, r in parts.items()]
-    return lost
-
-
-def _by_reach(run: Run, ranks: Iterable[Rank]) -> list[tuple[str, list[int]]]:
-    """Ranks whose records are cut, with the step where those end if it went on, or another did."""
-    most = max((r.steps for r in run.ranks.values()), default=0)
-    found: dict[str, list[int]] = {}
-    for rank in ranks:
-        told = max((e.step + 1 for e in rank.of(StepDone)), default=0)  # the ring may know of more
-        behind = told < most - 1  # by one is a rank that died
-        where = f", at step {told} of {most}" if behind else ""
-        found.setdefault(where, []).append(rank.rank)
-    return list(found.items())
-
-
-def _became_another(rank: Rank) -> bool:
-    """Whether a process ended by itself, with a record of nothing but its start."""
-    return rank.exit_code is not None and isinstance(rank.last, RankStarted) and not rank.torn
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    told = fold_ranks(numbers)
-    return f"rank{'' if told.isdecimal() else 's'} {told}"
-
-
-def why_nobody(run: Run) -> str:
-    """Why a run has no rank on record."""
-    if not run.nodes and run.info.launcher in ("run", "exec"):  # whose monitor writes at once
-        return (
-            "the records are gone: the run folder, or what was in it, was deleted or moved while "
-            "the run went on, or later"
-        )
-    if seen := {e.rank for node in run.nodes.values() for e in node.of(RankSample)}:
-        return (
-            f"{_ranks(seen)} ran, and what each recorded (rank-*.jsonl) is gone: deleted or moved, "
-            "or not copied to this folder"
-        )
-    if run.info.launcher == "run":
-        return _no_rank_started(run)
-    inside = (e.folder for node in run.nodes.values() for e in node.of(ExaminedInside))
-    if folder := next(inside, ""):
-        return (
-            "the ranks of this command were examined by another ddpdoctor, which it starts: type "
-            f"ddpdoctor report {folder}"
-        )
-    return (
-        "no Python process of this command was seen to be a rank: none had RANK in its environment "
-        "or called init_process_group, or they were started without PYTHONPATH (`env -i`, `sudo`, "
-        "a container, another machine)"
-    )
-
-
-def _no_rank_started(run: Run) -> str:
-    """torchrun says why only where it ends by itself."""
-    then = ", which it does once the other nodes are there" if run.info.nodes > 1 else ""
-    if run.info.exit_code is None:
-        return f"torchrun had started no rank when these records end{then}"
-    if run.info.exit_code > 128 or any(node.of(Stopped) for node in run.nodes.values()):
-        return f"torchrun was ended before it had started a rank{then}"
-    return "torchrun started no rank; what it printed says why"

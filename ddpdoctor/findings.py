@@ -245,13 +245,26 @@ class Skipped(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Unobserved(msgspec.Struct, frozen=True):
+    """Ranks of which nothing is known but that they ran, why, and what to do about it."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    help: str
+
+
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What was examined and what was not, and why; `partly`: what was, but for this."""
+    """What was examined and what was not, and why; `partly`: what was, but for this.
+
+    Attributes:
+        lost: what the records lack, in sentences, unobserved ranks among it.
+    """
 
     examined: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     partly: tuple[Skipped, ...] = ()
     lost: tuple[str, ...] = ()
+    unobserved: tuple[Unobserved, ...] = ()
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):

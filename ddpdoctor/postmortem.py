@@ -12,7 +12,8 @@ import msgspec
 
 from . import registry
 from .alive import note_alive
-from .diagnose import diagnose, why_nobody
+from .coverage import why_nobody
+from .diagnose import diagnose
 from .events import SCHEMA, RankExiting, RankStarted
 from .findings import Check, Finding, Report, Severity
 from .run import Run, load

@@ -8,7 +8,7 @@ import pytest
 from recordings import PID, make_run, started, steps
 
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded, RankExiting
+from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded
 from ddpdoctor.findings import Check, Finding, Location, Severity
 from ddpdoctor.run import Run
 
@@ -140,16 +140,6 @@ def test_a_launcher_that_was_killed_is_named(code: int, said: str) -> None:
     ]
     run = make_run({0: [], 1: []}, ended=None, nodes={0: swept}, exit_code=code, outcome="killed")
     assert diagnose(run, []).run.stopped_by == said
-
-
-@pytest.mark.parametrize(("status", "said"), [(0, True), (1, True), (-9, False)])
-def test_a_process_that_became_another_program_is_not_observed(status: int, said: bool) -> None:
-    """`os.execve` with an environment of its own: the record ends where it began."""
-    run = make_run({0: [RankExiting(at=1, how="return")], 1: []}, ended={0: 0, 1: status})
-    lost = diagnose(run, []).coverage.lost
-    assert [text.startswith("rank 1 said nothing after the start") for text in lost] == [
-        True
-    ] * said
 
 
 def test_a_group_is_told_on_a_rank_that_is_no_member() -> None:

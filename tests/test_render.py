@@ -138,7 +138,7 @@ def test_large_worlds_fold_equal_ranks() -> None:
 def test_missing_ranks_have_a_row() -> None:
     text = render.text(report_of(ToyQuiet(), ranks=2, world_size=4))
     assert re.search(r"^2-3 +no record", text, re.M)
-    assert "missing: no record of ranks 2-3" in text
+    assert "missing: ranks 2-3 were not observed: no record" in text
 
 
 def test_ranks_stand_in_order_also_those_without_a_record() -> None:

@@ -57,6 +57,8 @@ class RankSession:
             from .. import probe
 
             if _examined_from_outside():
+                if "torch" in sys.modules:
+                    probe.torch_found()  # where the command did not see it being imported
                 return
             self._ours = True
             import torch.distributed  # noqa: F401

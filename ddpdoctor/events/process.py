@@ -185,6 +185,7 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
             seen), `os._exit` or `exception`.
         status: the exit status where the process knew it, else None.
         message: what `sys.exit` was given to print.
+        torch_imported: torch was among the loaded modules at the end.
     """
 
     how: str
@@ -192,6 +193,7 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
     site: int = -1
     groups_alive: int = 0
     message: str = ""
+    torch_imported: bool = False
 
     def describe(self) -> str:
         return f"leaving ({self.how}{'' if self.status is None else f', status {self.status}'})"

@@ -12,7 +12,9 @@ from .activation import (
     become_rank_by_training,
     leave,
     rank_started,
+    torch_found,
     torch_loaded,
+    wait_for_torch,
     watch_here,
 )
 from .process import failed, note_exception
@@ -26,6 +28,8 @@ __all__ = [
     "note_exception",
     "rank_started",
     "current_recorder",
+    "torch_found",
     "torch_loaded",
+    "wait_for_torch",
     "watch_here",
 ]

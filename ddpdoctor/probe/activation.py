@@ -19,6 +19,7 @@ from ..events import SCHEMA, RankStarted, TorchLoaded
 from ..runfolder import EventWriter, rank_stem
 from . import patching, process, spawned
 from .environment import interesting_environment, launchers_environment, visible_arguments
+from .imports import Finder, wait_for
 from .recorder import Recorder, guarded, recorder, set_recorder
 
 if TYPE_CHECKING:
@@ -77,6 +78,24 @@ def torch_loaded() -> None:
     guarded("torch-loaded", _tell_torch)
 
 
+def wait_for_torch() -> Finder:
+    """Have torch watched once it is imported, whatever way; the finder that waits for it."""
+    return wait_for("torch", lambda _: torch_loaded(), lambda _: torch_found())
+
+
+def torch_found() -> None:
+    """torch was imported without our knowledge: names of it may have been copied, and groups and
+    models may exist."""
+    if _state.patched:
+        return
+    torch_loaded()
+    patching.replace_copies()
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        ensure_rank(dist.get_rank(), dist.get_world_size(), None)
+        _adopt()
+
+
 def watch_here(opener: Opener) -> None:
     """Watch this process from now on, without a launcher of ours around it.
 
@@ -96,6 +115,11 @@ def become_rank(rank: int, world_size: int) -> None:
     if recorder() is not None:
         return
     ensure_rank(rank, world_size, None)
+    _adopt()
+
+
+def _adopt() -> None:
+    """Take up the groups and models that were made before they were watched."""
     from . import forwards, groups
 
     guarded("groups", groups.adopt, lost=groups.LOST)

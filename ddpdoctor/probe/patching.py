@@ -150,13 +150,20 @@ def refused(error: BaseException) -> bool:
 def replace_copies() -> None:
     """Replace also what other modules imported by name before (`from torch import ...`)."""
     new = {id(old): getattr(owner, name) for owner, name, old in _undo if name and callable(old)}
-    for module in list(sys.modules.values()):
-        package = getattr(module, "__name__", "").partition(".")[0]
-        if package in ("torch", "ddpdoctor") or not isinstance(module, ModuleType):
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in ("torch", "ddpdoctor") or not isinstance(module, ModuleType):
+            continue
+        if is_lazy(module):
             continue
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and id(value) in new:
                 replace(module, name, new[id(value)])
+
+
+def is_lazy(module: ModuleType) -> bool:
+    """Whether a module is imported only once it is asked for an attribute (`LazyLoader`): to look
+    at it would be to import it."""
+    return type(module).__getattribute__ is not ModuleType.__getattribute__
 
 
 def on_restore(undo: Callable[[], None]) -> None:

@@ -418,6 +418,7 @@ def _tell_end(active: Recorder) -> None:
             site=_ending.site,
             groups_alive=0 if _ending.stays else _groups_alive(),
             message=_ending.message,
+            torch_imported="torch" in sys.modules,
         ),
         vital=True,
     )

@@ -217,12 +217,21 @@ def verdict(report: Report) -> list[str]:
         return lines if told or _running(report) else [*lines, *_stood(report)]
     examined = count(len(report.coverage.examined), "check")
     steps = most_steps(report)
-    grounds = f"examined {examined} over {count(len(report.ranks), 'rank')}, {count(steps, 'step')}"
+    blind = {rank for u in report.coverage.unobserved for rank in u.ranks}
+    seen = [rank for rank in report.ranks if rank.rank not in blind]
+    grounds = f"examined {examined} over {count(len(seen), 'rank')}, {count(steps, 'step')}"
     if not report.ranks:
         return ["no rank was observed, so nothing can be said of this run"]
     if not report.coverage.examined:
         return ["nothing was examined, so nothing can be said of this run"]
-    if report.run.outcome == "completed":
+    if blind and not _running(report):
+        if not seen:
+            return [
+                f"{_not_observed(blind)}, so nothing can be said of {_which(report).rstrip(',')}"
+            ]
+        partly = f"{_not_observed(blind)}, so {_which(report)} was judged in part"
+        lines = [f"{partly}; no fault was found on {ranks_text(r.rank for r in seen)}: {grounds}"]
+    elif report.run.outcome == "completed":
         lines = [f"no faults found: {grounds}"]
     elif _running(report):
         lines = [f"no faults found so far: {grounds}"]
@@ -232,6 +241,16 @@ def verdict(report: Report) -> list[str]:
     if not steps:
         lines.append("not observed: no optimizer step seen, so training itself was not judged")
     return lines
+
+
+def _not_observed(ranks: Iterable[int]) -> str:
+    """`ranks 0-1 were not observed`; `gaps` says why, and what to do."""
+    known = set(ranks)
+    return f"{ranks_text(known)} {'was' if len(known) == 1 else 'were'} not observed"
+
+
+def _which(report: Report) -> str:
+    return "this run" if report.run.outcome == "completed" else f"this run, which {_ended(report)},"
 
 
 def _stood(report: Report) -> list[str]:

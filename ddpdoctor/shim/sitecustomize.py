@@ -1,44 +1,39 @@
 """Runs at the start of every Python of a run that the doctor watches; the folder is on PYTHONPATH.
 
-It must cost nothing, break nothing and hide nothing: imports beyond os and sys happen only in the
-process of a rank, every failure is swallowed, and the `sitecustomize` that this one shadows is run.
+It must cost nothing, break nothing and hide nothing: more than os and sys is imported only in the
+process of a rank and in one that asks for torch, every failure is swallowed, and the
+`sitecustomize` that this one shadows is run.
 """
 
 import os
 import sys
+from _thread import get_ident
 
 
 class _Finder:
-    """Calls the probe once torch is imported; finds nothing itself."""
+    """Finds nothing itself: puts the probe's own finder in its place, once torch is asked for, or
+    was imported without asking it."""
+
+    def __init__(self):
+        self.busy = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        thread = get_ident()
+        if thread in self.busy or (name != "torch" and "torch" not in sys.modules):
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find else None
-            if spec is not None:
-                _after_loading(spec)
-                return spec
-        return None
-
-
-def _after_loading(spec):
-    loader = spec.loader
-    run = loader.exec_module
-
-    def exec_module(module):
-        run(module)
+        self.busy.add(thread)
         try:
-            _probe().torch_loaded()
+            finder = _probe().wait_for_torch()
         except Exception:
+            finder = None
             _complain()
-
-    try:
-        loader.exec_module = exec_module
-    except AttributeError:
-        pass
+        finally:
+            self.busy.discard(thread)
+        # Only now: another thread may have asked meanwhile.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        # Who is asking goes on behind this place in `sys.meta_path`, where the new one is not.
+        return finder and finder.find_spec(name, path, target)
 
 
 def _probe():

@@ -1,0 +1,46 @@
+"""Ranks that were not observed are named, and no run with one is called faultless."""
+
+from __future__ import annotations
+
+import pytest
+from recordings import make_run, torch_loaded
+from toys import ToyQuiet
+
+from ddpdoctor import render
+from ddpdoctor.diagnose import diagnose
+from ddpdoctor.events import Event, ProbeTrouble, RankExiting
+
+LEAVES = RankExiting(at=1, how="return")
+PAST_THE_HOOK = RankExiting(at=1, how="return", torch_imported=True)
+BROKEN = ProbeTrouble(at=1, part="hooks", error="boom", lost="training: torch is not watched")
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "why"),
+    [
+        ([], 0, "became another program"),  # by `os.execve` with an environment of its own
+        ([], 1, "became another program"),
+        ([], -9, "ends before torch was imported"),
+        ([LEAVES], 0, "torch was never imported"),
+        ([PAST_THE_HOOK], 0, "past the doctor's import hook"),
+        ([torch_loaded(), BROKEN], 0, "boom"),
+    ],
+)
+def test_a_rank_that_was_not_observed(events: list[Event], status: int, why: str) -> None:
+    """Whatever the reason: it is named, with what to do, and the run is not called faultless."""
+    run = make_run({0: [torch_loaded(), LEAVES], 1: events}, ended={0: 0, 1: status})
+    report = diagnose(run, [ToyQuiet()])
+    (unobserved,) = report.coverage.unobserved
+    assert unobserved.ranks == (1,)
+    assert why in unobserved.reason
+    assert unobserved.help
+    text = render.text(report)
+    assert "no faults found" not in text
+    assert "rank 1 was not observed" in text
+    assert "over 1 rank" in text
+
+
+def test_nothing_is_said_of_a_run_whose_ranks_were_not_observed() -> None:
+    report = diagnose(make_run({0: [PAST_THE_HOOK], 1: [PAST_THE_HOOK]}), [ToyQuiet()])
+    assert "ranks 0-1 were not observed, so nothing can be said of this run" in render.text(report)
+    assert report.run.outcome == "completed"
