@@ -1,9 +1,19 @@
-"""Which `if` of a forward decides whether a submodule is used, from its text alone."""
+"""What the text of the user's files says, each of which is parsed once."""
 
+import ast
 import inspect
+import linecache
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed  # noqa: F401  # what is called is looked up there
 
+from ddpdoctor.probe import conditions, divisors, handed, holders, inplace, keyed, sources
+from ddpdoctor.probe.sites import Sites
 from ddpdoctor.probe.sources import branch_around
 
 
@@ -58,3 +68,94 @@ def test_the_line_that_decides(kind: type) -> None:
     lines, first = inspect.getsourcelines(kind)
     decides = [n for n, line in enumerate(lines, first) if "# decides" in line]
     assert ([found[1]] if found is not None else []) == decides
+
+
+PROGRAM = """\
+import os
+import torch, torch.distributed as dist
+
+WORLD = int(os.environ["WORLD_SIZE"])
+DEEP = True
+
+
+def reduced(value):
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / WORLD
+
+
+def train(model, figures):
+    for name, value in figures.items():
+        figures[name] = reduced(value)
+    if DEEP:
+        loss = model(value)
+        loss = loss / WORLD
+        loss.backward()
+    for p in model.parameters():
+        p.grad.zero_()
+    seen.append(loss)
+    with open("log") as file:
+        pass
+"""
+
+
+def test_a_file_is_parsed_once_and_walked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    file = str(path)
+    codes = {
+        c.co_name: c for c in compile(PROGRAM, file, "exec").co_consts if hasattr(c, "co_name")
+    }
+    reduced, train = codes["reduced"], codes["train"]
+    asked: Counter[str] = Counter()
+    parse, walk = ast.parse, ast.walk
+
+    def parsing(text: str, *args: Any, **more: Any) -> ast.AST:
+        asked["parsed"] += len(text.splitlines()) > 1
+        return parse(text, *args, **more)
+
+    def walking(node: ast.AST) -> Iterator[ast.AST]:
+        asked[ast.dump(node)] += isinstance(node, (ast.Module, ast.FunctionDef))
+        return walk(node)
+
+    monkeypatch.setattr(ast, "parse", parsing)
+    monkeypatch.setattr(ast, "walk", walking)
+    one = SimpleNamespace(
+        frame=SimpleNamespace(f_code=train, f_lineno=23), owner=None, value=[], name="seen"
+    )
+    for _ in range(2):
+        assert divisors.divided_by_world_size(file, 11)
+        assert divisors.loss_divided(train, 20)[0] == 19
+        assert handed.hands_on(reduced, 10, None)
+        assert keyed.keys(train, 16, reduced)
+        assert sources.only_opens(train, 24)
+        assert not sources.quoted(file, 11)
+        assert conditions.never_runs(train, 19, {"DEEP": False}.get)
+        assert holders.place_that_grows(one, Sites(lambda event: None))[1] == 23
+        begin, end = [(train, 15)], [(train, 24)]
+        assert inplace.editing(begin, end) == [(train, 22)]
+    assert asked["parsed"] == 1
+    assert max(asked.values()) == 1
+
+
+def test_a_file_that_was_changed_is_parsed_again(tmp_path: Path) -> None:
+    path = tmp_path / "cell.py"
+    for value in ("1", "22"):
+        path.write_text(f"def f():\n    return {value}\n")
+        linecache.checkcache(str(path))
+        (code,) = (c for c in compile(path.read_text(), str(path), "exec").co_consts if c)
+        node = sources.function_of(code)
+        assert node is not None and value in ast.dump(node)
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "", "x = 1\n" * 20_001])
+def test_a_file_that_cannot_be_parsed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(text)
+    code = compile("x = 1", str(path), "exec")
+    assert sources.function_of(code) is None
+    assert not sources.quoted(str(path), 1)
+    assert not divisors.divided_by_world_size(str(path), 1)
+    assert keyed.keys(code, 1, None) == ()

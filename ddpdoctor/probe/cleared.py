@@ -11,7 +11,7 @@ from .digests import ABSENT, ZERO
 from .frames import variables
 from .recorder import Recorder
 from .resolving import Scope
-from .sources import function_of
+from .sources import parts_of
 
 CLEARED = {ABSENT, ZERO}
 """Digests of no gradient, and of one of zeros."""
@@ -28,13 +28,12 @@ def clearing_site(active: Recorder, frame: FrameType, backward_site: int) -> tup
 def clearing_line(frame: FrameType, after: int) -> int:
     """The only line of a running function, after that one and before the line that is running, that
     clears gradients; -1 where there is none, or there are several."""
-    function = function_of(frame.f_code)
-    if function is None or after < 0:
+    if after < 0:
         return -1
     names = Scope(variables(frame), frame.f_globals)
     lines = {
         node.lineno
-        for node in ast.walk(function)
+        for node in parts_of(frame.f_code)
         if isinstance(node, (ast.Assign, ast.Call))
         and after < node.lineno < frame.f_lineno
         and _clears(node)

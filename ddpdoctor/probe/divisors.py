@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import re
-from collections import Counter
-from functools import lru_cache
+from collections.abc import Collection
 from types import CodeType
 from typing import NamedTuple
 
-from .sources import function_of
+from .sources import parts_of
+from .syntax import Source, source_of
 
 _SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|dp_size")
 _OTHER = re.compile(r"accum|micro|steps|local")
@@ -33,38 +32,28 @@ class _Names(NamedTuple):
         return self.values.get(names.pop(), node) if names else node
 
 
-@lru_cache(maxsize=32)
-def _parsed(file: str) -> tuple[ast.Module, _Names] | None:
-    """A file's syntax tree, and its names."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    names: set[str] = set()
+def _names_in(source: Source) -> _Names:
+    statements = [node for node in source.nodes if isinstance(node, ast.Assign)]
+    sizes: set[str] = set()
     for _ in range(2):  # a name may be given another one's value
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and _is_size(node.value, frozenset(names)):
-                names |= {n for target in node.targets for n in _names(target)}
-            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-                names |= _unpacked(node.targets[0], node.value, frozenset(names))
-    return tree, _Names(frozenset(names), _given_once(tree))
+        for node in statements:
+            if _is_size(node.value, sizes):
+                sizes |= {n for target in node.targets for n in _names(target)}
+            elif len(node.targets) == 1:
+                sizes |= _unpacked(node.targets[0], node.value, sizes)
+    return _Names(frozenset(sizes), _given_once(source, statements))
 
 
-def _given_once(tree: ast.Module) -> dict[str, ast.expr]:
+def _given_once(source: Source, statements: list[ast.Assign]) -> dict[str, ast.expr]:
     """What names are given that are given something in one place only, and are no parameters."""
-    places: Counter[str] = Counter()
-    values: dict[str, ast.expr] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            places.update(_names(node))
-        elif isinstance(node, ast.arg):
-            places[node.arg] += 1
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-            values |= dict.fromkeys(_names(node.targets[0]), node.value)
+    given = source.given
+    places = given.names + given.attributes + given.arguments
+    single = (s for s in statements if len(s.targets) == 1)
+    values = {name: s.value for s in single for name in _names(s.targets[0])}
     return {name: value for name, value in values.items() if places[name] == 1}
 
 
-def _unpacked(target: ast.expr, value: ast.expr, names: frozenset[str]) -> set[str]:
+def _unpacked(target: ast.expr, value: ast.expr, names: Collection[str]) -> set[str]:
     """`rank, size = dist.get_rank(), dist.get_world_size()`"""
     if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
         return set()
@@ -78,7 +67,7 @@ def _names(target: ast.expr) -> set[str]:
     return {target.attr} if isinstance(target, ast.Attribute) else set()
 
 
-def _is_size(node: ast.expr, names: frozenset[str]) -> bool:
+def _is_size(node: ast.expr, names: Collection[str]) -> bool:
     """Whether an expression is the world size, by its name or by where its name comes from."""
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = node.id if isinstance(node, ast.Name) else node.attr
@@ -103,15 +92,11 @@ def _is_variable(node: ast.expr) -> bool:
 def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str:
     """The world size as written, where the statement on a line divides by it; with `product`,
     where it does by that times something else."""
-    parsed = _parsed(file)
-    if parsed is None:
+    source = source_of(file)
+    if source is None:
         return ""
-    tree, names = parsed
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.stmt, ast.expr)):
-            continue
-        if not node.lineno <= line <= (node.end_lineno or node.lineno):
-            continue
+    names = source.once(_names_in)
+    for node in source.around(line):
         for divisor in _divisors(node, names):
             for factor in _factors(names.meaning(divisor)) if product else [divisor]:
                 if _is_size(factor, names.sizes):
@@ -122,11 +107,11 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
 def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
     """Where a function divides what a line calls `backward` on by the world size, up to there, and
     the divisor as written; -1 where it does not."""
-    parsed, function = _parsed(code.co_filename), function_of(code)
-    if parsed is None or function is None:
+    source = source_of(code.co_filename)
+    if source is None:
         return -1, ""
-    names = parsed[1]
-    plain = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+    names = source.once(_names_in)
+    plain = [n for n in parts_of(code) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
     plain = [s for s in plain if s.lineno <= line]
     here = [s for s in plain if line <= (s.end_lineno or s.lineno)]
     here = [s for s in here if any(getattr(n, "attr", "") == "backward" for n in ast.walk(s))]

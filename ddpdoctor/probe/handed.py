@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import sys
-import textwrap
 from types import CodeType
+
+from .sources import last_name, parts_of
+from .syntax import Defined, source_of
 
 LINES_LIMIT = 100
 """A helper is no longer than that."""
@@ -27,16 +28,16 @@ def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
     Args:
         called: the function of the user's that is called there; None where it is one of torch's.
     """
-    node = _definition(code, line) if _parameters(code) else None
-    call = _call(node, line, called) if node is not None else None
-    if node is None or call is None:
+    parts = _definition(code, line) if _parameters(code) else []
+    call = _call(parts, line, called)
+    if call is None:
         return False
-    values = _Values(node, line, code)
+    values = _Values(parts, line, code)
     passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _APART)]
     varying = [p for p in passed if not _is_constant(p)]
     if not varying or not all(values.given(p) for p in varying):
         return False
-    return not (called is None and _name(call.func) == _LISTS_RANKS and values.computed)
+    return not (called is None and last_name(call.func) == _LISTS_RANKS and values.computed)
 
 
 def _parameters(code: CodeType) -> set[str]:
@@ -46,55 +47,43 @@ def _parameters(code: CodeType) -> set[str]:
     return {*code.co_varnames[:count]} - {"self", "cls"}
 
 
-def _arguments(node: ast.FunctionDef, code: CodeType) -> set[str]:
+def _arguments(node: ast.AST, code: CodeType) -> set[str]:
     """The same without the object of a method, whatever it is called: what that holds was not
     given in this call."""
     names = _parameters(code)
-    if code.co_argcount and _is_in_class(code) and not any(map(_is_static, node.decorator_list)):
+    static = any(map(_is_static, getattr(node, "decorator_list", ())))
+    if code.co_argcount and _is_in_class(node, code) and not static:
         names.discard(code.co_varnames[0])
     return names
 
 
 def _is_static(decorator: ast.expr) -> bool:
-    return _name(decorator) == "staticmethod"
+    return last_name(decorator) == "staticmethod"
 
 
-def _is_in_class(code: CodeType) -> bool:
-    """Whether the function is defined in the body of a class, as the lines before it say."""
-    lines = linecache.getlines(code.co_filename)
-    before, depth = lines[: code.co_firstlineno - 1], _indent(lines[code.co_firstlineno - 1])
-    outer = (t.lstrip() for t in reversed(before) if t.strip() and _indent(t) < depth)
-    return next((t for t in outer if not t.startswith("#")), "").startswith("class ")
+def _is_in_class(node: ast.AST, code: CodeType) -> bool:
+    """Whether the function is defined in the body of a class."""
+    source = source_of(code.co_filename)
+    around = source.around(code.co_firstlineno) if source is not None else []
+    outer = [n for n in around if isinstance(n, Defined) and n is not node]
+    return bool(outer) and isinstance(outer[-1], ast.ClassDef)
 
 
-def _definition(code: CodeType, line: int) -> ast.FunctionDef | None:
-    """The function, from its own lines alone: the rest of the file is not parsed."""
-    lines, first = linecache.getlines(code.co_filename), code.co_firstlineno
-    if not first <= line <= min(len(lines), first + LINES_LIMIT):
-        return None
-    depth, last = _indent(lines[first - 1]), line
-    while last < len(lines) and (not lines[last].strip() or _indent(lines[last]) > depth):
-        last += 1
-    try:
-        (node,) = ast.parse(textwrap.dedent("".join(lines[first - 1 : last]))).body
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-        return None
-    return ast.increment_lineno(node, first - 1)
+def _definition(code: CodeType, line: int) -> list[ast.AST]:
+    """The function and what it consists of."""
+    if not 0 <= line - code.co_firstlineno <= LINES_LIMIT:
+        return []
+    parts = parts_of(code)
+    return parts if parts and isinstance(parts[0], ast.FunctionDef) else []
 
 
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
-
-
-def _call(node: ast.AST, line: int, called: CodeType | None) -> ast.Call | None:
+def _call(parts: list[ast.AST], line: int, called: CodeType | None) -> ast.Call | None:
     """The call on that line that is meant, or the only one."""
     torchs = vars(sys.modules["torch.distributed"])
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    calls = [n for n in parts if isinstance(n, ast.Call)]
     calls = [n for n in calls if n.lineno <= line <= (n.end_lineno or 0)]
     for call in calls:
-        name = _name(call.func)
+        name = last_name(call.func)
         if name in torchs if called is None else name == called.co_name:
             return call
     return calls[0] if len(calls) == 1 else None
@@ -102,13 +91,7 @@ def _call(node: ast.AST, line: int, called: CodeType | None) -> ast.Call | None:
 
 def _is_constant(node: ast.expr) -> bool:
     """`1.0`, `SUM`, `dist.ReduceOp.SUM`."""
-    return isinstance(node, ast.Constant) or _name(node).isupper()
-
-
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    return isinstance(node, ast.Constant) or last_name(node).isupper()
 
 
 class _Values:
@@ -118,21 +101,21 @@ class _Values:
         computed: of those that were asked for, whether any is the result of an operator.
     """
 
-    def __init__(self, node: ast.FunctionDef, line: int, code: CodeType) -> None:
-        self._arguments = _arguments(node, code)
+    def __init__(self, parts: list[ast.AST], line: int, code: CodeType) -> None:
+        self._arguments = _arguments(parts[0], code)
         self._variables = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self._assigned: dict[str, list[ast.expr | None]] = {}
         self._asked: set[str] = set()
         self.computed = False
         values: dict[ast.expr, ast.expr] = {}
-        for n in ast.walk(node):
+        for n in parts:
             if isinstance(n, ast.Assign):
                 values |= dict.fromkeys(n.targets, n.value)
             elif isinstance(n, ast.AnnAssign) and n.value is not None:
                 values[n.target] = n.value
             elif isinstance(n, ast.AugAssign):  # which leaves it what it is
                 values[n.target] = n.target
-        for n in ast.walk(node):
+        for n in parts:
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.lineno <= line:
                 self._assigned.setdefault(n.id, []).append(values.get(n))
 
@@ -147,7 +130,7 @@ class _Values:
         chosen = any(isinstance(n, _CHOICES) for n in parts)
         called = (n.func for n in parts if isinstance(n, ast.Call))
         one_of_many = any(isinstance(f, ast.Name) and f.id in _OF_MANY for f in called)
-        if not own or chosen or one_of_many or any("rank" in _name(n) for n in parts[1:]):
+        if not own or chosen or one_of_many or any("rank" in last_name(n) for n in parts[1:]):
             return False
         new, self._asked = own - self._asked, self._asked | own
         return all(map(self._is_given, new))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import linecache
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from .frames import variables
 from .sites import Sites
+from .syntax import Source, source_of
 
 FEWEST = 16
 """Smaller containers are not what makes memory grow."""
@@ -260,19 +260,17 @@ def _last(node: ast.AST) -> Any:
 
 def _that_add(file: str, is_it: _Test) -> dict[int, str]:
     """The lines of a file that add to something, and the function of each."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    source = source_of(file)
+    if source is None:
         return {}
-    found: dict[int, str] = {}
-    inside: list[tuple[ast.AST, str]] = [(tree, "<module>")]
-    for node, function in inside:
-        if _adds(node, is_it):
-            found[node.lineno] = function
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            function = node.name
-        inside += [(child, function) for child in ast.iter_child_nodes(node)]
-    return found
+    lines = [node.lineno for node in source.nodes if _adds(node, is_it)]
+    return {line: _function_of(source, line) for line in lines}
+
+
+def _function_of(source: Source, line: int) -> str:
+    around = source.around(line)
+    names = [n.name for n in around if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return names[-1] if names else "<module>"
 
 
 def _adds(node: ast.AST, is_it: _Test) -> TypeGuard[ast.expr | ast.stmt]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-from .sources import function_of, tree_of
+from .sources import function_of
+from .syntax import Source, source_of
 
 Place = tuple[CodeType, int]
 
@@ -28,10 +29,10 @@ def editing(begin: list[Place], end: list[Place]) -> list[Place]:
     places = 0
     for code, first, last in _windows(begin, end):
         function = function_of(code)
-        tree = tree_of(code.co_filename)
-        if function is None or tree is None:
+        source = source_of(code.co_filename)
+        if function is None or source is None:
             return []
-        within = Within(function, tree)
+        within = Within(function, source)
         for block in _blocks(function):
             lines = [
                 statement.lineno
@@ -62,7 +63,7 @@ class Within(NamedTuple):
     """A function, or a file, and the file that it is in."""
 
     function: ast.AST
-    tree: ast.Module
+    source: Source
 
 
 Block = list[tuple[ast.stmt, bool]]
@@ -113,21 +114,20 @@ def _changes(call: ast.Call, within: Within, deep: int) -> bool:
         return True
     if in_place:
         owner = getattr(call.func, "value", None)
-        return not (isinstance(owner, ast.Name) and owner.id in _results(within.function))
+        return not (isinstance(owner, ast.Name) and owner.id in _results(within))
     return deep > 0 and any(
-        _edits(statement, quiet, Within(node, within.tree), deep - 1)
-        for node in ast.walk(within.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
+        _edits(statement, quiet, Within(node, within.source), deep - 1)
+        for node in within.source.defined.get(name, ())
         for block in _blocks(node)
         for statement, quiet in block
     )
 
 
-def _results(function: ast.AST) -> set[str]:
+def _results(within: Within) -> set[str]:
     """Names of what other calls return, and of what loops take from loaders: batches, most often,
     and no parameters."""
     found: set[str] = set()
-    for node in ast.walk(function):
+    for node in within.source.parts(within.function):
         if isinstance(node, ast.Assign):
             made, targets = node.value, node.targets
         elif isinstance(node, (ast.For, ast.comprehension)):

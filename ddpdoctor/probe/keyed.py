@@ -7,12 +7,13 @@ import ast
 import linecache
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from .frames import variables
 from .handed import hands_on
+from .sources import last_name
+from .syntax import holds, source_of
 
 KEYS = 64
 """So many of one place are told apart."""
@@ -120,17 +121,9 @@ def _may_loop(code: CodeType, line: int) -> bool:
 
 def _way_to_call(file: str, line: int, called: CodeType | None) -> list[ast.AST]:
     """The call on that line and what it is in, outermost first; nothing where it is not known."""
-    tree = _tree(file)
-    found = list(_calls(tree, [], line, _named(called))) if tree is not None else []
+    source = source_of(file)
+    found = [] if source is None else list(_calls(source.tree, [], line, _named(called)))
     return found[-1] if found else []
-
-
-@lru_cache(maxsize=1)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
 
 
 def _named(called: CodeType | None) -> frozenset[str]:
@@ -143,11 +136,10 @@ def _calls(
     node: ast.AST, way: list[ast.AST], line: int, names: frozenset[str]
 ) -> Iterator[list[ast.AST]]:
     way = [*way, node]
-    if isinstance(node, ast.Call) and _name(node.func) in names:
+    if isinstance(node, ast.Call) and last_name(node.func) in names:
         yield way
     for child in ast.iter_child_nodes(node):
-        first = getattr(child, "lineno", line)
-        if first <= line <= (getattr(child, "end_lineno", None) or line):
+        if holds(child, line):
             yield from _calls(child, way, line, names)
 
 
@@ -174,10 +166,6 @@ def _made_of(used: set[str], loop: ast.For, line: int) -> set[str]:
 
 
 def _as_it_is(value: ast.AST) -> bool:
-    return all(_name(n.func) in NOTHING_ELSE for n in ast.walk(value) if isinstance(n, ast.Call))
-
-
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    return all(
+        last_name(n.func) in NOTHING_ELSE for n in ast.walk(value) if isinstance(n, ast.Call)
+    )

@@ -8,7 +8,7 @@ import os
 import traceback
 
 from .sites import USER, Sites
-from .sources import called_name, function_of
+from .sources import called_name, parts_of
 
 STOPPERS = ("breakpoint", "set_trace")
 
@@ -23,16 +23,16 @@ def pointed_at(sites: Sites, error: BaseException) -> tuple[str, int, str] | Non
         stops = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
         for code, line in reversed(stops):
             if sites.kind(code) == USER:
-                return code.co_filename, _stopper(function_of(code), line), code.co_name
+                return code.co_filename, _stopper(parts_of(code), line), code.co_name
     return None
 
 
-def _stopper(function: ast.AST | None, line: int) -> int:
+def _stopper(parts: list[ast.AST], line: int) -> int:
     """Where it calls the debugger, which then stops on the next line: the last call up to there, or
     else the last one."""
     calls = [
         node.lineno
-        for node in (ast.walk(function) if function is not None else ())
+        for node in parts
         if isinstance(node, ast.Call) and called_name(node) in STOPPERS
     ]
     return max((n for n in calls if n <= line), default=max(calls, default=line))

@@ -13,7 +13,8 @@ from types import CodeType, FrameType
 
 from .conditions import never_runs
 from .frames import variables
-from .sources import Function, called_name, function_of
+from .sources import called_name, function_of, parts_of
+from .syntax import Function
 
 _ASKS = frozenset(
     ("exists", "isfile", "is_file", "isdir", "is_dir", "access", "stat", "getmtime", "getsize",
@@ -58,8 +59,8 @@ def _waited_for(node: ast.AST, waiting: Mapping[str, CodeType]) -> set[str]:
     if isinstance(node, (ast.For, ast.While)):
         return _asked(node)
     code = waiting.get(called_name(node)) if isinstance(node, ast.Call) else None
-    body = function_of(code) if code is not None else None
-    loops = (n for n in ast.walk(body) if isinstance(n, (ast.For, ast.While))) if body else ()
+    parts = parts_of(code) if code is not None else []
+    loops = (n for n in parts if isinstance(n, (ast.For, ast.While)))
     return _given(node) if isinstance(node, ast.Call) and any(map(_asked, loops)) else set()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .conditions import never_runs
 from .frames import variables
-from .sources import function_of
+from .sources import function_of, parts_of
 
 FRAMES = 12
 DEPTH = 3
@@ -175,7 +175,7 @@ def _settings(
     node = function_of(code)
     if node is None:
         return
-    lines = [n.lineno for n in ast.walk(node) if wanted(n, scope)]  # type: ignore[attr-defined]
+    lines = [n.lineno for n in parts_of(code) if wanted(n, scope)]  # type: ignore[attr-defined]
     for found in sorted(lines, key=lambda n: (n <= line, n), reverse=True):
         if not never_runs(code, found, scope.get):
             yield Found(code, found)

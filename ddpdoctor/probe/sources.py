@@ -5,41 +5,23 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator
-from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-LINES_LIMIT = 20_000
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-@lru_cache(maxsize=32)
-def tree_of(file: str) -> ast.Module | None:
-    """The parsed file, or None where there is no (sane) source."""
-    lines = linecache.getlines(file)
-    if not lines or len(lines) > LINES_LIMIT:
-        return None
-    try:
-        return ast.parse("".join(lines))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
+from .syntax import source_of
 
 
 def function_of(code: CodeType) -> ast.AST | None:
     """The definition that a code object was compiled from; the whole file for a module's code."""
-    tree = tree_of(code.co_filename)
-    if tree is None or code.co_name == "<module>":
-        return tree
-    best: ast.AST | None = None
-    for node in ast.walk(tree):
-        if not isinstance(node, Function):
-            continue
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        name = getattr(node, "name", "<lambda>")
-        if name == code.co_name and first == code.co_firstlineno:
-            best = node
-    return best
+    source = source_of(code.co_filename)
+    return source.function(code) if source is not None else None
+
+
+def parts_of(code: CodeType) -> list[ast.AST]:
+    """What `ast.walk` gives for that definition."""
+    source = source_of(code.co_filename)
+    node = source.function(code) if source is not None else None
+    return source.parts(node) if source is not None and node is not None else []
 
 
 def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
@@ -66,8 +48,7 @@ def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | No
             code = getattr(method, "__code__", None)
             if code is None or not set(names) & set(code.co_names):
                 continue
-            node = function_of(code)
-            for call in ast.walk(node) if node is not None else ():
+            for call in parts_of(code):
                 if isinstance(call, ast.Call) and called_name(call) in names:
                     return code, call.lineno
     return None
@@ -77,12 +58,10 @@ def quoted(file: str, line: int) -> bool:
     """Whether a line is a comment, or of a text that stands by itself, as docstrings do."""
     if linecache.getline(file, line).lstrip().startswith("#"):
         return True
-    tree = tree_of(file)
+    source = source_of(file)
     return any(
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and node.lineno <= line <= (node.end_lineno or 0)
-        for node in (ast.walk(tree) if tree is not None else ())
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for node in (source.around(line) if source is not None else ())
     )
 
 
@@ -90,8 +69,8 @@ def only_opens(code: CodeType, line: int) -> bool:
     """Whether a statement opens a file and closes it again, with nothing done in between."""
     if not linecache.getline(code.co_filename, line).lstrip().startswith(("with ", "open(")):
         return False
-    tree = tree_of(code.co_filename)
-    for node in ast.walk(tree) if tree is not None else ():
+    source = source_of(code.co_filename)
+    for node in source.around(line) if source is not None else ():
         if isinstance(node, ast.With) and node.lineno == line:
             return len(node.items) == 1 and _is_open(node.items[0].context_expr) and all(
                 isinstance(n, ast.Pass)
@@ -113,8 +92,14 @@ def _is_open(node: ast.expr) -> bool:
 
 
 def called_name(call: ast.Call) -> str:
-    function = call.func
-    return str(getattr(function, "attr", None) or getattr(function, "id", ""))
+    return last_name(call.func)
+
+
+def last_name(node: ast.AST) -> str:
+    """`c` of `a.b.c`; empty of what is no name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _deciding_line(function: ast.AST, attribute: str) -> int | None:

@@ -82,8 +82,10 @@ def ways_before(file: str, line: int) -> tuple[int, ...]:
 def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
     """The numbers of lines that are indented less and less, from one upwards."""
     for number in range(start, 0, -1):
+        if not depth:
+            return
         text = lines[number - 1]
-        if _code(text) and _indent(text) < depth:
+        if _indent(text) < depth and _code(text):
             depth = _indent(text)
             yield number
 
