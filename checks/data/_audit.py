@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 
 from ddpdoctor.run import Run
 
-from ._loaders import SCATTER, Epoch, Loader, divisions, loaders
+from ._loaders import SCATTER, Epoch, Loader, loaders
+from ._partners import divisions
 
 NAMED = 20
 """Indices named in a finding."""

@@ -14,7 +14,8 @@ from ddpdoctor.events.pack import unpack
 
 from ._audit import Audit
 from ._content import APART, ONCE, Row, by_index, compare, told_apart
-from ._loaders import Epoch, Loader, Reader, groups_of
+from ._loaders import Epoch, Loader, Reader
+from ._partners import groups_of
 from ._streams import MATERIAL
 
 NEARLY_ALL = 0.9

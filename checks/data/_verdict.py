@@ -26,7 +26,8 @@ from ._content import (
     verdict,
 )
 from ._inputs import fed_alike, in_parts
-from ._loaders import Loader, Reader, groups_of, loaders, partners, sampler_fits
+from ._loaders import Loader, Reader, loaders
+from ._partners import groups_of, partners, sampler_fits
 from ._parts import divided, leaking, overlapping
 from ._randomness import in_step
 from ._streams import MATERIAL, all_share, between_workers, later, shares, together

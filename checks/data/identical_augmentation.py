@@ -8,7 +8,8 @@ from ddpdoctor.events import WorkerRandom
 from ddpdoctor.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
-from ._loaders import Loader, Reader, loaders, partners
+from ._loaders import Loader, Reader, loaders
+from ._partners import partners
 from ._randomness import NAMES, in_step, noted
 from ._words import no_loader, related, whom
 

@@ -39,13 +39,14 @@ class SamplerMissing(Check):
     `shuffle=True`, and `sampler.set_epoch(epoch)` at the top of every epoch.
 
     ## When it stays quiet
-    Only one rank iterates the loader; the data is sharded by hand, so that equal indices stand for
-    different samples, or each rank takes its own rows of every batch for a wrapped model; samples
-    are drawn with replacement from different random streams, or picked at random by a data set
-    whose `__getitem__` never looks at its index; ranks that average no gradients with
-    each other, or that share their inputs in a tensor-parallel group. Ranks that all evaluate the
-    whole validation set, or read all the data without a model, and toy data that is all alike, are
-    notes.
+    Only one rank iterates the loader; the data is sharded by hand, so that equal indices stand
+    for different samples, or each rank takes its own rows of every batch for a wrapped model;
+    samples are drawn with replacement from different random streams, or picked at random by a
+    data set whose `__getitem__` never looks at its index; ranks that average no gradients with
+    each other, in the program or in this loop (a reference model that each rank trains for
+    itself, beside a wrapped one), or that share their inputs in a tensor-parallel group. Ranks
+    that all evaluate the whole validation set, or read all the data without a model, and toy
+    data that is all alike, are notes.
     """
 
     code = "DDP501"

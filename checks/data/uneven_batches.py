@@ -12,7 +12,8 @@ from ddpdoctor.events.amp import told_at
 from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
-from ._loaders import Epoch, Loader, Reader, loaders, partners
+from ._loaders import Epoch, Loader, Reader, loaders
+from ._partners import partners
 from ._words import SHORTEST, dataset, no_loader, related
 
 AHEAD = "steps before the next epoch"

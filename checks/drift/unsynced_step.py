@@ -38,6 +38,8 @@ CAUSES = {
     "decides in the forward",
     "second backward": "DDP averages in the first backward after a forward; this one came after "
     "that and added each rank's own gradients",
+    "inside forward": "this backward runs inside the forward of DistributedDataParallel, which "
+    "prepares its reducer for a backward only when the forward returns",
     "autograd.grad": "`torch.autograd.grad` returns gradients without telling DDP; they were "
     "written to `.grad` by hand",
     "not reduced": "the backward should have averaged the gradients and did not communicate",
@@ -48,6 +50,9 @@ FIXES = {
     "forward only": "run the forward of the micro-batch that steps outside `no_sync()`, too",
     "second backward": "add the losses and call backward once, or run another forward for the "
     "second one",
+    "inside forward": "return the loss from forward and call backward after it; in Lightning with "
+    "`automatic_optimization = False` call `self.manual_backward(loss)` in place of "
+    "`loss.backward()`",
     "autograd.grad": "use `loss.backward()`, or average the gradients with `dist.all_reduce`",
     "not reduced": "call the wrapper, not `model.module`, and wrap again after changing the model",
 }
@@ -83,6 +88,7 @@ LABELS = {
     "no_sync": "still off for the micro-batch that steps",
     "forward only": "covers the forward only",
     "second backward": "not averaged: DDP is done with this forward",
+    "inside forward": "not averaged: DDP is still in its forward",
     "autograd.grad": "DDP never sees these gradients",
     "not reduced": "communicates nothing",
 }
@@ -94,9 +100,10 @@ class UnsyncedStep(Check):
     ## What it finds
     Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
     under `no_sync`, synchronisation switched between forward and backward, a second backward over
-    one forward, gradients from `torch.autograd.grad`, a communication hook that has nothing sent;
-    hooks on parameters (`register_post_accumulate_grad_hook`) that step inside the backward, before
-    DDP averages; also `fully_shard` that never reduces any, so that the steps apply nothing.
+    one forward, a backward inside the wrapper's forward, gradients from `torch.autograd.grad`, a
+    communication hook that has nothing sent; hooks on parameters
+    (`register_post_accumulate_grad_hook`) that step inside the backward, before DDP averages; also
+    `fully_shard` that never reduces any, so that the steps apply nothing.
 
     ## How it knows
     In every backward the process group's own count of collectives is compared before and after;
@@ -116,9 +123,11 @@ class UnsyncedStep(Check):
     outside `no_sync()`, one backward per forward.
 
     ## When it stays quiet
-    Micro-batches before the last one; gradients that are averaged by hand, or equal on all ranks
-    after as much as they are was exchanged; optimizers that exchange what they apply, so that the
-    parameters move and stay equal; local SGD, where the parameters are averaged instead.
+    Micro-batches before the last one; a backward inside the wrapper's forward that communicates
+    all the same (Lightning's `manual_backward`, which prepares DDP's reducer itself); gradients
+    that are averaged by hand, or equal on all ranks after as much as they are was exchanged;
+    optimizers that exchange what they apply, so that the parameters move and stay equal; local
+    SGD, where the parameters are averaged instead.
     """
 
     code = "DDP407"

@@ -105,7 +105,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     if step is None or (backward := (now := step.next).backward) is None:
         return None
     wrapper = step.wrapper()
-    if wrapper is None or step.model.pending != now.pending or _state.depth:
+    if wrapper is None or step.model.pending != now.pending or _state.depth or step.model.running:
         return None
     if now.sync and not wrapper.require_backward_grad_sync:
         return None
@@ -216,6 +216,8 @@ def _seen(backward: Backward) -> Seen | None:
     """A backward that may be part of a routine step."""
     alone = len(backward.looks) == len(backward.models) == 1
     if not alone or backward.error is not None or backward.looks[0].sequence < 0:
+        return None
+    if backward.models[0].running:
         return None
     return Seen(Backward, backward.models[0], backward.site, bool(backward.synced))
 

@@ -205,6 +205,7 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
     routine.stage = Stage.BETWEEN
     _state.inside -= 1
     _state.seconds += ended - began
+    forward.model.ended(forward, True)
     forward.output = result
     if moments.forward_ends.in_routine:
         moments.forward_ends.passes(active, forward)
@@ -221,6 +222,8 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     forward.output, forward.error = result, error
     if routine.stage == Stage.FORWARD:
         routine.stop(active)
+    if forward.grad_enabled:
+        forward.model.ended(forward, bool(forward.wrapper.require_backward_grad_sync))
     moments.forward_ends.happens(active, forward)
     if not (forward.grad_enabled and forward.wrapper.training):
         moments.trial_ends.happens(active, forward)

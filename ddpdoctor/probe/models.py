@@ -40,6 +40,8 @@ class Model:
         group: number of the process group, -1 where it is not known.
         forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
             were under `no_sync`, last at `unsynced_site`.
+        running: forwards with gradients that have begun and not ended. Their backward may run
+            inside of them (Lightning's manual optimisation); `answered_inside`: one has.
         rebuilds: DDP has yet to order its buckets as the first backward had them, which it does in
             the next forward with gradients.
         armed: a forward has told DDP to average in the next backward, and none has done so yet.
@@ -73,7 +75,8 @@ class Model:
         self.bucket_view = False
         self.rebuilds = False
         self.forwards = 0
-        self.pending = 0
+        self.pending = self.running = 0
+        self.answered_inside = False
         self.pending_sync = self.armed = False
         self.unfinished = False
         self.left: tuple[int, ...] = ()
@@ -103,6 +106,7 @@ class Model:
         """A forward with gradients begins, after so many optimizer steps."""
         self.forwards += 1
         self.pending += 1
+        self.running += 1
         self.pending_sync = forward.sync
         self.unfinished, self.left = False, ()
         self.armed |= forward.sync
@@ -116,18 +120,30 @@ class Model:
         if not forward.sync:
             self.unsynced, self.unsynced_site = self.unsynced + 1, forward.site
 
+    def ended(self, forward: Forward, sync: bool) -> None:
+        """A forward with gradients ends. DDP prepares for a backward to come where it is to
+        synchronise now; who has it switched off meanwhile had the backward inside the forward."""
+        self.running -= 1
+        if self.answered_inside and not self.running:
+            self.answered_inside = False
+            if forward.sync and not sync:
+                self.pending, self.pending_sync, self.armed = 0, False, False
+
     def reached(self, step: int, averaged: bool) -> None:
         """A backward reached it, after so many optimizer steps, and averaged its gradients."""
         self.backwards += 1
         self.backwards_now += 1
         self.backward_step = step
-        if averaged:
+        if averaged and not self.running:  # else another one may come in the same forward
             self.armed = False
 
     def answered(self) -> None:
         """That was the backward of the forwards that were pending."""
         self.synced_backwards += self.pending_sync
-        self.pending, self.pending_sync = 0, False
+        if self.running:
+            self.pending, self.answered_inside = self.running, True
+        else:
+            self.pending, self.pending_sync = 0, False
 
     def waits_for(self, left: tuple[int, ...] | None, averaged: bool) -> None:
         """What DDP does after a backward; it left gradients at these positions out, if known."""

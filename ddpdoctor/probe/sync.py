@@ -24,6 +24,7 @@ from .torch_private import exposed_seconds
 LOST = "which backwards synchronised"
 
 NOT_REDUCED = "not reduced"
+INSIDE = "inside forward"
 TOLD_AT_MOST = 2000
 AGAIN_AT = (9, 99, 999)
 """Steps at which an unchanged pattern is told again, with what DDP has measured by then."""
@@ -165,7 +166,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
     if not forward.grad_enabled or forward.error is not None:
         return
     sync = _syncs[forward.model]
-    sync.forwards += 1
+    sync.forwards += forward.model.pending > 0  # else its backward ran inside of it
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
     sync.off_site = -1 if sync.flag else _off_site(active, forward.wrapper)
@@ -244,9 +245,14 @@ def _contributed(
 ) -> None:
     now = look.sequence_after
     communicated = look.communicated or now < 0
+    wrapper = look.wrapper
+    if look.model.running:  # whoever asked DDP's reducer to prepare for it: did it communicate?
+        sync.forward_site = look.model.forward_site
+        new = Contribution(backward.site, communicated, touched)
+        _contribute(sync, backward, new, own_forward=True)
+        return
     own_forward = sync.forwards > 0 or look.model in backward.continued
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
-    wrapper = look.wrapper
     if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
         new.late = _off_site(active, wrapper)
     _contribute(sync, backward, new, own_forward)
@@ -273,6 +279,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
 def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int]:
     if not own_forward:
         return "second backward", backward.site
+    if sync.model.running:
+        return INSIDE, backward.site
     if sync.flag:
         return NOT_REDUCED, backward.site
     wrapper = sync.model.ddp()

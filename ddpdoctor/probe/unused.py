@@ -55,6 +55,12 @@ class Watched:
         self.examined = 0
         self.counts: dict[int, int] = {}
 
+    def so_far(self) -> tuple[frozenset[str] | None, frozenset[str]]:
+        """`called` and `seeing`, with those of a forward in which the backward runs."""
+        if self.watch is None or self.called is None:
+            return self.called, self.seeing
+        return self.called | self.watch.called, self.seeing | self.watch.seeing
+
     def busy(self) -> bool:
         """Whether a forward is watched, or was and its backward is still to come, or is to be."""
         return self.watch is not None or self.called is not None or self.expects()
@@ -255,6 +261,7 @@ def _tell(
     if unused or watched.told > 1:
         watched.due = max(watched.due, 2)
         _calls.wake()
+    called, seeing = watched.so_far()
     parameters = model.live_parameters() or []
     step = holdings.steps_of(model)
     total = max(0, model.backward_step) if by_torch else active.step
@@ -267,8 +274,8 @@ def _tell(
             backward=backward,
             step=step,
             indices=unused,
-            called=None if watched.called is None else tuple(sorted(watched.called)),
-            blind=tuple(sorted((watched.called or frozenset()) - watched.seeing)),
+            called=None if called is None else tuple(sorted(called)),
+            blind=tuple(sorted((called or frozenset()) - seeing)),
             find_unused=model.find_unused,
             static_graph=model.static_graph,
             site=site,
@@ -308,7 +315,7 @@ class CallWatch:
 
     Attributes:
         owners: names of the modules that own parameters themselves.
-        seeing: of those that were called with gradients on.
+        called: those that were called; seeing: of those that were called with gradients on.
     """
 
     def __init__(self) -> None:
@@ -318,7 +325,7 @@ class CallWatch:
         self.seeing: set[str] = set()
         self._gradients_on = torch.is_grad_enabled
         self._handles: list[Any] = []
-        self._called: set[str] = set()
+        self.called: set[str] = set()
 
     @classmethod
     def start(cls, model: Model) -> CallWatch | None:
@@ -344,7 +351,7 @@ class CallWatch:
 
     def _note(self, name: str) -> Any:
         def note(module: Any, args: Any) -> None:
-            self._called.add(name)
+            self.called.add(name)
             if self._gradients_on():
                 self.seeing.add(name)
 
@@ -354,4 +361,4 @@ class CallWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return frozenset(self._called)
+        return frozenset(self.called)

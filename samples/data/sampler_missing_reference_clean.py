@@ -1,0 +1,48 @@
+"""A reference model, trained by each rank for itself on the whole data set, to compare with.
+
+run: --nproc-per-node 2
+finds: nothing
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def train(model, loader, report):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in loader:
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if report:
+            dist.all_reduce(loss.detach())
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    dataset = TensorDataset(x, x.sum(1, keepdim=True))
+    shared = DDP(build())
+    train(shared, DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset)), False)
+    reference = build()
+    train(reference, DataLoader(dataset, batch_size=8), True)
+    with torch.no_grad():
+        gap = (shared(x) - reference(x)).abs().mean().item()
+    if dist.get_rank() == 0:
+        print(f"the models differ by {gap:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
