@@ -38,7 +38,8 @@ from .run import Rank, Run, stopped_in
 from .stepcounts import among_all, steps_in_turn
 from .whereabouts import interrupted, whereabouts
 
-SHORTEST_MEASURED_S = 2.0
+SHORTEST_LATER_S = 2.0
+"""What comes after the first steps is measured where it takes so long."""
 
 
 def diagnose(
@@ -82,11 +83,7 @@ def diagnose(
         run=_summary(run, folder),
         ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
         findings=tuple(findings),
-        overhead=Overhead(
-            budget_percent=run.info.budget_percent,
-            measured_percent=_overhead(run, 0),
-            later_percent=_overhead(run, CLOSE_STEPS),
-        ),
+        overhead=_overhead(run),
         coverage=Coverage(
             examined=tuple(examined),
             skipped=tuple(skipped),
@@ -293,15 +290,52 @@ def _last_thing(rank: Rank) -> str:
     return told.describe() if told else ""
 
 
-def _overhead(run: Run, after: int) -> float | None:
-    """The largest share any rank measured after so many steps, in percent; None where that was too
-    short to tell."""
-    shares = []
-    for rank in run.ranks.values():
-        told = [c for c in rank.of(ProbeCost) if not after or c.steps > after]
-        own, wall = (told[-1].own_s, told[-1].wall_s) if told else (0.0, 0.0)
-        if after and told:
-            own, wall = own - told[0].own_s, wall - told[0].wall_s
-        if wall >= SHORTEST_MEASURED_S:
-            shares.append(100 * own / wall)
-    return round(max(shares), 3) if shares else None
+def _overhead(run: Run) -> Overhead:
+    """What the doctor took, in the rank in which that is the largest share of the time."""
+    budget = run.info.budget_percent
+    costs = [c for rank in run.ranks.values() if (c := _whole_cost(rank))]
+    if not costs:
+        return Overhead(budget_percent=budget)
+    most = max(costs, key=_share)
+    later = [c for rank in run.ranks.values() if (c := _later_cost(rank))]
+    return Overhead(
+        budget_percent=budget,
+        measured_percent=round(_share(most), 3),
+        later_percent=round(max(map(_share, later)), 3) if later else None,
+        own_s=round(most.own_s, 6),
+        wall_s=round(most.wall_s, 6),
+        start_s=round(most.start_s, 6),
+    )
+
+
+def _share(cost: ProbeCost) -> float:
+    """In percent."""
+    return 100 * cost.own_s / cost.wall_s
+
+
+def _whole_cost(rank: Rank) -> ProbeCost | None:
+    """What it took until the rank ended, or said so last."""
+    import msgspec
+
+    cost = rank.latest(ProbeCost)
+    if cost is None:
+        return None
+    wall_s = cost.wall_s
+    if not cost.steps and len(rank.of(ProbeCost)) == 1:  # nothing went on record since
+        wall_s += max(_end(rank) - cost.at, 0.0)
+    return msgspec.structs.replace(cost, wall_s=max(wall_s, cost.own_s)) if wall_s > 0 else None
+
+
+def _end(rank: Rank) -> float:
+    """When its process ended, or what it recorded last."""
+    ended = rank.ended.at if rank.ended else 0.0
+    return max(ended, *(e.at for e in rank))
+
+
+def _later_cost(rank: Rank) -> ProbeCost | None:
+    """What it took after the first steps, None where that was too short to tell."""
+    told = [c for c in rank.of(ProbeCost) if c.steps > CLOSE_STEPS]
+    if not told or told[-1].wall_s - told[0].wall_s < SHORTEST_LATER_S:
+        return None
+    own_s, wall_s = (told[-1].own_s - told[0].own_s, told[-1].wall_s - told[0].wall_s)
+    return ProbeCost(at=told[-1].at, own_s=own_s, wall_s=wall_s)

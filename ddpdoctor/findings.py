@@ -268,15 +268,22 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """The doctor's own share of the ranks' time; None where no rank could say.
+    """The doctor's own share of the time of the rank in which it is largest; None where no rank was
+    observed.
 
     Attributes:
-        later_percent: of the time after the first steps, at which it looks closely.
+        later_percent: of the time after the first steps, at which it looks closely; None where
+            that is too short to tell.
+        own_s, wall_s: what `measured_percent` is made of, the seconds of the doctor and those of
+            the rank; `start_s`: what of `own_s` it took to start.
     """
 
     budget_percent: float
     measured_percent: float | None = None
     later_percent: float | None = None
+    own_s: float | None = None
+    wall_s: float | None = None
+    start_s: float | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -116,13 +116,6 @@ def test_a_broken_check_hides_nothing() -> None:
     assert report.coverage.skipped[0].check == "a"
 
 
-@pytest.mark.parametrize(("wall_s", "measured"), [(10.0, 1.0), (0.5, None)])
-def test_overhead_is_told_only_of_runs_long_enough(wall_s: float, measured: float | None) -> None:
-    cost = ProbeCost(at=9.0, own_s=wall_s / 100, wall_s=wall_s)
-    report = diagnose(make_run({0: [started(0, 1), *steps(3), cost]}), [])
-    assert report.overhead.measured_percent == measured
-
-
 def test_overhead_after_the_first_steps_is_told_apart() -> None:
     told = [(0.5, 5.0, 60), (0.6, 6.0, 129), (0.7, 16.0, 800), (0.8, 26.0, 1600)]
     costs = [ProbeCost(at=w, own_s=own, wall_s=w, steps=n) for own, w, n in told]

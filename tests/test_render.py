@@ -406,3 +406,31 @@ def test_what_it_took_above_the_budget_is_explained(
     cost = Overhead(budget_percent=1.0, measured_percent=measured, later_percent=later)
     report = SimpleNamespace(overhead=cost)
     assert facts.overhead(report).endswith(said)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own_s", "wall_s", "start_s", "said"),
+    [
+        (
+            0.4,
+            1.2,
+            0.31,
+            "the doctor took 0.4 s of 1.2 s (budget 1 %: 0.31 s of that went into its start, and "
+            "it looks closely at the first 128 steps, whatever it takes)",
+        ),
+        (0.04, 8.0, 0.03, "the doctor took 40 ms of 8 s (budget 1 %)"),
+        (0.4, 80.0, 0.3, "the doctor took 0.5 % of the run's time (budget 1 %)"),
+    ],
+)
+def test_of_a_short_run_times_are_told(
+    own_s: float, wall_s: float, start_s: float, said: str
+) -> None:
+    cost = Overhead(
+        budget_percent=1.0,
+        measured_percent=100 * own_s / wall_s,
+        own_s=own_s,
+        wall_s=wall_s,
+        start_s=start_s,
+    )
+    report = SimpleNamespace(overhead=cost)
+    assert facts.overhead(report) == said  # type: ignore[arg-type]

@@ -231,6 +231,7 @@ class ProbeCost(Event, frozen=True, tag="probe-cost"):
     """The doctor's own time in this rank since it became active, in seconds.
 
     Attributes:
+        start_s: what of it went into the start: the doctor's imports, and the wrapping of torch.
         steps: optimizer steps until then, of any optimizer; -1 where that was not recorded.
     """
 
@@ -239,3 +240,4 @@ class ProbeCost(Event, frozen=True, tag="probe-cost"):
     events: int = 0
     dropped: int = 0
     steps: int = -1
+    start_s: float = 0.0

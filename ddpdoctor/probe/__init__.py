@@ -7,6 +7,7 @@ nothing attached to the user's objects, and every failure is caught where it hap
 
 from __future__ import annotations
 
+from . import startup  # first: it takes the time of what follows
 from .activation import (
     become_rank,
     become_rank_by_training,
@@ -19,6 +20,8 @@ from .activation import (
 )
 from .process import failed, note_exception
 from .recorder import recorder as current_recorder
+
+startup.imported()
 
 __all__ = [
     "become_rank",

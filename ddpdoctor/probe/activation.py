@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..events import SCHEMA, RankStarted, TorchLoaded
 from ..runfolder import EventWriter, rank_stem
-from . import patching, process, spawned
+from . import patching, process, spawned, startup
 from .environment import interesting_environment, launchers_environment, visible_arguments
 from .imports import Finder, wait_for
 from .recorder import Recorder, guarded, recorder, set_recorder
@@ -67,9 +67,10 @@ def torch_loaded() -> None:
         return
     _state.patched = True
     try:
-        from . import hooks
+        with startup.counted():
+            from . import hooks
 
-        _state.missing = hooks.install(ensure_rank)
+            _state.missing = hooks.install(ensure_rank)
     except Exception as error:
         if active := recorder():
             active.trouble("hooks", error, "training: torch is not watched")
@@ -182,6 +183,14 @@ def _become(rank: int, world_size: int) -> None:
     place = _place(rank, world_size)
     if place is None:
         return
+    with startup.counted():
+        _begin_record(rank, world_size, place)
+    guarded("process", process.install, lost="exceptions and exits of this rank")
+    guarded("hooks", _tell_missing)
+    guarded("start", lambda active: active.tell_cost(anyway=True))
+
+
+def _begin_record(rank: int, world_size: int, place: Place) -> None:
     _state.environment = interesting_environment(launchers_environment())
     directory, options = place
     attempt = _number("TORCHELASTIC_RESTART_COUNT", 0)
@@ -217,8 +226,6 @@ def _become(rank: int, world_size: int) -> None:
         ),
         vital=True,
     )
-    guarded("process", process.install, lost="exceptions and exits of this rank")
-    guarded("hooks", _tell_missing)
 
 
 def _tell_missing(active: Recorder) -> None:

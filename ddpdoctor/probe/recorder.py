@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ..runfolder import EventWriter
+from . import startup
 from .sites import Sites
 from .torch_private import interposed, pause_compiler, resume_compiler, without_modes
 
@@ -25,13 +26,16 @@ TROUBLE_LIMIT = 10
 """A hook that failed this often is left alone for the rest of the run."""
 
 COST_EVERY_S = 5.0
+COST_FIRST_S = 0.25
+"""Then after twice as long each time: a run may be killed in its first second."""
 
 
 class Recorder:
     """Everything that hooks share in one rank.
 
     Attributes:
-        own_ns: nanoseconds spent in the doctor's own code since `started`.
+        own_ns: nanoseconds spent in the doctor's own code since `started`; `start_ns`: what it took
+            to start, most of it before that. What may be afforded is reckoned without.
         step: optimizer steps taken so far, by any optimizer; `moves` backwards begun and steps.
         options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
             many, 0 where the doctor chooses.
@@ -56,6 +60,7 @@ class Recorder:
         self.started = time.monotonic()
         self.pid = os.getpid()
         self.own_ns = 0
+        self.start_ns = startup.taken()
         self.step = 0
         self.moves = 0
         self.off: set[str] = set()
@@ -65,7 +70,9 @@ class Recorder:
         self.tape_failed = False
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
+        self._began = self.started - self.start_ns / 1e9
         self._cost_told = self.started
+        self._cost_every = COST_FIRST_S
         # Re-entrant: a signal handler of the user's may open a file while an event is written.
         self.lock = threading.RLock()
 
@@ -75,6 +82,7 @@ class Recorder:
             if self.before_events is not None:
                 self.before_events(self)
             self.writer.write(event, vital=vital)
+            self.tell_cost()
             if self.after_events is not None:
                 self.after_events()
 
@@ -118,13 +126,16 @@ class Recorder:
     def tell_cost(self, *, anyway: bool = False) -> None:
         """Record the doctor's own time now and then."""
         now = time.monotonic()
-        if anyway or now - self._cost_told > COST_EVERY_S:
+        if anyway or now - self._cost_told > self._cost_every:
             self._cost_told = now
+            self._cost_every = min(2 * self._cost_every, COST_EVERY_S)
+            self.start_ns += startup.taken()
             self.emit(
                 ProbeCost(
                     at=now,
-                    own_s=self.own_ns / 1e9,
-                    wall_s=now - self.started,
+                    own_s=(self.own_ns + self.start_ns) / 1e9,
+                    wall_s=now - self._began,
+                    start_s=self.start_ns / 1e9,
                     events=self.writer.count,
                     dropped=self.writer.dropped,
                     steps=self.step,

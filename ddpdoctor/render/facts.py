@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 
 from ..events.process import CLOSE_STEPS
-from ..findings import Confidence, Finding, RankState, Report, Severity, Skipped, Steps
+from ..findings import (
+    Confidence,
+    Finding,
+    Overhead,
+    RankState,
+    Report,
+    Severity,
+    Skipped,
+    Steps,
+)
 from ..run import fold_ranks, ranks_text
 from .words import between, clean, columns, count, duration, figure, some, title
 
@@ -19,6 +28,7 @@ ROWS_LIMIT = 40
 REASONS_LIMIT = 4
 NAMED_CHECKS = 1
 PLACES = 4
+SHORT_RUN_S = 10.0
 EVIDENCE_ROWS = 12
 RANK_COLUMNS = ("rank", "state", "steps", "step time", "last thing done")
 
@@ -306,14 +316,23 @@ def overhead(report: Report) -> str:
     cost = report.overhead
     if cost.measured_percent is None:
         return "the doctor's own time was not measured"
-    told = f"the doctor took {cost.measured_percent:.2g} % of the run's time "
+    told = f"the doctor took {_taken(cost)} "
     if cost.measured_percent <= cost.budget_percent:
         return f"{told}(budget {cost.budget_percent:g} %)"
     if cost.later_percent is None:
         why = f"it looks closely at the first {CLOSE_STEPS} steps, whatever it takes"
+        if cost.start_s:
+            why = f"{duration(cost.start_s)} of that went into its start, and {why}"
         return f"{told}(budget {cost.budget_percent:g} %: {why})"
     later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
     return f"{told}(budget {cost.budget_percent:g} %), {later}"
+
+
+def _taken(cost: Overhead) -> str:
+    """In percent; of a short run a percentage says nothing of longer ones like it."""
+    if cost.own_s is None or cost.wall_s is None or cost.wall_s >= SHORT_RUN_S:
+        return f"{cost.measured_percent:.2g} % of the run's time"
+    return f"{duration(cost.own_s)} of {duration(cost.wall_s)}"
 
 
 def explain_command(finding: Finding) -> str:

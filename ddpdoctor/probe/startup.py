@@ -1,0 +1,58 @@
+"""What it takes the doctor to start in this process: its own imports, and the wrapping of torch.
+
+Most of it comes before the process is known to be a rank, and has a recorder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+
+class _Startup:
+    since: int | None = time.perf_counter_ns()
+    """When what is going on began: here the imports of the probe. None where nothing is."""
+    spent_ns = 0
+
+
+_startup = _Startup()
+
+
+def imported() -> None:
+    """The probe is imported."""
+    _count()
+    _startup.since = None
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Count what is done inside as part of the start."""
+    _startup.since = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        _count()
+        _startup.since = None
+
+
+def taken() -> int:
+    """Nanoseconds spent since this was asked last."""
+    _count()
+    spent, _startup.spent_ns = _startup.spent_ns, 0
+    return spent
+
+
+def _count() -> None:
+    if _startup.since is not None:
+        now = time.perf_counter_ns()
+        _startup.spent_ns += now - _startup.since
+        _startup.since = now
+
+
+def _forked() -> None:
+    _startup.since, _startup.spent_ns = None, 0  # it was the parent's time
+
+
+os.register_at_fork(after_in_child=_forked)
