@@ -107,6 +107,7 @@ def _end(
     more: dict[str, object] | None,
 ) -> EpochEnded:
     values: dict[str, object] = {
+        "at": 0,
         "batches": batches,
         "samples": len(indices),
         "backwards": batches if trains else 0,
@@ -118,7 +119,7 @@ def _end(
         "collectives": 2 * batches,
         **_at(more, epoch),
     }
-    return EpochEnded(at=0, loader=number, epoch=epoch, **values)  # type: ignore[arg-type]
+    return EpochEnded(loader=number, epoch=epoch, **values)  # type: ignore[arg-type]
 
 
 def fingerprints(number: int, epoch: int, indices: Sequence[int], content: int) -> ContentRead:

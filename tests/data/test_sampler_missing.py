@@ -11,7 +11,14 @@ from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ForwardInput, Payload, ProbeTrouble
+from ddpdoctor.events import (
+    Event,
+    ForwardInput,
+    Payload,
+    ProbeTrouble,
+    StepDone,
+    UnwrappedState,
+)
 from ddpdoctor.events.pack import pack
 from ddpdoctor.findings import Finding, Severity, Steps
 
@@ -348,3 +355,25 @@ def test_each_rank_takes_its_own_rows_of_every_batch(trains: bool) -> None:
     assert not examine(*([*rows_of_a_batch(8 * r), *reads] for r in range(2)))
     assert examine(*([*rows_of_a_batch(8), *reads] for r in range(2)))
     assert examine(*([*rows_of_a_batch(4 * r), *reads] for r in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "optimizers", "finds"),
+    [
+        ("", (1,), False),
+        ("gathered", (1,), False),
+        ("gradients", (1,), True),
+        ("", (0, 1), True),  # the wrapped model is trained on it, too
+        ("", (), True),
+    ],
+)
+def test_a_model_that_each_rank_trains_for_itself(
+    exchanged: str, optimizers: tuple[int, ...], finds: bool
+) -> None:
+    """A reference model on the whole data set, beside a wrapped one: nothing is averaged there."""
+    mine = [
+        *loader(0, [EVERYTHING], content=1, trains=False, ends={"at": 9.0, "backwards": 25}),
+        UnwrappedState(at=2, optimizer=1, step=0, gradients=1, parameters=1, exchanged=exchanged),
+        *(StepDone(at=3, optimizer=n, step=0, site=4, wall_s=0.1) for n in optimizers),
+    ]
+    assert bool(examine(mine, mine)) is finds
