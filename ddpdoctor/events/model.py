@@ -59,7 +59,8 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         options: constructor flags that matter.
         frozen_site: the line that froze parameters before the wrap, -1 where there are none or it
             was not found.
-        adopted: it was wrapped before anybody watched; `site` is where it was first called.
+        adopted: it was wrapped before the examination began; `site` is where that was, or else the
+            line of its next call.
     """
 
     model: int
@@ -78,7 +79,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
     @property
     def here(self) -> str:
         """What there is at `site`."""
-        return "first called here, wrapped before" if self.adopted else "wrapped here"
+        return "examined from here on, wrapped before" if self.adopted else "wrapped here"
 
     def describe(self) -> str:
         return f"wrapped {self.kind} in {self.wrapper} ({len(self.parameters)} parameters)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -61,10 +62,27 @@ def install() -> None:
 
 
 def adopt(active: Recorder) -> None:
-    """Models that were wrapped before this process was watched are met at their next forward."""
+    """Take up the models that were wrapped before this process was watched. One that the garbage
+    collector does not know is met at its next forward."""
     _state.adopting = True
     if "torch._dynamo" in sys.modules:
         _hook()
+        for wrapper in _wrappers():
+            if models.of_wrapper(wrapper) is None:
+                models.adopted(active, wrapper)
+
+
+def _wrappers() -> list[Any]:
+    """Every living DistributedDataParallel, in the order in which they were made as far as it is
+    known: older generations first. torch keeps no list of them."""
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    return [
+        thing
+        for generation in (2, 1, 0)
+        for thing in gc.get_objects(generation)
+        if DistributedDataParallel in type(thing).__mro__  # `issubclass` asks its ABCMeta, slowly
+    ]
 
 
 def _wrapped(active: Recorder, model: Model) -> None:

@@ -374,7 +374,7 @@ def _join(active: Recorder, model: Model, wrapper: Any) -> None:
 
 
 def adopted(active: Recorder, wrapper: Any) -> Model:
-    """A model that was wrapped before anybody watched; its first call stands for the wrap."""
+    """A model that was wrapped before this process was watched; this place stands for the wrap."""
     known = (
         "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
         "broadcast_buffers",

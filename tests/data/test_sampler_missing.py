@@ -371,9 +371,9 @@ def test_a_model_that_each_rank_trains_for_itself(
     exchanged: str, optimizers: tuple[int, ...], finds: bool
 ) -> None:
     """A reference model on the whole data set, beside a wrapped one: nothing is averaged there."""
-    mine = [
-        *loader(0, [EVERYTHING], content=1, trains=False, ends={"at": 9.0, "backwards": 25}),
-        UnwrappedState(at=2, optimizer=1, step=0, gradients=1, parameters=1, exchanged=exchanged),
-        *(StepDone(at=3, optimizer=n, step=0, site=4, wall_s=0.1) for n in optimizers),
+    mine = loader(0, [EVERYTHING], content=1, trains=False, ends={"backwards": 25})
+    mine[-1:-1] = [  # before the epoch ends
+        UnwrappedState(at=0, optimizer=1, step=0, gradients=1, parameters=1, exchanged=exchanged),
+        *(StepDone(at=0, optimizer=n, step=0, site=4, wall_s=0.1) for n in optimizers),
     ]
     assert bool(examine(mine, mine)) is finds

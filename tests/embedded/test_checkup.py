@@ -251,3 +251,43 @@ def test_a_folder_that_cannot_be_written_is_not_the_run_s_problem(tmp_path: Path
 
 def test_environment_of_the_tests_is_clean() -> None:
     assert not [k for k in inherited() if k.startswith("DDPDOCTOR_")]
+
+
+WRAPPED_BEFORE = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(8, 8))
+spare = DDP(nn.Linear(8, 8))  # lives, and is not called
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+import ddpdoctor
+
+
+@ddpdoctor.checkup(out="run", quiet=True)
+def train_step(x):
+    optimizer.zero_grad()
+    {forward}(x).square().mean().backward()
+    optimizer.step()
+
+
+for _ in range(6):
+    train_step(torch.randn(4, 8))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("forward", "checks"), [("model", []), ("model.module", ["ddp-bypassed"])])
+def test_a_model_that_was_wrapped_before_the_examination(
+    forward: str, checks: list[str], tmp_path: Path
+) -> None:
+    """The decorated function is defined below the wrap, and may never call the wrapper."""
+    (tmp_path / "program.py").write_text(WRAPPED_BEFORE.replace("{forward}", forward))
+    status, printed = run(torchrun(), cwd=tmp_path)
+    assert status == 0, printed[-3000:]
+    findings = reported(tmp_path / "run").findings
+    assert [f.check for f in findings if f.severity.value != "note"] == checks

@@ -46,7 +46,7 @@ def test_a_model_that_was_wrapped_before_anybody_watched():
         msgspec.structs.replace(e, adopted=True) if isinstance(e, Wrapped) else e for e in events
     ]
     (found,) = UnusedParameter().examine(make_run({0: events, 1: events}))
-    assert found.related[0].label == "first called here, wrapped before"
+    assert found.related[0].label == "examined from here on, wrapped before"
 
 
 def test_an_output_that_does_not_reach_the_loss():
