@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ddpdoctor.probe import modules, patching
+from ddpdoctor.probe.references import WeakIdentityMap
 
 
 def line_of(text: str) -> int:
@@ -59,3 +61,52 @@ def test_copies_are_known_though_no_constructor_makes_them() -> None:
         assert all(modules.in_some_module(p) for p in held)
     finally:
         patching.restore()
+
+
+class Fussy(nn.Module):
+    """Its hash needs what its constructor has yet to set, and changes; it has no equality."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = [0]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.state))
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not to be compared")
+
+
+def test_a_module_is_known_by_what_it_is_whatever_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed: list[Exception] = []
+    monkeypatch.setattr(modules, "_missed", missed.append)
+    monkeypatch.setattr(modules._births, "is_user", lambda code: code.co_filename == __file__)
+    modules.install()
+    try:
+        made = Fussy()
+        made.state = [1]
+        assert modules.birth_line(made) is not None
+        assert any(module is made for module in modules.living())
+        number = len(modules.living())
+        del made
+        gc.collect()
+        assert len(modules.living()) < number, "it is kept alive"
+    finally:
+        patching.restore()
+    assert missed == []
+
+
+def test_a_map_by_identity() -> None:
+    known: WeakIdentityMap[int] = WeakIdentityMap()
+    one, other = Fussy(), Fussy()
+    known[one] = 1
+    assert (known.get(one), known.get(other), known.get(other, 5)) == (1, None, 5)
+    assert one in known and other not in known
+    known[one] = 2
+    assert [value for _, value in known.items()] == [2]
+    assert known.pop(one) == 2
+    assert len(known) == 0
+    known[other] = 3
+    del other
+    gc.collect()
+    assert len(known) == 0

@@ -16,6 +16,7 @@ from .passing import passed
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings, kept
 from .recorder import Recorder, current, run_hook
+from .references import WeakIdentityMap
 from .routine import routine
 from .samplers import innermost, integer, length, weak
 from .torch_private import sequence_number
@@ -38,9 +39,9 @@ RANDOM_BATCHES = range(1, 4)
 
 class _Data:
     def __init__(self) -> None:
-        self.loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.made: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self.epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
+        self.made: WeakIdentityMap[tuple[int, int]] = WeakIdentityMap()
+        self.epochs_set: WeakIdentityMap[int] = WeakIdentityMap()
         self.places: dict[int, Place] = {}
         self.epochs_begun: dict[int, int] = {}
         # By the id of the iterator: a weak dictionary would cost more than all else per batch.

@@ -17,6 +17,7 @@ from .frames import passed_over, unframe
 from .moments import Step
 from .patching import around, replace
 from .recorder import Recorder, complain, recorder
+from .references import WeakIdentityMap
 
 LOST = "what DataParallel gathers"
 
@@ -37,7 +38,7 @@ class Known:
 
 class _State:
     def __init__(self) -> None:
-        self.known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+        self.known: WeakIdentityMap[Known] = WeakIdentityMap()
         self.made = 0
         self.devices: tuple[int, ...] = ()
         self.looked = 0.0

@@ -5,7 +5,6 @@ A hook waits for them only as long as somebody asks.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 from . import forwards, randomness
@@ -14,6 +13,7 @@ from .modules import named_roots
 from .patching import on_restore
 from .randomness import Position
 from .recorder import Recorder, guarded, shielded
+from .references import WeakIdentityMap
 from .torch_private import compiling
 
 LOST = "what models without a wrapper were given"
@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 class _Asked:
     handle: Any = None
-    roots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    roots: WeakIdentityMap[int] = WeakIdentityMap()
     given: dict[int, Given] = {}
     positions: tuple[Position, ...] | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numbers
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
@@ -16,6 +15,7 @@ from .moments import Step
 from .optimizers import known_optimizer
 from .patching import around
 from .recorder import Recorder
+from .references import WeakIdentityMap
 from .resolving import item_set_in_frames
 
 LOST = "hyper-parameters and loss scales"
@@ -32,7 +32,7 @@ class Scaler:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps: weakref.WeakKeyDictionary[Any, Scaled] = weakref.WeakKeyDictionary()
+        self.steps: WeakIdentityMap[Scaled] = WeakIdentityMap()
 
 
 class Scaled:
@@ -52,12 +52,10 @@ class Told:
 
 class _Known:
     def __init__(self) -> None:
-        self.scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
+        self.scalers: WeakIdentityMap[Scaler] = WeakIdentityMap()
         self.scalers_made = 0
-        self.made: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.set_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.made: WeakIdentityMap[list[dict[str, Any]]] = WeakIdentityMap()
+        self.set_sites: WeakIdentityMap[int] = WeakIdentityMap()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
         self.located: set[str] = set()

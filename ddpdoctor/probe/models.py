@@ -17,7 +17,7 @@ from .modules import birth_site, parameter_site
 from .moments import Forward
 from .patching import around
 from .recorder import Recorder
-from .references import Reference
+from .references import Reference, WeakIdentityMap
 from .resolving import Found, setting_in_frames
 from .torch_private import graph
 
@@ -174,7 +174,7 @@ class _Models:
         self.all: list[Model] = []
         self.live: list[Model] = []
         self.gone: list[Model] = []
-        self.by_wrapper: weakref.WeakKeyDictionary[Any, Model] = weakref.WeakKeyDictionary()
+        self.by_wrapper: WeakIdentityMap[Model] = WeakIdentityMap()
 
 
 _models = _Models()

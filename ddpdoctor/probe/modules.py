@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from types import CodeType, FrameType
 from typing import Any
 
 from .frames import passed_over, unframe, variables
 from .patching import on_restore, replace
 from .recorder import recorder
+from .references import WeakIdentityMap
 from .sites import classify
 
 LOST = "the lines that make modules"
@@ -24,13 +24,9 @@ class _Births:
     """
 
     def __init__(self) -> None:
-        self.lines: weakref.WeakKeyDictionary[Any, tuple[CodeType, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.parameters: weakref.WeakKeyDictionary[Any, dict[str, tuple[CodeType, int]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.lines: WeakIdentityMap[tuple[CodeType, int]] = WeakIdentityMap()
+        self.parameters: WeakIdentityMap[dict[str, tuple[CodeType, int]]] = WeakIdentityMap()
+        self.copies: WeakIdentityMap[None] = WeakIdentityMap()
         self.registrations = 0
         self.user_code: dict[CodeType, bool] = {}
 
@@ -81,7 +77,7 @@ def _watch_copies(kind: Any) -> None:
             unframe(error)
             raise
         try:
-            _births.copies.add(self)
+            _births.copies[self] = None
         except Exception as error:
             _missed(error)
 

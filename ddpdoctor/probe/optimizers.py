@@ -15,6 +15,7 @@ from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
+from .references import WeakIdentityMap
 from .routine import Stage, Usual, routine
 from .torch_private import own_pre_hooks, pre_hooks_after, unseen
 
@@ -72,8 +73,8 @@ class Optimizer:
 
 class _Optimizers:
     def __init__(self) -> None:
-        self.known: weakref.WeakKeyDictionary[Any, Optimizer] = weakref.WeakKeyDictionary()
-        self.sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.known: WeakIdentityMap[Optimizer] = WeakIdentityMap()
+        self.sites: WeakIdentityMap[int] = WeakIdentityMap()
         self.count = 0
         self.last_step_at = 0.0
         self.waiting: list[Optimizer] = []

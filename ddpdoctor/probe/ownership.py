@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from .models import Model
 from .modules import birth_site, in_some_module, living, parameter_site
 from .moments import Backward, Step
 from .recorder import Recorder
+from .references import WeakIdentityMap
 from .torch_private import fully_sharded, fully_shards, ready_indices
 
 LOST = "optimizers that hold the wrong parameters"
@@ -70,7 +70,7 @@ class Watch:
 
 
 _watches: dict[Model, Watch] = {}
-_sharded: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+_sharded: WeakIdentityMap[Watch] = WeakIdentityMap()
 _first_steps = moments.Subscriptions()
 """Of a new model. Many steps of an optimizer from before it may pass until one is due."""
 

@@ -17,6 +17,7 @@ from .models import Model
 from .moments import Backward, Forward, Step
 from .patching import around
 from .recorder import Recorder
+from .references import WeakIdentityMap
 from .resolving import setting_in_frames
 from .routine import Expected, routine
 from .torch_private import exposed_seconds
@@ -86,11 +87,11 @@ class _Syncs(dict[Model, Sync]):
 
 
 _syncs = _Syncs()
-_off_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_off_sites: WeakIdentityMap[int] = WeakIdentityMap()
 """By wrapper, the line of its last `no_sync`; `_contexts` what that gave, `_set_sites` the line
 that sets DDP's flag by hand."""
-_contexts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_set_sites: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_contexts: WeakIdentityMap[weakref.ref[Any]] = WeakIdentityMap()
+_set_sites: WeakIdentityMap[int] = WeakIdentityMap()
 
 
 def install() -> None:

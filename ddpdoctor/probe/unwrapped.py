@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import weakref
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from .modules import birth_line, birth_site, named_roots
 from .moments import Step, Subscriptions
 from .patching import around
 from .recorder import Recorder
-from .references import Reference
+from .references import Reference, WeakIdentityMap
 from .resolving import assignment_in_frames
 from .rows import Waiting
 
@@ -78,7 +77,7 @@ class Loose:
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
 
-_roots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_roots: WeakIdentityMap[int] = WeakIdentityMap()
 """Numbers of outermost modules."""
 _numbers = itertools.count()
 
