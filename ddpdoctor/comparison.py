@@ -11,6 +11,7 @@ import msgspec
 from .findings import Finding, RankState, Report
 from .postmortem import fault_key
 
+_NAMED_CHECKS = 6
 _IDENTITY = frozenset({"rank", "local_rank", "pid", "exit_code"})
 """Numbers of `RankState` that say who a rank is, not how it did."""
 
@@ -26,9 +27,9 @@ class Figure:
     worst_after: float
 
     @property
-    def change(self) -> float | None:
-        """Of the median, in percent."""
-        return 100 * (self.after - self.before) / self.before if self.before else None
+    def ratio(self) -> float | None:
+        """Of the medians, None where there was nothing before."""
+        return self.after / self.before if self.before else None
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def compare(before: Report, after: Report) -> Comparison:
         tuple(went),
         tuple(stayed),
         tuple(_figures(before, after)),
-        tuple(_unlike(before, after, appeared)),
+        tuple(_unlike(before, after, appeared, went)),
     )
 
 
@@ -92,7 +93,9 @@ def _values(report: Report, name: str) -> list[float]:
     return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
-def _unlike(before: Report, after: Report, appeared: list[Finding]) -> list[str]:
+def _unlike(
+    before: Report, after: Report, appeared: list[Finding], went: list[Finding]
+) -> list[str]:
     """What makes the two runs hard to compare."""
     reasons = []
     parts: tuple[tuple[str, Callable[[Report], object]], ...] = (
@@ -105,11 +108,19 @@ def _unlike(before: Report, after: Report, appeared: list[Finding]) -> list[str]
         old, new = read(before), read(after)
         if old != new:
             reasons.append(f"{name}: {old or 'unknown'} before, {new or 'unknown'} after")
-    gone = sorted(set(before.coverage.examined) - set(after.coverage.examined))
-    if gone:
-        reasons.append(f"examined before, not after: {', '.join(gone)}")
+    unseen = set(before.coverage.examined) - set(after.coverage.examined)
+    if maybe := sorted({f.check for f in went} & unseen):
+        reasons.append(f"not examined after, and may still be there: {_some(maybe)}")
+    if rest := sorted(unseen - {*maybe}):
+        reasons.append(f"examined before, not after: {_some(rest)}")
     if new := sorted({f.check for f in appeared} - set(before.coverage.examined)):
-        reasons.append(f"not examined before, and may have been there: {', '.join(new)}")
+        reasons.append(f"not examined before, and may have been there: {_some(new)}")
     for when, report in (("before", before), ("after", after)):
         reasons += [f"records {when}: {text}" for text in report.coverage.lost]
     return reasons
+
+
+def _some(checks: list[str]) -> str:
+    more = len(checks) - _NAMED_CHECKS
+    told = ", ".join(checks[:_NAMED_CHECKS])
+    return f"{told} and {more} more" if more > 0 else told

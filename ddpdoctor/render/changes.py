@@ -14,12 +14,17 @@ from . import facts
 from .terminal import STYLES, captured, make_console, show
 from .words import clean, duration, title, wrap
 
+NAMES = {"overhead_percent": "the doctor's share"}
+TIMES_FROM, TIMES_UNTIL = 3, 1000
+"""What is so many times as much is told as `x 12`: `+1100.0 %` takes reckoning back. Of what was
+next to nothing before, the ratio says nothing."""
+
 
 def render(change: Comparison, width: int, *, styled: bool) -> str:
     console = make_console(StringIO(), width, styled)
     for name, report in (("before", change.before), ("after", change.after)):
-        head = facts.headline(report)
-        show(console, Text.assemble((f"{name:<7}", "bold"), head[1]))
+        for n, part in enumerate(wrap(facts.headline(report)[1], width - 7)):
+            show(console, Text.assemble((f"{'' if n else name:<7}", "bold"), part))
         command = shlex.join(report.run.command) or "command unknown"
         show(console, Text(f"       {clean(command, 200)}", "dim"))
         show(console, Text(f"       {clean(report.run.folder)}", "dim"))
@@ -55,15 +60,22 @@ def _group(name: str, findings: Sequence[Finding], width: int) -> Iterator[Text]
 
 
 def _figures(figures: Sequence[Figure]) -> Iterator[Text]:
-    yield Text(f"{'median over ranks':<22}{'before':>12}{'after':>12}{'change':>10}", "bold")
+    rows = [("median over ranks", "before", "after", "change")]
+    styles = ["bold"]
     for f in figures:
-        name = title(f.name.removesuffix("_s").removesuffix("_bytes"))
-        change = "" if f.change is None else "same" if not f.change else f"{f.change:+.1f} %"
-        row = f"{name:<22}{_value(f.name, f.before):>12}{_value(f.name, f.after):>12}{change:>10}"
-        yield Text(row)
-        if (f.worst_before, f.worst_after) != (f.before, f.after):
-            worst = f"{_value(f.name, f.worst_before):>12}{_value(f.name, f.worst_after):>12}"
-            yield Text(f"{'  largest':<22}{worst}", "dim")
+        name = NAMES.get(f.name) or title(f.name.removesuffix("_s").removesuffix("_bytes"))
+        told = _value(f.name, f.before), _value(f.name, f.after)
+        rows.append((name, *told, _change(f)))
+        styles.append("")
+        worst = _value(f.name, f.worst_before), _value(f.name, f.worst_after)
+        if worst != told:
+            rows.append(("  largest", *worst, ""))
+            styles.append("dim")
+    name_wide, *wide = (max(len(row[n]) for row in rows) for n in range(4))
+    for (name, *cells), style in zip(rows, styles, strict=True):
+        line = name.ljust(name_wide)
+        line += "".join(f"   {cell:>{room}}" for cell, room in zip(cells, wide, strict=True))
+        yield Text(line.rstrip(), style)
 
 
 def _value(name: str, value: float) -> str:
@@ -71,7 +83,26 @@ def _value(name: str, value: float) -> str:
         return duration(value)
     if name.endswith("_bytes"):
         return size(value)
-    return f"{value:.4g}" + (" %" if name.endswith("_percent") else "")
+    if name.endswith("_percent"):
+        return f"{value:.2g} %" if value < 100 else f"{value:.0f} %"
+    return f"{value:,.4g}" if value % 1 else f"{value:,.0f}".replace(",", " ")
+
+
+def _change(figure: Figure) -> str:
+    """In percent, where the two are alike enough for one. Of a count it is how many more, of a
+    percentage the difference: neither is measured in itself."""
+    apart, ratio = figure.after - figure.before, figure.ratio
+    if not apart:
+        return "same"
+    if figure.name.endswith("_percent"):
+        return f"{apart:+.1f} points" if abs(apart) >= 0.05 else "same"
+    if not figure.name.endswith(("_s", "_bytes")):
+        return ("+" if apart > 0 else "-") + _value(figure.name, abs(apart))
+    if ratio is None:
+        return ""
+    if ratio >= TIMES_FROM:
+        return f"x {ratio:.3g}" if ratio < TIMES_UNTIL else f"x {TIMES_UNTIL} or more"
+    return f"{100 * (ratio - 1):+.1f} %" if abs(ratio - 1) >= 0.0005 else "same"
 
 
 def size(number: float) -> str:

@@ -57,19 +57,26 @@ def headline(report: Report) -> list[str]:
     """What was run and how it ended."""
     run = report.run
     command = clean(shlex.join(run.command), 200) or "(command not on record)"
-    took = duration(between(run.started_at, run.ended_at))
     facts = [count(run.world_size, "rank")]
     if run.torch:
         facts.append(f"torch {clean(run.torch, 40)}")
     if run.backend:
         facts.append(clean(run.backend, 40))
     told = f"{report.tool.name} {report.tool.version}: {command}"
-    lines = [told, f"{ending(report)}{f' after {took}' if took else ''}: {', '.join(facts)}"]
+    lines = [told, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
     lines += [f"before: {clean(line, 120)}" for line in run.earlier]
     lines += [clean(line) for line in run.machine]
     if run.folder:
         lines.append(f"records: {clean(run.folder)}")
     return lines
+
+
+def _after(report: Report) -> str:
+    """` after 5 s`; nothing where the times on record do not say it. They are of whole seconds."""
+    took = between(report.run.started_at, report.run.ended_at)
+    if took is None or took < 0:
+        return ""
+    return f" after {duration(took)}" if took >= 1 else " after less than 1 s"
 
 
 def ending(report: Report) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
+import msgspec
+import pytest
 from commands import Caught, refused
 from recordings import make_run, steps, write_folder
 from toys import ToyStep
@@ -11,7 +15,8 @@ from toys import ToyStep
 from ddpdoctor.cli import main
 from ddpdoctor.comparison import compare
 from ddpdoctor.diagnose import diagnose
-from ddpdoctor.events import Event, GroupReady, MemorySample, Pace, Wrapped
+from ddpdoctor.events import Event, GroupReady, MemorySample, Pace, ProbeCost, Wrapped
+from ddpdoctor.findings import Coverage
 
 
 def test_compare(tmp_path: Path, capsys: Caught) -> None:
@@ -97,3 +102,85 @@ def test_a_moved_line_is_the_same_fault() -> None:
     assert (change.appeared, change.went, change.stayed) == ((), (), (lower,))
     change = compare(report, msgspec.structs.replace(report, findings=(other,)))
     assert (change.appeared, change.went, change.stayed) == ((other,), (finding,), ())
+
+
+def figures(capsys: Caught, *folders: Path) -> dict[str, list[str]]:
+    """The rows of the table by their names."""
+    assert main(["compare", *map(str, folders)]) == 0
+    lines = capsys.readouterr().out.split("median over ranks")[1].splitlines()[1:]
+    cells = (re.split(r" {2,}", line.strip()) for line in lines)
+    return {name: rest for name, *rest in cells}
+
+
+def test_what_is_many_times_as_much_is_told_so(tmp_path: Path, capsys: Caught) -> None:
+    few = write_folder(tmp_path / "few", {0: [*steps(11), *held(100, 1e-7)]}).path
+    many = write_folder(tmp_path / "many", {0: [*steps(12_000, wall_s=1.2), *held(640, 0.05)]}).path
+    rows = figures(capsys, few, many)
+    assert rows["steps"] == ["11", "12 000", "+11 989"]
+    assert rows["step time"][2] == "x 12"
+    assert rows["host memory peak"] == ["100 MiB", "640 MiB", "x 6.4"]
+    assert rows["waiting in step"][2] == "x 1000 or more"
+    rows = figures(capsys, many, few)
+    assert rows["steps"] == ["12 000", "11", "-11 989"]
+    assert rows["step time"][2] == "-91.7 %"
+
+
+def test_what_differs_in_digits_that_are_not_shown_is_the_same(
+    tmp_path: Path, capsys: Caught
+) -> None:
+    before, after = (
+        write_folder(
+            tmp_path / str(n), {r: [*steps(9), *held(m, 0.02)] for r, m in enumerate(told)}
+        )
+        for n, told in enumerate([(40_000, 40_001), (40_001, 40_002)])
+    )
+    rows = figures(capsys, before.path, after.path)
+    assert rows["host memory peak"] == ["39.1 GiB", "39.1 GiB", "same"]
+    assert "largest" not in rows
+
+
+def test_the_doctors_share_is_compared_in_points(tmp_path: Path, capsys: Caught) -> None:
+    before, after = (
+        write_folder(tmp_path / str(n), {0: [*steps(9), ProbeCost(at=9, own_s=own, wall_s=9.0)]})
+        for n, own in enumerate([0.0009, 1.8])
+    )
+    assert figures(capsys, before.path, after.path)["the doctor's share"] == [
+        "0.01 %", "20 %", "+20.0 points",
+    ]  # fmt: skip
+
+
+def test_what_was_not_examined_after_need_not_be_gone() -> None:
+    before = diagnose(make_run({0: steps(9)}), checks=(ToyStep(),))
+    after = diagnose(make_run({0: []}), checks=())
+    change = compare(before, after)
+    assert [f.check for f in change.went] == ["toy-step"]
+    assert "not examined after, and may still be there: toy-step" in change.unlike
+    assert not any(reason.startswith("examined before") for reason in change.unlike)
+
+
+def test_many_checks_are_not_all_named() -> None:
+    after = diagnose(make_run({0: steps(9)}), checks=())
+    examined = Coverage(examined=tuple(f"check-{n}" for n in range(9)))
+    (reason,) = compare(msgspec.structs.replace(after, coverage=examined), after).unlike
+    named = ", ".join(f"check-{n}" for n in range(6))
+    assert reason == f"examined before, not after: {named} and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        ("2025-06-15T15:06:40+00:00", "completed after less than 1 s: 1 rank"),
+        ("2025-06-15T15:06:39+00:00", "completed: 1 rank"),
+        ("soon", "completed: 1 rank"),
+        ("2025-06-15T15:06:41+00:00", "completed after 1 s: 1 rank"),
+    ],
+)
+def test_how_long_it_took_by_times_of_whole_seconds(
+    tmp_path: Path, capsys: Caught, ended: str, told: str
+) -> None:
+    folder = write_folder(tmp_path / "run", {0: steps(9)})
+    info = json.loads((folder.path / "run.json").read_text())
+    info |= {"started_at": "2025-06-15T15:06:40+00:00", "ended_at": ended}
+    (folder.path / "run.json").write_text(json.dumps(info))
+    assert main(["report", str(folder.path)]) == 0
+    assert told in capsys.readouterr().out
