@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: DDP304 error
+steps: 8
 needs: accelerate
 """
 

@@ -2,6 +2,7 @@
 
 run: exec -- python -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 {}
 finds: nothing
+steps: 16
 needs: accelerate
 """
 

@@ -2,6 +2,7 @@
 
 run: exec -- python -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 {}
 finds: DDP301 error at `self.spare = nn.Linear(8, 1)`
+steps: 1
 needs: accelerate
 status: 1
 """

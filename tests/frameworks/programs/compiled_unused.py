@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: DDP301 error at `self.extra = nn.Linear(16, 4)`
+steps: 1
 """
 
 import torch

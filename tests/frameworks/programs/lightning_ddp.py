@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: nothing
+steps: 8
 needs: lightning
 """
 

@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: DDP301 error at `self.spare = nn.Linear(8, 3)`
+steps: 1
 needs: lightning
 status: 1
 """

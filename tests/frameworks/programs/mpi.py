@@ -2,6 +2,7 @@
 
 run: exec -- mpirun -np 2 --oversubscribe --allow-run-as-root python {}
 finds: nothing
+steps: 8
 needs: mpirun
 """
 

@@ -2,6 +2,7 @@
 
 run: exec -- mpirun -np 2 --oversubscribe --allow-run-as-root python {}
 finds: DDP606 error at `label = labels[batch]`
+steps: 5
 needs: mpirun
 status: 1
 """

@@ -3,6 +3,7 @@
 run: --nproc-per-node 2
 needs: safetensors
 finds: DDP802 error at `save_file(model.module.state_dict(), "model.safetensors")`
+steps: 8
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: DDP503 warning at `sampler = StatefulDistributedSampler(data, shuffle=True)`
+steps: 24
 needs: torchdata
 """
 

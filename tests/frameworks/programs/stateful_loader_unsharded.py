@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2
 finds: DDP501 error at `loader = StatefulDataLoader(data, batch_size=4, shuffle=True)`
+steps: 32
 needs: torchdata
 """
 
