@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from ddpdoctor.events import (
+    ForwardInput,
     GroupReady,
     ShardedOver,
     StepDone,
@@ -55,8 +56,9 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
 
 
 def trains_alone(reader: Reader) -> bool:
-    """Whether every optimizer that stepped in the loop over this loader holds parameters that no
-    wrapper was given and that the program never exchanged."""
+    """Whether this loader's batches only train models that no wrapper was given and that the
+    program never exchanged: no other optimizer stepped in the loop over it, or the wrapped models
+    were seen to be given the batches of other loaders."""
     rank = reader.rank
     states = list(rank.of(UnwrappedState))
     exchanged = {e.optimizer for e in states if e.exchanged not in ("", "gathered")}
@@ -64,12 +66,17 @@ def trains_alone(reader: Reader) -> bool:
     if not alone:
         return False
     loops = [(e.began.at, e.ended.at if e.ended else inf) for e in reader.epochs]
-    stepped = {
-        done.optimizer
-        for done in rank.of(StepDone)
-        if any(began < done.at <= ended for began, ended in loops)
-    }
-    return bool(stepped) and stepped <= alone
+
+    def within(at: float) -> bool:
+        return any(began < at <= ended for began, ended in loops)
+
+    stepped = {done.optimizer for done in rank.of(StepDone) if within(done.at)}
+    if not stepped & alone:
+        return False
+    given = [set(e.loaders) for e in rank.of(ForwardInput) if within(e.at)]
+    mine = {epoch.seen.loader for epoch in reader.epochs}
+    elsewhere = bool(given) and all(loaders and not loaders & mine for loaders in given)
+    return stepped <= alone or elsewhere
 
 
 def _averages(reader: Reader) -> bool:

@@ -286,6 +286,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         training: the model was in `train()` mode.
         carried: some of the input was the output of the forward before (a recurrent state), and is
             not counted.
+        loaders: those whose last batch the inputs are, or are views of; empty where that is not
+            known (copies on another device).
     """
 
     model: int
@@ -299,6 +301,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     training: bool = True
     begins: int = 0
     carried: bool = False
+    loaders: tuple[int, ...] = ()
 
 
 class ShardedOver(Event, frozen=True, tag="sharded-over"):

@@ -13,6 +13,7 @@ from .contents import begins, digest, leaves, memories, samples, size_of
 from .models import Model
 from .moments import Backward, Forward, Step, Subscriptions
 from .randomness import Position
+from .reading import delivered_by
 from .recorder import Recorder
 
 LOST = "what the models were given"
@@ -96,6 +97,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
             training=bool(getattr(forward.wrapper, "training", True)),
+            loaders=delivered_by(memories(inputs)),
         )
     )
 

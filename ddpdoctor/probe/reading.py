@@ -15,7 +15,7 @@ from typing import Any
 
 from ..events import EpochEnded, IndicesRead
 from ..events.pack import pack_ascending
-from .contents import Fingerprints
+from .contents import Fingerprints, memories
 from .recorder import Recorder
 from .workers import Notes
 
@@ -70,6 +70,7 @@ class Reading:
         sampler: id of the one that chooses the samples; `orders`: before which batch it began one,
             and its `epoch` then, None where that was ever set.
         look_at, write_at: number of batches and time at which to look closer next.
+        looked, memory: the number of batches when one was looked at last, and where that one lies.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Reading:
         self.open = True
         self.exhausted = False
         self.ended_at = 0.0
+        self.looked = 0
+        self.memory: set[Any] = set()
         self.values = array("q")
         self.order = 0
         self.head: tuple[int, ...] = ()
@@ -112,6 +115,8 @@ class Reading:
 
     def look(self, active: Recorder, batch: Any, now: int) -> None:
         """Count what was delivered; fingerprint this batch; write where it is time to."""
+        self.looked, self.memory = self.batches, memories(batch)
+        _looked[self.loader] = self
         if self.fingerprints is not None:
             given = self.given[self.batches - self.counted - 1 :][:1]
             if not self.fingerprints.take(self.batches - 1, given[0] if given else None, batch):
@@ -159,6 +164,7 @@ class Reading:
             )
 
     def close(self, active: Recorder, collectives: int, sharded: bool) -> None:
+        _looked.pop(self.loader, None)
         self.count()
         indices, sampled = self._take()
         if self.silent:
@@ -208,6 +214,19 @@ class Reading:
         self.place.indices += len(values)
         chosen = values if not halved else _thinned(values, halved)
         return pack_ascending(chosen) if not self.silent else "", 1 << halved
+
+
+_looked: dict[int, Reading] = {}
+"""By loader, its iteration, while that goes on."""
+
+
+def delivered_by(memory: set[Any]) -> tuple[int, ...]:
+    """The loaders whose last batch lies in this memory, as far as batches are looked at."""
+    return tuple(
+        number
+        for number, reading in _looked.items()
+        if reading.open and reading.looked == reading.batches and reading.memory & memory
+    )
 
 
 def key(index: Any) -> int | None:

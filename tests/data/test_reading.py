@@ -365,3 +365,20 @@ def test_where_an_input_begins_in_the_batch_that_it_is_a_slice_of() -> None:
     assert begins((batch[8:], batch)) == 8
     assert begins(batch.chunk(4)[3]) == 12
     assert not begins(batch) and not begins(batch[:, 2:]) and not begins((None, "text"))
+
+
+def test_which_loader_delivered_what_a_model_is_given(recorder: Recorder) -> None:
+    batches = [[torch.ones(4, 2), torch.ones(4)] for _ in range(2)]
+    readings = [Reading(number, 0, Place(), None) for number in (7, 8)]
+    for reading, batch in zip(readings, batches, strict=True):
+        reading.batches += 1
+        reading.look(recorder, batch, 0)
+    own, half = batches[0][0], batches[1][0][:2]
+    assert reading_module.delivered_by(contents.memories(own)) == (7,)
+    assert reading_module.delivered_by(contents.memories([half, own])) == (7, 8)
+    assert reading_module.delivered_by(contents.memories(own.clone())) == ()
+    readings[0].batches += 1  # delivered, and not looked at: the memory may be another's by now
+    assert reading_module.delivered_by(contents.memories(own)) == ()
+    for reading in readings:
+        reading.close(recorder, 0, False)
+    assert reading_module.delivered_by(contents.memories(half)) == ()

@@ -358,22 +358,28 @@ def test_each_rank_takes_its_own_rows_of_every_batch(trains: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchanged", "optimizers", "finds"),
+    ("exchanged", "optimizers", "fed_by", "finds"),
     [
-        ("", (1,), False),
-        ("gathered", (1,), False),
-        ("gradients", (1,), True),
-        ("", (0, 1), True),  # the wrapped model is trained on it, too
-        ("", (), True),
+        ("", (1,), (), False),
+        ("gathered", (1,), (), False),
+        ("gradients", (1,), (), True),
+        ("", (), (), True),
+        ("", (0, 1), (), True),  # the wrapped model is trained, too: on what is not known,
+        ("", (0, 1), (5,), False),  # on another loader's batches,
+        ("", (0, 1), (0, 5), True),  # on these as well
+        ("", (0,), (5,), True),
     ],
 )
 def test_a_model_that_each_rank_trains_for_itself(
-    exchanged: str, optimizers: tuple[int, ...], finds: bool
+    exchanged: str, optimizers: tuple[int, ...], fed_by: tuple[int, ...], finds: bool
 ) -> None:
     """A reference model on the whole data set, beside a wrapped one: nothing is averaged there."""
     mine = loader(0, [EVERYTHING], content=1, trains=False, ends={"backwards": 25})
     mine[-1:-1] = [  # before the epoch ends
         UnwrappedState(at=0, optimizer=1, step=0, gradients=1, parameters=1, exchanged=exchanged),
         *(StepDone(at=0, optimizer=n, step=0, site=4, wall_s=0.1) for n in optimizers),
+        ForwardInput(
+            at=0, model=0, forward=0, site=4, digest=0, numbers=8, rows=1, fed=True, loaders=fed_by
+        ),
     ]
     assert bool(examine(mine, mine)) is finds
