@@ -11,7 +11,7 @@ import enum
 import os
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,8 +114,13 @@ class Ring:
         nonce: names the socket on which the rank can be asked (see `ask_address`), 0 for none.
     """
 
-    def __init__(self, data: bytes) -> None:
-        """Raises ValueError where these bytes are no ring of this version."""
+    def __init__(self, data: bytes, numbers: Mapping[int, int] | None = None) -> None:
+        """Raises ValueError where these bytes are no ring of this version.
+
+        Args:
+            numbers: the run's numbers of the ranks in it, None where they are those.
+        """
+        self._numbers = numbers
         if len(data) < _HEAD_BYTES + SLOTS * _SLOT_BYTES:
             raise ValueError("too short")
         magic, version, slots, self.pid, _, self.nonce = _HEAD.unpack_from(data, 0)
@@ -143,6 +148,8 @@ class Ring:
         for place in slots:
             slot = _SLOT.unpack_from(self._data, _HEAD_BYTES + place * _SLOT_BYTES)
             number, index, group, signature, site, step, peer, began, state, ended = slot
+            if self._numbers is not None:
+                peer = self._numbers.get(peer, -1)
             if number and 1 <= state <= len(State):
                 found.append(
                     Call(
@@ -267,11 +274,12 @@ def ask_address(pid: int, nonce: int) -> str:
     return f"\0ddpdoctor-{pid}-{nonce:x}"
 
 
-def read_ring(path: Path) -> Ring | None:
-    """What the ring file of a rank says, or None where there is none that can be read."""
+def read_ring(path: Path, numbers: Mapping[int, int] | None = None) -> Ring | None:
+    """What the ring file of a rank says, or None where there is none that can be read. `numbers`:
+    as of `Ring`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            return Ring(file.read(_HEAD_BYTES + SLOTS * _SLOT_BYTES))
+            return Ring(file.read(_HEAD_BYTES + SLOTS * _SLOT_BYTES), numbers)
     except (OSError, ValueError):
         return None

@@ -98,7 +98,7 @@ class Rank(Facts):
         twins: other processes that claimed the same rank.
         stalled: the run stood still when it ended.
         as_recorded: with the numbers of its own world, where those are others than the run's.
-        path: its event file; others of this rank stand beside it.
+        path: its event file; numbers: the run's of the ranks in its ring, None where they are.
         alive: its end is not on record and its process is there still; known to a post-mortem.
     """
 
@@ -108,11 +108,11 @@ class Rank(Facts):
         self.ended: ProcessEnded | None = None
         self.stopped: Stopped | None = None
         self.twins: list[Rank] = []
-        self.stalled = False
+        self.stalled = self.alive = False
         self.as_recorded: Rank | None = None
         self._ring: tuple[Path | None, Ring | None] = (None, None)
         self.path: Path | None = None
-        self.alive = False
+        self.numbers: dict[int, int] | None = None
         self._sites: dict[int, Location] = {}
 
     def add(self, event: Event) -> None:
@@ -126,7 +126,7 @@ class Rank(Facts):
     def ring(self) -> Ring | None:
         """Its last calls and where it is; read when asked for, then the same until looked again."""
         if self._ring[0] != self.path and self.path is not None:
-            read = read_ring(self.path.with_suffix(".ring"))
+            read = read_ring(self.path.with_suffix(".ring"), self.numbers)
             mine = read and self.started and read.pid == self.started.pid
             self._ring = self.path, read if mine else None
         return self._ring[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -63,17 +63,27 @@ def _told_by(rank: Rank, table: Table) -> Rank:
     other = copy.copy(rank)
     other.as_recorded = rank
     other.replace_events(lambda event: _translated(event, table))
+    other.numbers = dict(table)
+    other.look_again()  # at the ring, which is told by these
     return other
 
 
 def _translated(event: Event, table: Table) -> Event:
     """A group without those of whom nothing is known: they cannot be compared."""
-    if "ranks" not in _fields(type(event)):
-        return event
-    members = tuple(table[r] for r in event.ranks if r in table)  # type: ignore[attr-defined]
-    return msgspec.structs.replace(event, ranks=members)
+    changed = {
+        name: _renumbered(getattr(event, name), table) for name in _fields_of_ranks(type(event))
+    }
+    return msgspec.structs.replace(event, **changed) if changed else event
+
+
+def _renumbered(value: Any, table: Table) -> Any:
+    """A rank, or ranks; -1 stands for none, or for one of whom nothing is known."""
+    if isinstance(value, tuple):
+        told = (_renumbered(v, table) for v in value)
+        return tuple(new for new, old in zip(told, value, strict=True) if new != -1 or old == -1)
+    return table.get(value, -1)
 
 
 @lru_cache(maxsize=256)
-def _fields(kind: type[Event]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__)
+def _fields_of_ranks(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(set(kind.RANKS) & set(kind.__struct_fields__))

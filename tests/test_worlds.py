@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from recordings import make_run
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, Replica
+from ddpdoctor.events import Event, GroupReady, InitEntered, Replica, Signature
 from ddpdoctor.probe.groups import _place_of
+from ddpdoctor.ring import RingWriter, read_ring
 
 
 def joined(claimed: int, size: int, place: str) -> list[Event]:
@@ -54,3 +55,28 @@ def test_where_a_store_is(tmp_path: Path) -> None:
     file = dist.FileStore(str(tmp_path / "meeting"), 1)
     assert _place_of(dist.PrefixStore("a", dist.PrefixStore("b", file))) == f"file://{file.path}"
     assert _place_of(dist.HashStore()).startswith("store of process")
+
+
+def test_the_other_side_of_a_message(tmp_path: Path) -> None:
+    """Of two worlds side by side, each counts its ranks from 0: rank 1 of the second is 3."""
+    call = Signature(at=3, id=0, op="batch", root=1, sends=(1,), receives=(0, 1))
+    every = [[*joined(n % 2, 2, f"file:///{n // 2}"), call] for n in range(4)]
+    run = make_run(dict(enumerate(every)))
+    told = [(s.root, s.sends, s.receives) for r in run.ranks.values() for s in r.of(Signature)]
+    assert told == [(1, (1,), (0, 1))] * 2 + [(3, (3,), (2, 3))] * 2
+    assert [rank.numbers for rank in run.ranks.values()][2:] == [{0: 2, 1: 3}] * 2
+
+    writer = RingWriter(tmp_path / "rank-2.ring")
+    for peer in (1, -1):
+        writer.begin(0, -1, 0, 0, peer)
+    for numbers, peers in ((None, [1, -1]), ({0: 2, 1: 3}, [3, -1])):
+        ring = read_ring(tmp_path / "rank-2.ring", numbers)
+        assert ring is not None
+        assert [c.peer for c in ring.calls] == peers
+        assert [c.peer for c in ring.last_calls][:2] == peers
+
+
+def test_what_has_no_rank_keeps_saying_so() -> None:
+    told = [Signature(at=3, id=0, op="all_reduce"), Signature(at=3, id=1, op="send", root=9)]
+    run = make_run({n: [*joined(1 - n, 2, "here"), *told] for n in range(2)})
+    assert [s.root for s in run.ranks[0].of(Signature)] == [-1, -1]

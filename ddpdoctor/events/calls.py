@@ -19,6 +19,8 @@ class Signature(Event, frozen=True, tag="signature"):
         model: number of the wrapped model that communicates, -1 where it may be several.
     """
 
+    RANKS = ("ranks", "root", "sends", "receives")
+
     id: int
     op: str
     numel: int = -1

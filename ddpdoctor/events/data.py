@@ -312,5 +312,7 @@ class ShardedOver(Event, frozen=True, tag="sharded-over"):
         ranks: all of the mesh; `groups` are this rank's, one for each dimension.
     """
 
+    RANKS = ("ranks", "groups")
+
     ranks: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...] = ()

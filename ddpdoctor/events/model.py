@@ -312,6 +312,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
         last: taken when the run was over, after `step` steps; the gradients mean nothing.
     """
 
+    RANKS = ("partners",)
+
     optimizer: int
     step: int
     gradients: int
