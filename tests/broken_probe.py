@@ -27,10 +27,11 @@ GUARDS = {
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
     "calls.mark", "calls._returned", "calls._waited_for",
     "data._before", "data._dropped", "data._failed", "data._look", "data._use",
-    "frames.passed_over", "frames.unframe",
+    "frames.passed_over", "frames.unframe", "imports.Finder.find_spec",
+    "imports._Execution.__call__",
     "modules._missed", "modules._registered", "moments.Moment.happens",
     "optimizers._post_hook", "optimizers._pre_hook",
-    "patching._run", "patching.around", "patching.on_restore", "patching.refused",
+    "patching.around", "patching.on_restore", "patching.refused",
     "patching.replace", "patching.replace_copies", "patching.restore", "process.uninstall",
     "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
     "optimizers._last_pre_hook",
@@ -144,6 +145,7 @@ def functions():
                 )
                 if isinstance(function, types.FunctionType):
                     found[f"{short}.{name}{inner}"] = function
+    assert not GUARDS - found.keys(), "these are no functions of the probe any more"
     return {n: f for n, f in found.items() if not f.__code__.co_freevars and n not in GUARDS}
 
 

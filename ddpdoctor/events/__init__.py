@@ -1,6 +1,6 @@
 """The vocabulary: everything that can stand in a run folder, typed, frozen and versioned.
 
-One module per thing that is watched. A new event is a new class there; nothing else to edit.
+One module per thing that is watched. A new event is a class there, imported and listed here.
 """
 
 from __future__ import annotations

@@ -39,23 +39,31 @@ class Finder:
 
     def __init__(self) -> None:
         self.awaited: dict[str, Awaited] = {}
-        self._running: set[str] = set()
+        self.running: set[str] = set()
         self._asked = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if self.awaited:
+        # What fails in us must not fail in the program's import; what fails in others must.
+        try:
+            asking = self._asking
             self._catch_up()
-        if name not in self.awaited or name in self._asking:  # that thread asks on our behalf
+            if name not in self.awaited or name in asking:  # that thread asks on our behalf
+                return None
+            asking.add(name)
+        except Exception as error:
+            complain(error)
             return None
-        self._asking.add(name)
         try:
             finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
             specs = (find(name, path, target) for find in finders if find)
             spec = next((spec for spec in specs if spec is not None), None)
         finally:
-            self._asking.discard(name)
+            asking.discard(name)
         if spec is not None:
-            self._wrap(name, spec.loader)
+            try:
+                self._wrap(name, spec.loader)
+            except Exception as error:
+                complain(error)
         return spec
 
     @property
@@ -86,7 +94,7 @@ class Finder:
     def _catch_up(self) -> None:
         """Look for modules that were imported without our knowledge."""
         for name in list(self.awaited):
-            if name in sys.modules and name not in self._running and is_loaded(name):
+            if name in sys.modules and name not in self.running and is_loaded(name):
                 self.imported(name, sys.modules[name], late=True)
 
 
@@ -102,7 +110,7 @@ class _Execution:
         if getattr(spec, "name", "") != self._name:
             self._run(module)
             return
-        running = self._finder._running
+        running = self._finder.running
         running.add(self._name)
         try:
             self._run(module)
@@ -111,7 +119,10 @@ class _Execution:
             raise
         finally:
             running.discard(self._name)
-        self._finder.imported(self._name, module)
+        try:
+            self._finder.imported(self._name, module)
+        except Exception as error:
+            complain(error)
 
 
 def is_loaded(name: str) -> bool:
