@@ -56,7 +56,11 @@ def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
             "no record, ran on another node",
             "type ddpdoctor report with the folders of all nodes",
         )
-    return "no record", "read what the launcher printed"
+    return (
+        "no record: it never started, or the probe was not loaded there (python -I, -E or -S, or "
+        "an environment without PYTHONPATH)",
+        f"read what the launcher printed, and {REACH}",
+    )
 
 
 def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
@@ -65,7 +69,14 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
     if broken is not None:
         told = f"the doctor could not watch torch there ({broken.error})"
         return told, "report this with the run folder"
-    if rank.first(TorchLoaded) or rank.first(GroupReady) or rank.steps:
+    torch = rank.first(TorchLoaded)
+    if torch is not None and torch.late:
+        return (
+            "torch was imported past the doctor's import hook and found only after "
+            "init_process_group, so what was done before is not known",
+            f"{DECORATE}, defined above init_process_group",
+        )
+    if torch or rank.first(GroupReady) or rank.steps:
         return None
     if rank.started is None:
         return (
@@ -172,8 +183,8 @@ def why_nobody(run: Run) -> str:
         )
     return (
         "no Python process of this command was seen to be a rank: none had RANK in its environment "
-        "or called init_process_group, or they were started without PYTHONPATH (`env -i`, `sudo`, "
-        "a container, another machine)"
+        "or called init_process_group, or the probe was not loaded there (`python -I`, `-E` or "
+        f"`-S`; `env -i`, `sudo`, a container, another machine: no PYTHONPATH); {REACH}"
     )
 
 

@@ -64,10 +64,30 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
     return tuple(Inputs(m, kinds[m], g, by) for (m, g), by in found.items() if len(by) > 1)
 
 
-def in_parts(run: Run, ranks: frozenset[int]) -> bool:
+def in_parts(run: Run, ranks: frozenset[int], size: int) -> bool:
     """Whether these ranks give a wrapped model, at every forward compared, each its own rows of one
-    batch: in the order of the ranks, without overlap."""
-    return any(ranks <= given.by_rank.keys() and _in_parts(given, ranks) for given in inputs(run))
+    batch: in the order of the ranks, without overlap; or unlike ones that are together no more than
+    a batch (`x[rank::world_size]`).
+
+    Args:
+        size: samples in a batch.
+    """
+    return any(
+        _in_parts(given, ranks) or _shared_out(given, ranks, size)
+        for given in inputs(run)
+        if ranks <= given.by_rank.keys()
+    )
+
+
+def _shared_out(given: Inputs, ranks: frozenset[int], size: int) -> bool:
+    common = given.common()
+    rows = [[given.by_rank[r][n] for r in ranks] for n in common]
+    return len(common) >= FEWEST and all(
+        0 < sum(e.rows for e in each) <= size
+        and len({e.digest for e in each} - {0}) == len(ranks)
+        and all(e.fed for e in each)
+        for each in rows
+    )
 
 
 def _in_parts(given: Inputs, ranks: frozenset[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -316,3 +316,10 @@ def _restarted(old: Reader, new: Reader) -> bool:
     since, until = old.epochs[-1].began.at, new.epochs[0].began.at
     made = [e.at for e in rank.of(Wrapped)] + [e.at for e in rank.of(OptimizerSeen)][1:]
     return any(since < at < until for at in made)
+
+
+def batch_size(readers: Sequence[Reader]) -> int:
+    """Of the largest batch, also where it is for a batch sampler to say."""
+    told = [r.seen.batch_size for r in readers if r.seen.batch_size]
+    found = (-(-e.samples // e.batches) for r in readers for e in r.epochs if e.batches)
+    return max(told) if told else max(found, default=1)

@@ -26,7 +26,7 @@ from ._content import (
     verdict,
 )
 from ._inputs import fed_alike, in_parts
-from ._loaders import Loader, Reader, loaders
+from ._loaders import Loader, Reader, batch_size, loaders
 from ._partners import groups_of, partners, sampler_fits
 from ._parts import divided, leaking, overlapping
 from ._randomness import in_step
@@ -162,7 +162,7 @@ def _indexed(
         return Fault("data-overlap", loader, over.ranks, sharing, worst, "", told, (), over.audits)
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
-    if made[0].same_order and in_parts(run, ranks):
+    if made[0].same_order and in_parts(run, ranks, batch_size(readers)):
         return None  # each takes its rows of the same batches
     if several := _sets_of_data(readers):
         return _repeated_sets(run, loader, several, made) if loader.trains else None
@@ -180,7 +180,7 @@ def _same_stream(
         return None
     ranks = frozenset(r.rank.rank for r in readers)
     samples, batches = same_places(readers), fed_alike(run, ranks)
-    if not (samples or batches) or in_parts(run, ranks):
+    if not (samples or batches) or in_parts(run, ranks, batch_size(readers)):
         return None
     evidence: dict[str, object] = {
         STREAM: list(drawn.names) if drawn else "of the data set's own",
@@ -214,7 +214,7 @@ def _repeated_sets(
         ranks = frozenset(r.rank.rank for r in readers)
         own = tuple(a for audit in made if (a := audit.of(ranks)) is not None)
         shared = ranks in groups_of(readers[0].rank) or verdict(readers) != "same"
-        if not own or shared or (own[0].same_order and in_parts(run, ranks)):
+        if not own or shared or (own[0].same_order and in_parts(run, ranks, batch_size(readers))):
             continue
         if (fault := _unsharded(loader, readers, own, [])) is not None and not fault.doubt:
             found.append(replace(fault, check="data-overlap"))
@@ -270,7 +270,7 @@ def _unsharded(
 ) -> Fault | None:
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
-    batch = max(_batch(r) for r in readers)
+    batch = batch_size(readers)
     exact = whole or own_orders(made)
     slack = 0 if exact else min(len(readers) * batch, len(worst.total) // 2)
     if len(worst.shared) <= slack or pads(worst, batch) or by_chance(worst):
@@ -291,12 +291,6 @@ def _unsharded(
     moving = _moving(made)
     evidence = {**moving, **held}
     return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, evidence)
-
-
-def _batch(reader: Reader) -> int:
-    """The size of a batch, also where it is for a batch sampler to say."""
-    sizes = (-(-e.samples // e.batches) for e in reader.epochs if e.batches)
-    return reader.seen.batch_size or max(sizes, default=1)
 
 
 def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:

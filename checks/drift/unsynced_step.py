@@ -32,8 +32,8 @@ from ._replicas import (
 )
 
 CAUSES = {
-    "no_sync": "the forward before the last backward ran with synchronisation switched off, so "
-    "that backward kept its gradients to itself",
+    "no_sync": "synchronisation was switched off for the last backward before the step, so that "
+    "backward kept its gradients to itself",
     "forward only": "synchronisation was off during the forward and on again at the backward; DDP "
     "decides in the forward",
     "second backward": "DDP averages in the first backward after a forward; this one came after "

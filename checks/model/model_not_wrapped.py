@@ -7,7 +7,14 @@ from math import prod
 
 import msgspec
 
-from ddpdoctor.events import GroupReady, OptimizerSeen, StepDone, Unwrapped, UnwrappedState
+from ddpdoctor.events import (
+    GroupReady,
+    OptimizerSeen,
+    StepDone,
+    TorchLoaded,
+    Unwrapped,
+    UnwrappedState,
+)
 from ddpdoctor.findings import (
     Check,
     Confidence,
@@ -89,6 +96,8 @@ class ModelNotWrapped(Check):
             return "one rank only"
         if not run.any(GroupReady):
             return "no process group was formed"
+        if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
+            return "torch was found only after it was used: what was wrapped before is not known"
         if run.any(Unwrapped):
             return None
         if not run.training_ranks():

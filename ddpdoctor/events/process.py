@@ -44,7 +44,11 @@ class RankStarted(Event, frozen=True, tag="rank-started"):
 
 
 class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
-    """What this rank computes with, known once torch is imported."""
+    """What this rank computes with, known once torch is imported.
+
+    Attributes:
+        late: it was imported unnoticed, and used before it was watched.
+    """
 
     torch: str
     cuda: str = ""
@@ -52,6 +56,7 @@ class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
     threads: int = 0
     interop_threads: int = 0
     gpus: int = 0
+    late: bool = False
 
     def describe(self) -> str:
         return f"torch {self.torch}, CUDA {self.cuda or 'none'}, {self.threads} threads"

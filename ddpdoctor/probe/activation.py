@@ -33,7 +33,7 @@ Opener = Callable[[int, int], "Place | None"]
 
 
 class _State:
-    patched = False
+    patched = late = False
     opener: Opener | None = None
     environment: dict[str, str] = {}
     missing: list[Missing] = []
@@ -89,10 +89,11 @@ def torch_found() -> None:
     models may exist."""
     if _state.patched:
         return
+    dist: Any = sys.modules.get("torch.distributed")
+    _state.late = dist is not None and dist.is_available() and dist.is_initialized()
     torch_loaded()
     patching.replace_copies()
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if _state.late:
         ensure_rank(dist.get_rank(), dist.get_world_size(), None)
         _adopt()
 
@@ -251,6 +252,7 @@ def _tell_torch(active: Recorder) -> None:
             nccl=nccl,
             threads=torch.get_num_threads(),
             interop_threads=torch.get_num_interop_threads(),
+            late=_state.late,
         )
     )
 

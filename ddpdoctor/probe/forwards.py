@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -11,6 +10,7 @@ from typing import Any
 
 from ..ring import Phase
 from . import implicit, models, modules, moments
+from .imports import when_imported
 from .models import Model
 from .moments import Forward
 from .patching import around, hide_hooks
@@ -62,14 +62,17 @@ def install() -> None:
 
 
 def adopt(active: Recorder) -> None:
-    """Take up the models that were wrapped before this process was watched. One that the garbage
-    collector does not know is met at its next forward."""
+    """Take up the models that were wrapped before this process was watched. One that is still
+    being made, or that the garbage collector does not know, is met at its next forward."""
     _state.adopting = True
-    if "torch._dynamo" in sys.modules:
-        _hook()
-        for wrapper in _wrappers():
-            if models.of_wrapper(wrapper) is None:
-                models.adopted(active, wrapper)
+    when_imported("torch._dynamo", lambda _: _take_up(active), lost=LOST)  # as for `_hook`
+
+
+def _take_up(active: Recorder) -> None:
+    _hook()
+    for wrapper in _wrappers():
+        if "reducer" in vars(wrapper) and models.of_wrapper(wrapper) is None:
+            models.adopted(active, wrapper)
 
 
 def _wrappers() -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
+from importlib.machinery import BuiltinImporter, ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -155,17 +155,23 @@ def when_imported(name: str, work: Work, *, lost: str) -> None:
 
 def wait_for(name: str, work: Work, late: Work) -> Finder:
     """Call `work(module)` once that module is imported, also before this process is a rank; what
-    fails is left where the report finds it. The finder that waits, first in `sys.meta_path`.
+    fails is left where the report finds it. The finder that waits.
 
     Args:
         late: called instead where the program may have used the module already.
     """
     if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+        sys.meta_path.insert(_place(), _finder)
     if name not in _finder.awaited:
         on_restore(lambda: _forget(name))
     _finder.awaited[name] = Awaited(_complaining(work), _complaining(late))
     return _finder
+
+
+def _place() -> int:
+    """Before the finders of Python itself. Programs put one of theirs in front for a while, and
+    take away the first one, which must be theirs."""
+    return sys.meta_path.index(BuiltinImporter) if BuiltinImporter in sys.meta_path else 0
 
 
 def _complaining(work: Work) -> Work:

@@ -144,7 +144,8 @@ def _wrap_exits() -> None:
     finish = multiprocessing.util._exit_function  # type: ignore[attr-defined]
 
     def exit(status: Any = None, /) -> NoReturn:
-        if _by_starter(sys._getframe().f_back):
+        caller = sys._getframe().f_back
+        if guarded("sys.exit", lambda _: _by_starter(caller)):
             _ending.status = status
             if _ending.how != "exception":  # else it was seen where it came out
                 _note_handled(status, sys.exc_info()[1], caught=False)
@@ -154,7 +155,8 @@ def _wrap_exits() -> None:
 
     def _exit(status: int) -> NoReturn:
         if recorder() is not None and not _ending.told:
-            if _by_starter(sys._getframe().f_back):
+            caller = sys._getframe().f_back
+            if guarded("os._exit", lambda _: _by_starter(caller)):
                 _ending.status = status
             else:
                 _ending.how, _ending.status = "os._exit", status
@@ -314,16 +316,12 @@ def text_of(error: BaseException) -> str:
 
 
 def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
-    frames = []
-    while trace is not None:
-        frames.append(_frame(active, trace.tb_frame.f_code, trace.tb_lineno))
-        trace = trace.tb_next
+    frames = [_frame(active, f.f_code, line) for f, line in traceback.walk_tb(trace)]
     return tuple(frames[-FRAME_LIMIT:])
 
 
 def _pointed_at(active: Recorder, error: BaseException) -> tuple[Frame, ...]:
-    place = pointed_at(active.sites, error)
-    if place is None:
+    if (place := pointed_at(active.sites, error)) is None:
         return ()
     active.sites.place(*place)
     file, line, function = place

@@ -281,7 +281,11 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
     if not own_forward:
         return "second backward", backward.site
     if sync.model.running:
-        return INSIDE, backward.site
+        wrapper = sync.model.ddp()
+        if wrapper is None or wrapper.require_backward_grad_sync:
+            return INSIDE, backward.site
+        blame = _off_sites.get(wrapper, -1)
+        return "no_sync", blame if blame >= 0 else backward.site
     if sync.flag:
         return NOT_REDUCED, backward.site
     wrapper = sync.model.ddp()
