@@ -24,6 +24,7 @@ BROKEN = ProbeTrouble(at=1, part="hooks", error="boom", lost="training: torch is
         ([LEAVES], 0, "torch was never imported"),
         ([PAST_THE_HOOK], 0, "past the doctor's import hook"),
         ([torch_loaded(), BROKEN], 0, "boom"),
+        ([torch_loaded(late=True), LEAVES], 0, "found only after init_process_group"),
     ],
 )
 def test_a_rank_that_was_not_observed(events: list[Event], status: int, why: str) -> None:

@@ -93,3 +93,13 @@ def test_a_rank_that_was_killed_in_its_first_second(tmp_path: Path) -> None:
     assert overhead.measured_percent is not None and 0 < overhead.measured_percent < 100
     assert overhead.own_s is not None and overhead.start_s is not None
     assert 0 < overhead.start_s <= overhead.own_s
+
+
+def test_the_share_is_of_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it becomes a rank late; a second examination in it has its own time."""
+    monkeypatch.setattr(startup, "_age_s", lambda: 30.0)
+    monkeypatch.setattr(startup._startup, "told", False)
+    assert startup.before(100.0, 2 * 10**9) == 70.0
+    assert startup.before(100.0, 2 * 10**9) == 98.0
+    monkeypatch.undo()
+    assert 0 < startup._age_s() < 24 * 3600

@@ -233,9 +233,10 @@ CLOSE_STEPS = 128
 
 
 class ProbeCost(Event, frozen=True, tag="probe-cost"):
-    """The doctor's own time in this rank since it became active, in seconds.
+    """The doctor's own time in this rank so far, in seconds.
 
     Attributes:
+        wall_s: since the process was started, or since a later examination in it began.
         start_s: what of it went into the start: the doctor's imports, and the wrapping of torch.
         steps: optimizer steps until then, of any optimizer; -1 where that was not recorded.
     """

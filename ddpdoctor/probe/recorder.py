@@ -70,7 +70,7 @@ class Recorder:
         self.tape_failed = False
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
-        self._began = self.started - self.start_ns / 1e9
+        self._began = startup.before(self.started, self.start_ns)
         self._cost_told = self.started
         self._cost_every = COST_FIRST_S
         # Re-entrant: a signal handler of the user's may open a file while an event is written.

@@ -15,6 +15,8 @@ class _Startup:
     since: int | None = time.perf_counter_ns()
     """When what is going on began: here the imports of the probe. None where nothing is."""
     spent_ns = 0
+    told = False
+    """Whether the time since the process began is accounted for."""
 
 
 _startup = _Startup()
@@ -44,6 +46,25 @@ def taken() -> int:
     return spent
 
 
+def before(now: float, spent_ns: int) -> float:
+    """When the time began of which a record that begins now tells the doctor's share: with the
+    process, or later in it with what the doctor did just before. Monotonic seconds."""
+    spent_s = spent_ns / 1e9
+    age_s = 0.0 if _startup.told else _age_s()
+    _startup.told = True
+    return now - max(age_s, spent_s)
+
+
+def _age_s() -> float:
+    """Seconds since this process was started, 0 where the system does not say."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
 def _count() -> None:
     if _startup.since is not None:
         now = time.perf_counter_ns()
@@ -53,6 +74,7 @@ def _count() -> None:
 
 def _forked() -> None:
     _startup.since, _startup.spent_ns = None, 0  # it was the parent's time
+    _startup.told = False
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -358,6 +358,31 @@ def test_each_rank_takes_its_own_rows_of_every_batch(trains: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "digests", "fed", "finds"),
+    [
+        (2, (1, 2), True, False),  # `x[rank::2]` of batches of 4, say
+        (4, (1, 2), True, True),  # whole batches, augmented by each rank
+        (2, (1, 1), True, True),  # the same half on both
+        (2, (0, 0), True, True),  # not known
+        (2, (1, 2), False, True),  # something else than what the loader delivered
+    ],
+)
+def test_each_rank_takes_other_rows_of_every_batch(
+    rows: int, digests: tuple[int, int], fed: bool, finds: bool
+) -> None:
+    reads = loader(0, [EVERYTHING], content=1)
+    given = [
+        [
+            ForwardInput(at=0, model=0, forward=n, site=4, digest=d and 10 * n + d, numbers=8,
+                         rows=rows, fed=fed)
+            for n in range(6)
+        ]
+        for d in digests
+    ]  # fmt: skip
+    assert bool(examine(*([*mine, *reads] for mine in given))) is finds
+
+
+@pytest.mark.parametrize(
     ("exchanged", "optimizers", "fed_by", "finds"),
     [
         ("", (1,), (), False),

@@ -14,6 +14,7 @@ from ddpdoctor.run import load
 from ddpdoctor.runfolder import RunFolder
 
 PROGRAM = """
+import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,7 +39,8 @@ class Step(nn.Module):
         if prepared:
             ddp.reducer._rebuild_buckets()
             ddp.reducer.prepare_for_backward([loss])
-        loss.backward()
+        with ddp.no_sync() if blocked else contextlib.nullcontext():
+            loss.backward()
 
 
 step = Step()
@@ -51,11 +53,17 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("prepared", "reasons"), [(True, {""}), (False, {"inside forward"})])
-def test_backwards_inside_a_forward(prepared: bool, reasons: set[str], tmp_path: Path) -> None:
-    """Two of them, as in a GAN; a framework may have DDP's reducer prepared for each."""
+@pytest.mark.parametrize(
+    ("prepared", "blocked", "reason"),
+    [(True, False, ""), (False, False, "inside forward"), (False, True, "no_sync")],
+)
+def test_backwards_inside_a_forward(
+    prepared: bool, blocked: bool, reason: str, tmp_path: Path
+) -> None:
+    """Two of them, as in a GAN; a framework may have DDP's reducer prepared for each, or block it
+    for some."""
     script, out = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(f"prepared = {prepared}\n{PROGRAM}")
+    script.write_text(f"prepared, blocked = {prepared}, {blocked}\n{PROGRAM}")
     out.mkdir()
     environment = inherited(
         PYTHONPATH=str(PACKAGE / "shim"), DDPDOCTOR_DIR=str(out),
@@ -66,7 +74,7 @@ def test_backwards_inside_a_forward(prepared: bool, reasons: set[str], tmp_path:
     rank = load([RunFolder(out)]).ranks[0]
     patterns = rank.of(SyncPattern)
     assert {p.optimizer for p in patterns} == {0, 1}
-    assert {p.reason for p in patterns} == reasons
+    assert {p.reason for p in patterns} == {reason}
     assert not rank.of(Bypassed)
     told = rank.of(UnusedParameters)
     if prepared:

@@ -106,6 +106,19 @@ sys.meta_path.append(Finder())
 train()
 """
 
+BEHIND_A_FINDER_THAT_COMES_AND_GOES = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        assert here, "it was taken away"
+here = True
+sys.meta_path.insert(0, Finder())
+import torch
+assert isinstance(sys.meta_path.pop(0), Finder)
+here = False
+train()
+"""
+
 WAYS = {
     "asked-first": ASKED_FIRST,
     "lazy": LAZY,
@@ -113,6 +126,7 @@ WAYS = {
     "in-a-forked-child": IN_A_FORKED_CHILD,
     "in-a-spawned-child": IN_A_SPAWNED_CHILD,
     "by-another-finder": BY_ANOTHER_FINDER,
+    "behind-a-finder-that-comes-and-goes": BEHIND_A_FINDER_THAT_COMES_AND_GOES,
     "by-finders-that-ask-each-other": BY_FINDERS_THAT_ASK_EACH_OTHER,
 }
 
@@ -138,3 +152,22 @@ def test_a_rank_is_observed(way: str, tmp_path: Path) -> None:
     seen = load([folder])
     assert unobserved(seen) == []
     assert [rank.steps for rank in seen.ranks.values()] == [3]
+
+
+USED_BEFORE = """
+import sys
+from importlib.machinery import PathFinder
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, path) if name.partition(".")[0] == "torch" else None
+sys.meta_path.insert(0, Finder())
+train()
+"""
+
+
+def test_a_rank_whose_torch_was_found_late_is_not_called_observed(tmp_path: Path) -> None:
+    """Torch is found as DistributedDataParallel imports something else, while it is made."""
+    seen = load([launched(USED_BEFORE, tmp_path)])
+    (told,) = unobserved(seen)
+    assert told.ranks == (0,)
+    assert "found only after init_process_group" in told.reason
