@@ -89,7 +89,8 @@ def _figures(before: Report, after: Report) -> list[Figure]:
 
 
 def _values(report: Report, name: str) -> list[float]:
-    values = [getattr(rank, name) for rank in report.ranks]
+    unknown = {rank for u in report.coverage.unobserved for rank in u.ranks}
+    values = [getattr(r, name) for r in report.ranks if r.rank not in unknown]
     return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 

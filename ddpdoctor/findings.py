@@ -122,6 +122,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
         evidence: the figures that prove it.
+        rule: which rule of the check decided, in kebab-case; a name for life, empty where the check
+            has one rule only.
         attempt: the earlier attempt (`--max-restarts`) it was made in, and that found it alone;
             None for the last one.
         at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
@@ -143,6 +145,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     related: tuple[Related, ...] = ()
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
+    rule: str = ""
     consequences: tuple[Consequence, ...] = ()
     attempt: int | None = None
     at: float = 0.0

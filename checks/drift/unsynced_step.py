@@ -69,6 +69,9 @@ IN_HOOK = (
     "for some steps, average the parameters after them (`torch.distributed.algorithms."
     "model_averaging`)"
 )
+REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced by DDP reducer")
+"""What torch raises in a later step, where DDP was not prepared for a backward that ran."""
+
 FLAG = "require_backward_grad_sync"
 BY_HAND = {
     "no_sync": f"set `{FLAG} = True` before the forward of the micro-batch that steps",
@@ -157,6 +160,9 @@ class UnsyncedStep(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if parts_them(mine, other):
             return True
+        if other.check == "first-failure":
+            said = str(other.evidence)
+            return mine.rule == "inside-forward" and any(text in said for text in REDUCER_CONFUSED)
         later = (
             "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
             "grad-scaler-skew", "model-not-wrapped",
@@ -222,6 +228,7 @@ class UnsyncedStep(Check):
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
+            rule="-".join(reason.replace(".", " ").replace("_", " ").split()),
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
                 "collectives_from_backward_to_step": _carried(pattern),

@@ -2,7 +2,6 @@
 
 run: --nproc-per-node 2
 finds: DDP407 error at `loss.backward()`
-finds: DDP606 error at `model(torch.randn(4, 8))`
 """
 
 import torch

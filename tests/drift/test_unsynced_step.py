@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from ddpdoctor.checks.drift.unsynced_step import CAUSES, UnsyncedStep
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from recordings import make_run, site, steps
 from replicas import BACKWARD, LINE, OTHER, STEP, digests, replica, run_of
 
@@ -339,3 +340,19 @@ def test_another_micro_batch_synchronises_than_the_last():
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
     assert "the same condition" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "follows"),
+    [
+        ("inside forward", "`initialize_buckets` must NOT be called during autograd", True),
+        ("inside forward", "a bad batch", False),
+        ("no_sync", "`initialize_buckets` must NOT be called during autograd", False),
+    ],
+)
+def test_what_torch_raises_after_a_backward_that_ddp_was_not_ready_for(reason, message, follows):
+    run = run_of({n: [pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
+    (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == reason.replace(" ", "-").replace("_", "-")
+    raised = FirstFailure().finding(summary="", cause="", fix="", evidence={"message": message})
+    assert UnsyncedStep().explains(finding, raised) is follows
