@@ -20,7 +20,7 @@ class Model(SimpleNamespace):
 @pytest.fixture
 def model() -> Iterator[Any]:
     sync._syncs.clear()
-    yield Model(number=0, ddp=lambda: None)
+    yield Model(number=0, running=0, ddp=lambda: None)
     sync._syncs.clear()
 
 
