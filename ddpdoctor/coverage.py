@@ -17,7 +17,7 @@ from .events import (
     TorchLoaded,
 )
 from .findings import Unobserved
-from .ranks import ranks_text
+from .ranks import ranks_text, ranks_were
 from .run import Rank, Run
 
 REACH = (
@@ -41,7 +41,7 @@ def unobserved(run: Run) -> list[Unobserved]:
 
 def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
     """Why a rank of the world has no record, and what to do; None where nothing of the run has."""
-    if rank in run.unobserved:
+    if rank in run.unrecorded:
         return (
             "the probe was not loaded there (python -I, -E or -S, an environment without "
             "PYTHONPATH, or not a Python program), or the record was deleted or not copied to this "
@@ -102,16 +102,9 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
     return "the record ends before torch was imported", "read what the rank printed"
 
 
-def _was(ranks: tuple[int, ...]) -> str:
-    return "was" if len(ranks) == 1 else "were"
-
-
 def lost(run: Run) -> list[str]:
     """What is missing from the records, in sentences."""
-    lost = [
-        f"{ranks_text(u.ranks)} {_was(u.ranks)} not observed: {u.reason}; {u.help}"
-        for u in unobserved(run)
-    ]
+    lost = [f"{ranks_were(u.ranks)} not observed: {u.reason}; {u.help}" for u in unobserved(run)]
     if not run.ranks and not lost:
         lost.append(why_nobody(run))
     if run.others:

@@ -99,7 +99,7 @@ def open_run(paths: Sequence[str | os.PathLike[str]]) -> Attempts:
     """
     folders = _each_once([usable(path) for path in paths])
     numbers = sorted({n for folder in folders for n in folder.attempts()})
-    runs = [run for n in numbers if (run := load(folders, n)).ranks or run.unobserved]
+    runs = [run for n in numbers if (run := load(folders, n)).ranks or run.unrecorded]
     if not runs:
         nobody = why_nobody(load(folders, numbers[-1]))
         raise FolderError(f"{paths[0]}: it holds no record of a rank; {nobody}")

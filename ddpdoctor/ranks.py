@@ -28,6 +28,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
 
 
+def ranks_were(ranks: Iterable[int]) -> str:
+    """`rank 1 was`, `ranks 0,2-3 were`."""
+    known = set(ranks)
+    return f"{ranks_text(known)} {'was' if len(known) == 1 else 'were'}"
+
+
 def ranks_do(ranks: Iterable[int], verb: str) -> str:
     """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
     known = set(ranks)

@@ -282,7 +282,7 @@ class Run:
         return [r for r in range(self.world_size) if r not in self.ranks]
 
     @property
-    def unobserved(self) -> list[int]:
+    def unrecorded(self) -> list[int]:
         """Ranks that were seen to run from outside and that left no record."""
         ends = (e for node in self.nodes.values() for e in node.of(ProcessEnded))
         seen = {e.rank for e in ends if e.attempt == self.attempt}

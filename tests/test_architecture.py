@@ -34,6 +34,7 @@ READING = {
     "diagnose",
     "equipment",
     "postmortem",
+    "ranks",
     "registry",
     "runfolder",
     "whereabouts",

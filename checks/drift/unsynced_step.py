@@ -192,12 +192,13 @@ class UnsyncedStep(Check):
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
         reason = pattern.reason
+        rule = "-".join(reason.replace(".", " ").replace("_", " ").split())
         steps, in_part = Steps(spans[0].first, spans[-1].last, count), ""
         spot = rank.location(pattern.site)
         by_hand = spot is not None and FLAG in spot.source
         if (hook := _hook(member, pattern)) is not None:
             spot = rank.location(hook.site) or spot
-            label, fix = "averages in DDP's place", IN_HOOK
+            rule, label, fix = "communication-hook", "averages in DDP's place", IN_HOOK
             cause = (
                 f"the model's communication hook `{hook.name.removeprefix('__main__.')}` had "
                 "nothing sent in these backwards: what it gives back are each rank's own gradients"
@@ -211,6 +212,7 @@ class UnsyncedStep(Check):
                 in_part = f", and in {len(part.keys)} of the others those of {names}"
                 cause += f"; in the others it gives back unlike gradients of {names}"
         elif full:
+            rule = "left-over-group"
             label, fix = "off for all micro-batches of this step", LAST_BATCH
             cause = _left_over(pattern.unsynced, full)
         else:
@@ -228,7 +230,7 @@ class UnsyncedStep(Check):
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
-            rule="-".join(reason.replace(".", " ").replace("_", " ").split()),
+            rule=rule,
             evidence={
                 "backwards_before_the_step": _backwards(pattern),
                 "collectives_from_backward_to_step": _carried(pattern),

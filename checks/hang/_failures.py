@@ -269,7 +269,7 @@ def unseen(run: Run) -> list[Failure]:
     somebody stopped the run."""
     found = []
     for end in (e for node in run.nodes.values() for e in node.of(ProcessEnded)):
-        if end.attempt != run.attempt or end.rank not in run.unobserved or stopped(run):
+        if end.attempt != run.attempt or end.rank not in run.unrecorded or stopped(run):
             continue
         rank = Rank(end.rank)
         rank.ended = end

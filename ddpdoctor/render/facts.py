@@ -18,6 +18,7 @@ from ..findings import (
     Skipped,
     Steps,
 )
+from ..ranks import ranks_were
 from ..run import fold_ranks, ranks_text
 from .words import between, clean, columns, count, duration, figure, some, title
 
@@ -243,10 +244,9 @@ def verdict(report: Report) -> list[str]:
         return ["nothing was examined, so nothing can be said of this run"]
     if blind and not _running(report):
         if not seen:
-            return [
-                f"{_not_observed(blind)}, so nothing can be said of {_which(report).rstrip(',')}"
-            ]
-        partly = f"{_not_observed(blind)}, so {_which(report)} was judged in part"
+            which = _which(report).rstrip(",")
+            return [f"{ranks_were(blind)} not observed, so nothing can be said of {which}"]
+        partly = f"{ranks_were(blind)} not observed, so {_which(report)} was judged in part"
         lines = [f"{partly}; no fault was found on {ranks_text(r.rank for r in seen)}: {grounds}"]
     elif report.run.outcome == "completed":
         lines = [f"no faults found: {grounds}"]
@@ -260,12 +260,6 @@ def verdict(report: Report) -> list[str]:
     return lines
 
 
-def _not_observed(ranks: Iterable[int]) -> str:
-    """`ranks 0-1 were not observed`; `gaps` says why, and what to do."""
-    known = set(ranks)
-    return f"{ranks_text(known)} {'was' if len(known) == 1 else 'were'} not observed"
-
-
 def _which(report: Report) -> str:
     return "this run" if report.run.outcome == "completed" else f"this run, which {_ended(report)},"
 
@@ -276,10 +270,7 @@ def _stood(report: Report) -> list[str]:
     for rank in report.ranks:
         if rank.stood:
             rows.setdefault(clean(rank.stood), []).append(rank.rank)
-    told = [
-        f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}"
-        for place, ranks in list(rows.items())[:PLACES]
-    ]
+    told = [f"{ranks_were(ranks)} {place}" for place, ranks in list(rows.items())[:PLACES]]
     return [f"at the end {', '.join(told)}"] if told else []
 
 

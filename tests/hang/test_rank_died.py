@@ -331,7 +331,7 @@ def test_a_process_of_another_group_is_not_without_a_record(tmp_path: Path) -> N
     run = run_of(tmp_path, {0: Tape(0, 1)}, nodes={0: [end(1, START + 6, signal=9)]})
     other = Rank(1)
     run.others = (other,)
-    assert not run.unobserved
+    assert not run.unrecorded
     assert not found(run)
 
 
