@@ -280,7 +280,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         digest: of the input's content, 0 where it could not be read (on a device).
         numbers: how many numbers the inputs hold; rows: how many samples.
         begins: where it is a slice of another tensor's rows, the first of them.
-        fed: a DataLoader delivered since the forward before.
+        fed: a DataLoader delivered since the forward before, or they are its last batch again.
         drawn: random numbers drawn from global generators since the step before, at least;
             -1 where unknown.
         training: the model was in `train()` mode.

@@ -77,9 +77,9 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
 
 
 def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> None:
-    batches = data.delivered()
-    known.fed, known.delivered = batches > known.delivered, batches
     inputs = (*forward.args, *forward.kwargs.values())
+    batches, loaders = data.delivered(), delivered_by(memories(inputs))
+    known.fed, known.delivered = batches > known.delivered or bool(loaders), batches
     own = known.own & memories(inputs) if known.own else known.own
     digested, numbers = content(inputs, own)
     before, known.positions = known.positions, None
@@ -97,7 +97,7 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
             fed=known.fed,
             drawn=randomness.drawn(before, randomness.positions()) if before else -1,
             training=bool(getattr(forward.wrapper, "training", True)),
-            loaders=delivered_by(memories(inputs)),
+            loaders=loaders,
         )
     )
 

@@ -12,6 +12,7 @@ from ddpdoctor.checks.data._inputs import LATER
 
 from ddpdoctor.events import ForwardInput
 from ddpdoctor.probe import inputs, modules, moments, patching
+from ddpdoctor.probe.contents import memories
 from ddpdoctor.probe.moments import Forward
 from ddpdoctor.probe.recorder import Recorder, set_recorder
 from ddpdoctor.runfolder import EventWriter
@@ -71,6 +72,19 @@ def test_a_recurrent_state_of_the_model_itself_is_not_counted(fed: Fed) -> None:
     second = fed(x, tuple(v.detach() for v in state), output=(x.sum(), state := torch.rand(1, 3)))
     assert (second.numbers, second.carried) == (12, True)
     assert fed(x).digest == second.digest != fed(x, state).digest
+
+
+def test_a_batch_that_is_given_twice_comes_from_its_loader_both_times(
+    fed: Fed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may have two forwards over one batch: the second one is not input made by hand."""
+    batch = torch.arange(12.0).view(3, 4)
+    monkeypatch.setattr(inputs, "delivered_by", lambda memory: (5,) if memory & own else ())
+    own = memories(batch)
+    monkeypatch.setattr(inputs.data, "delivered", lambda: 1)
+    assert [(e.fed, e.loaders) for e in (fed(batch), fed(batch))] == [(True, (5,))] * 2
+    made = fed(batch + 1)
+    assert (made.fed, made.loaders) == (False, ())
 
 
 def test_what_a_model_hands_back_of_its_input_is_no_state(fed: Fed) -> None:
