@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .embedded import FaultFound, checkup, examine, load
     from .findings import Check, Finding
 
-__version__ = "0.1.0"
+from ._version import __version__
 
 __all__ = ["Check", "FaultFound", "Finding", "__version__", "checkup", "examine", "load"]
 

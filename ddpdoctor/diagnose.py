@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterable, Sequence
 
-from . import __version__
+from ._version import __version__
 from .coverage import lost, unobserved
 from .equipment import describe
 from .events import (

@@ -6,14 +6,14 @@ import enum
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from .jsontext import to_json
 
-if TYPE_CHECKING:
-    from .run import Run
+from .location import Location
+from .run import Run
 
 FINDINGS_SCHEMA = 1
 
@@ -47,29 +47,8 @@ class FixKind(enum.Enum):
     TEMPLATE = "template"
 
 
-_NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
 
 
-class Location(msgspec.Struct, frozen=True):
-    """A line of the user's code; `source` is its text, `file` relative to the run's folder."""
-
-    file: str
-    line: int
-    function: str = ""
-    source: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    def named(self, *calls: str) -> tuple[str, str]:
-        """What the line calls the result of such a call, and its first argument: `net` and `self.g`
-        of `net = DDP(self.g, [0])`; empty where it is no plain name."""
-        call = "|".join(map(re.escape, calls))
-        found = re.match(
-            rf"\s*(?:return\s+|({_NAME})\s*=\s*)?(?:\w+\.)*(?:{call})\(\s*(.*)", self.source
-        )
-        given = re.match(rf"({_NAME})\s*[,)]", found[2]) if found else None
-        return (found[1] or "" if found else "", given[1] if given else "")
 
 
 class Related(msgspec.Struct, frozen=True):

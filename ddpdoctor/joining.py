@@ -21,8 +21,7 @@ from .events import (
 )
 from .runfolder import RunInfo
 
-if TYPE_CHECKING:
-    from .run import Facts, Rank, Run
+from .rank import Facts, Rank
 
 CLEAN_UP = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What a launcher sends to the ranks that are left; SIGKILL long after the others."""
@@ -31,27 +30,8 @@ SEEN_S = 1.0
 """A launcher looks at its processes that often, or more often."""
 
 
-def joined_info(runs: Sequence[Run]) -> RunInfo:
-    """One `run.json` for all nodes: it ended as it ended where it first went wrong."""
-    infos = [run.info for run in runs]
-    base = min(infos, key=lambda info: info.node_rank)
-    if len(runs) == 1 or any(info.outcome is None for info in infos):
-        return base if len(runs) == 1 else msgspec.structs.replace(base, outcome=None)
-    bad = [run for run in runs if run.info.outcome != "completed"]
-    worst = min(bad, key=_went_wrong).info if bad else base
-    return msgspec.structs.replace(
-        base,
-        outcome=worst.outcome,
-        exit_code=worst.exit_code,
-        stopped_by_doctor=any(info.stopped_by_doctor for info in infos),
-        ended_at=max((info.ended_at for info in infos if info.ended_at), default=None),
-    )
 
 
-def _went_wrong(run: Run) -> float:
-    """When the first process of these nodes ended badly of itself."""
-    ends = (e for node in run.nodes.values() for e in node.of(ProcessEnded))
-    return min((e.wall for e in ends if not e.by_launcher and e.status != 0), default=math.inf)
 
 
 def end_of(

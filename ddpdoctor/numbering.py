@@ -16,8 +16,7 @@ import msgspec
 
 from .events import Event, GroupReady, OptimizerSeen, Wrapped
 
-if TYPE_CHECKING:
-    from .run import Rank
+from .rank import Rank
 
 Numbers = Mapping[int, int]
 """A rank's own number to the one that all ranks share."""

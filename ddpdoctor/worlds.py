@@ -16,8 +16,7 @@ import msgspec
 
 from .events import Event, InitEntered
 
-if TYPE_CHECKING:
-    from .run import Rank
+from .rank import Rank
 
 Table = Mapping[int, int]
 """Rank of a world to the number of its process."""

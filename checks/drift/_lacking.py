@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ddpdoctor.findings import Finding
 from ddpdoctor.run import unfolded
 
 from ._patterns import Span, patterns
 
-if TYPE_CHECKING:
-    from ._replicas import Member
+from ._member import Member
 
 BACKWARD = "DDP backward"
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ddpdoctor.events import SyncPattern
 
-if TYPE_CHECKING:
-    from ._replicas import Member
+from ._member import Member
 
 
 @dataclass(frozen=True)

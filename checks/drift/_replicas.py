@@ -29,27 +29,6 @@ ZERO = 1
 NO_COPIES = "no two ranks were seen to train copies of one wrapped model"
 
 
-@dataclass(frozen=True)
-class Member:
-    """One rank's copy: its own numbers of the model and the optimizer."""
-
-    rank: Rank
-    seen: Replica
-    wrapped: Wrapped
-
-    @property
-    def model(self) -> int:
-        return self.seen.model
-
-    @property
-    def optimizer(self) -> int:
-        return self.seen.optimizer
-
-    @property
-    def last_step(self) -> int:
-        """Of the optimizer, -1 where it took none."""
-        steps = (e.step for e in self.rank.of(StepDone) if e.optimizer == self.optimizer)
-        return max(steps, default=-1)
 
 
 @dataclass(frozen=True)

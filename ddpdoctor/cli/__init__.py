@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
+from .._version import __version__
 from ..config import ConfigError, unknown_variables
 from ..registry import RegistryError, SelectionError
 from ..runfolder import FolderError

@@ -236,7 +236,7 @@ def _environment() -> dict[str, str]:
 
 
 def _version() -> str:
-    from .. import __version__
+    from .._version import __version__
 
     return __version__
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from .. import __version__, registry
+from .. import registry
+from .._version import __version__
 from ..events import ExaminedInside
 from ..monitor import Monitor
 from ..run import Recording, Run

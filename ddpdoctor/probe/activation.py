@@ -12,18 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..events import SCHEMA, RankStarted, TorchLoaded
 from ..runfolder import EventWriter, rank_stem
-from . import patching, process, spawned, startup
-from .environment import interesting_environment, launchers_environment, visible_arguments
+from . import hooks, patching, process, spawned, startup
+from .environment import environment_at_start, note_environment, number_in_environment, visible_arguments
 from .imports import Finder, wait_for
 from .recorder import Recorder, guarded, recorder, set_recorder
-
-if TYPE_CHECKING:
-    from .hooks import Missing
 
 Place = tuple[Path, dict[str, Any]]
 """The run folder and what was asked of the probe."""
@@ -35,7 +32,6 @@ Opener = Callable[[int, int], "Place | None"]
 class _State:
     patched = late = False
     opener: Opener | None = None
-    environment: dict[str, str] = {}
     missing: list[Missing] = []
     becoming = threading.RLock()
     """Held while this process becomes a rank: threads that are ranks come at once."""
@@ -51,14 +47,9 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def environment_at_start() -> dict[str, str]:
-    """What `RankStarted.environment` says."""
-    return _state.environment
-
-
 def rank_started() -> None:
     """This process was started by a launcher as a rank (its environment says so)."""
-    _become(_number("RANK"), _number("WORLD_SIZE"))
+    _become(number_in_environment("RANK"), number_in_environment("WORLD_SIZE"))
 
 
 def torch_loaded() -> None:
@@ -68,8 +59,6 @@ def torch_loaded() -> None:
     _state.patched = True
     try:
         with startup.counted():
-            from . import hooks
-
             _state.missing = hooks.install(ensure_rank)
     except Exception as error:
         if active := recorder():
@@ -167,8 +156,8 @@ def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
     with _state.becoming:
         if recorder() is None:
             _become(
-                rank if rank >= 0 else _number("RANK"),
-                world_size if world_size >= 0 else _number("WORLD_SIZE"),
+                rank if rank >= 0 else number_in_environment("RANK"),
+                world_size if world_size >= 0 else number_in_environment("WORLD_SIZE"),
             )
             guarded("torch-loaded", _tell_torch)
 
@@ -192,9 +181,9 @@ def _become(rank: int, world_size: int) -> None:
 
 
 def _begin_record(rank: int, world_size: int, place: Place) -> None:
-    _state.environment = interesting_environment(launchers_environment())
+    note_environment()
     directory, options = place
-    attempt = _number("TORCHELASTIC_RESTART_COUNT", 0)
+    attempt = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0)
     if attempt:
         directory = directory / f"restart-{attempt}"
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -212,7 +201,7 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
             schema=SCHEMA,
             wall=time.time(),
             rank=rank,
-            local_rank=_number("LOCAL_RANK"),
+            local_rank=number_in_environment("LOCAL_RANK"),
             world_size=world_size,
             pid=os.getpid(),
             node=platform.node(),
@@ -221,7 +210,7 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
             cwd=_cwd(),
             python=platform.python_version(),
             script_digest=_script_digest(),
-            environment=_state.environment,
+            environment=environment_at_start(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             spawned=spawned.spawned_with(),
         ),
@@ -265,11 +254,6 @@ def _options() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _number(name: str, default: int = -1) -> int:
-    try:
-        return int(os.environ.get(name, ""))
-    except ValueError:
-        return default
 
 
 def _cwd() -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ring import State
-from . import gathered, groups, moments, process, waits
+from . import gathered, groups, moments
 from .frames import passed_over, unframe
 from .patching import refused, replace
 from .recorder import Recorder, guarded, recorder
@@ -133,7 +133,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
             active.trouble(part, failure, LOST)
         if active is not None:
             began = time.perf_counter_ns()
-            waits.waited(time.monotonic() - called)
+            moments.waited.happens(active, time.monotonic() - called)
             _returned(number, result)
             active.own_ns += time.perf_counter_ns() - began
         return result
@@ -239,7 +239,8 @@ def mark(number: int | None, state: State) -> None:
 def failed(number: int | None, error: BaseException) -> None:
     mark(number, State.FAILED)
     if number is not None:
-        guarded("calls.failed", lambda active: process.call_failed(active, number, error))
+        if active := recorder():
+            moments.call_failed.happens(active, (number, error))
 
 
 def _returned(number: int | None, result: Any) -> None:
@@ -289,8 +290,9 @@ def _watch_waits(c10d: Any) -> None:
             unframe(error)
             raise
         mark(number, State.DONE)
-        if number is not None:
-            waits.waited(time.monotonic() - began)
+        active = recorder()
+        if number is not None and active is not None:
+            moments.waited.happens(active, time.monotonic() - began)
         return result
 
     replace(c10d.Work, "wait", passed_over(wait, original))

@@ -361,3 +361,15 @@ def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
     for n in range(WINDOWS):
         body = zlib.crc32(ctypes.string_at(address + n * step, WINDOW), body)
     return head, body
+
+
+def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
+    """A digest of the first of the inputs that do not lie in memory of the model's `own`, 0 where
+    one is out of reach; and how many numbers all of them hold."""
+    total = 0
+    for leaf in leaves(inputs, None, without=own):
+        head, body = digest(leaf, None)
+        if not body:
+            return 0, size_of(inputs, own)
+        total = total * 31 + head + 7 * body & 0xFFFFFFFF
+    return total, size_of(inputs, own)

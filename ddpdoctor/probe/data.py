@@ -12,7 +12,7 @@ from . import identity, moments, randomness, samplers, sharding, workers
 from .contents import Fingerprints
 from .frames import passed_over, unframe, updates_statistics
 from .moments import Forward, Loading, Step
-from .passing import passed
+from .stopwatch import loading as loading_time
 from .patching import around, replace
 from .reading import EPOCHS_IN_FULL, Place, Reading, halvings, kept
 from .recorder import Recorder, current, run_hook
@@ -52,19 +52,12 @@ class _Data:
         self.tried: dict[Reading, None] = {}
         self.moved = 0
         self.delivered = 0
-        self.waited_ns = 0
         self.joins = 0
         self.sequence = -1
         self.ordered: Any = None
 
 
 _data = _Data()
-
-
-def take_seconds() -> float:
-    """Seconds spent waiting for batches since the last call."""
-    spent, _data.waited_ns = _data.waited_ns, 0
-    return spent / 1e9
 
 
 def delivered() -> int:
@@ -305,14 +298,14 @@ def _watch_batches(base: Any) -> None:
         try:
             batch = next_batch(self)
         except BaseException as error:
-            state.waited_ns += clock() - began
+            loading_time.ns += clock() - began
             moments.loading_ends.happens(active, loading)
             if reading is not None:
-                _failed(active, reading, error, loading.site)
+                _failed(active, reading, Loading(loading.site, error))
             unframe(error)
             raise
         now = clock()
-        state.waited_ns += now - began
+        loading_time.ns += now - began
         moments.loading_ends.happens(active, loading)
         if reading is not None:
             state.delivered += 1
@@ -369,13 +362,13 @@ def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any)
         active.trouble("data.look", error, LOST)
 
 
-def _failed(active: Recorder, reading: Reading, error: BaseException, site: int) -> None:
+def _failed(active: Recorder, reading: Reading, loading: Loading) -> None:
     try:
-        if isinstance(error, StopIteration):
+        if isinstance(loading.error, StopIteration):
             reading.exhausted = True
             _close(active, reading)
         else:
-            passed(active, "data", error, site)
+            moments.loading_failed.happens(active, loading)
     except Exception as trouble:
         active.trouble("data.close", trouble, LOST)
 

@@ -376,7 +376,7 @@ def _finish(active: Recorder) -> None:
         _look_for_local_steps(active, watch, last=True)
         if not alive:
             continue
-        if (steps := holding.steps()) > 0:
+        if (steps := holdings.steps_taken(holding)) > 0:
             edits.tell_parameters(active, steps, holding)
             writes.look(active, holding, watch.writes, steps, last=True)
             if _size_to_sketch(watch) <= SKETCHED_AT_EASE:

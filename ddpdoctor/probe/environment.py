@@ -9,9 +9,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from .sources import quoted
 
-_PREFIXES = (
+PREFIXES = (
     "CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_",
     "RANK", "ROLE_", "SLURM_", "OMPI_", "PMI_", "TORCH", "TP_SOCKET", "WORLD_SIZE", "GROUP_",
     "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD", "ACCELERATE_", "DEEPSPEED_", "UCX_", "HSA_",
@@ -20,10 +19,6 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key|private|auth|cooki
 _KEY_VALUE = re.compile(r"^(--?[\w-]+|\w+)=(.*)$", re.S)
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
 
-_SETS = re.compile(
-    r"""environ\s*\[\s*["'](\w+)["']\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\(\s*["'](\w+)["']"""
-)
-"""A line that sets a variable."""
 
 HIDDEN = "<hidden>"
 
@@ -47,20 +42,10 @@ def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: HIDDEN if _SECRET.search(name) else _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", value)[:500]
         for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES)
+        if name.startswith(PREFIXES)
     }
 
 
-def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Where a program's files set variables that matter: file and line by name."""
-    found: dict[str, tuple[str, int]] = {}
-    for file in files:
-        for number, line in enumerate(linecache.getlines(file), 1):
-            for match in _SETS.finditer(line) if "environ" in line or "putenv" in line else ():
-                name = match[1] or match[2]
-                if name.startswith(_PREFIXES) and not quoted(file, number):
-                    found.setdefault(name, (file, number))
-    return found
 
 
 def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -79,3 +64,24 @@ def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
             not hide_next and argument.startswith("-") and not pair and _SECRET.search(argument)
         )
     return tuple(shown)
+
+
+def number_in_environment(name: str, default: int = -1) -> int:
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError:
+        return default
+
+
+_at_start: dict[str, str] = {}
+
+
+def note_environment() -> None:
+    """This process becomes a rank: remember what its environment says now."""
+    _at_start.clear()
+    _at_start.update(interesting_environment(launchers_environment()))
+
+
+def environment_at_start() -> dict[str, str]:
+    """What `RankStarted.environment` says."""
+    return dict(_at_start)

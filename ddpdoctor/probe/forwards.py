@@ -142,7 +142,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if model.superseded:
         models.supersede(model)
     if grad_enabled:
-        model.began(forward, active.step)
+        model.began(forward.site, forward.sync, active.step)
         routine.note(Seen(Forward, model, site, sync) if usual else None)
     _state.inside += 1
     moments.forward_begins.happens(active, forward)
@@ -188,7 +188,7 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     routine.stage = Stage.FORWARD
     number = model.forwards
-    model.began(forward, active.step)
+    model.began(forward.site, forward.sync, active.step)
     _state.count += 1
     _state.inside += 1
     forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
@@ -226,7 +226,7 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
     routine.stage = Stage.BETWEEN
     _state.inside -= 1
     _state.seconds += ended - began
-    forward.model.ended(forward, True)
+    forward.model.ended(forward.sync, True)
     forward.output = result
     if moments.forward_ends.in_routine:
         moments.forward_ends.passes(active, forward)
@@ -244,7 +244,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     if routine.stage == Stage.FORWARD:
         routine.stop(active)
     if forward.grad_enabled:
-        forward.model.ended(forward, bool(forward.wrapper.require_backward_grad_sync))
+        forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
     moments.forward_ends.happens(active, forward)
     if not (forward.grad_enabled and forward.wrapper.training):
         moments.trial_ends.happens(active, forward)

@@ -126,8 +126,6 @@ def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from .activation import _number
-
     given = _init_arguments(args, kwargs)
     timeout = given["timeout"]
     active.emit(
@@ -137,9 +135,9 @@ def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
             init_method=str(given["init_method"] or ""),
             rank=given["rank"],
             world_size=given["world_size"],
-            env_rank=_number("RANK"),
-            env_world_size=_number("WORLD_SIZE"),
-            env_local_rank=_number("LOCAL_RANK"),
+            env_rank=number_in_environment("RANK"),
+            env_world_size=number_in_environment("WORLD_SIZE"),
+            env_local_rank=number_in_environment("LOCAL_RANK"),
             timeout_s=timeout.total_seconds() if timeout is not None else -1.0,
             site=active.site(),
             rendezvous=_rendezvous(given),
@@ -190,8 +188,6 @@ def _place_of(store: Any) -> str:
 
 
 def _changed_environment() -> dict[str, str]:
-    from .activation import environment_at_start
-
     now, before = interesting_environment(os.environ), environment_at_start()
     return {name: value for name, value in now.items() if before.get(name) != value}
 

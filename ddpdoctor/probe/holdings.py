@@ -12,30 +12,6 @@ from .recorder import Recorder
 LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
 
 
-class Holding:
-    """The parameters of one model that one optimizer steps. Keeps nothing alive.
-
-    Attributes:
-        positions: in `Wrapped.parameters`, ascending. The first optimizer of a model also answers
-            for its frozen parameters: they are replicated too. `held` are the same as a set.
-        synchronised: those of `positions` whose gradients DDP averages.
-    """
-
-    def __init__(self, model: Model, optimizer: int, positions: list[int]) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.positions = positions
-        self.held = frozenset(positions)
-        expected = set(model.expected)
-        self.synchronised = [p for p in positions if p in expected]
-
-    def parameters(self, positions: list[int]) -> list[Any]:
-        """The parameters at positions, None for those that are gone."""
-        return [self.model.parameters[p]() for p in positions]
-
-    def steps(self) -> int:
-        """How many its optimizer has taken, -1 where that is gone."""
-        return next((k.steps for k in optimizers.known() if k.number == self.optimizer), -1)
 
 
 class _Known:
@@ -49,6 +25,11 @@ def install() -> None:
     """To be called before the watchers subscribe that read `Step.holdings`."""
     moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.routine_due.subscribe(_step_begins, lost=LOST)
+
+
+def steps_taken(holding: Holding) -> int:
+    """How many steps the optimizer of a holding has taken, -1 where that is gone."""
+    return next((k.steps for k in optimizers.known() if k.number == holding.optimizer), -1)
 
 
 def steps_of(model: Model) -> int:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..ring import Phase, State
-from . import groups, moments, process
+from . import groups, moments
 from .calls import LOST, failed, mark
 from .looks import Look
 from .models import Model
@@ -119,7 +119,7 @@ def forward_closes(active: Recorder, written: Tape, forward: Forward, now: float
         written.void(call)
     elif forward.error is not None:
         written.ring.mark(call, State.FAILED)
-        process.call_failed(active, call, forward.error)
+        moments.call_failed.happens(active, (call, forward.error))
     else:
         written.ring.done(call, now)
     if forward.error is None and _rebuilds(forward):
@@ -171,7 +171,7 @@ def backward_closes(active: Recorder, written: Tape, backward: Backward, now: fl
         silent = not backward.synced if look is None else not look.communicated
         if backward.error is not None:
             written.ring.mark(call, State.FAILED)
-            process.call_failed(active, call, backward.error)
+            moments.call_failed.happens(active, (call, backward.error))
         elif silent and (look is None or look.sequence >= 0):
             written.void(call)
         else:

@@ -102,16 +102,6 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     )
 
 
-def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
-    """A digest of the first of the inputs that do not lie in memory of the model's `own`, 0 where
-    one is out of reach; and how many numbers all of them hold."""
-    total = 0
-    for leaf in leaves(inputs, None, without=own):
-        head, body = digest(leaf, None)
-        if not body:
-            return 0, size_of(inputs, own)
-        total = total * 31 + head + 7 * body & 0xFFFFFFFF
-    return total, size_of(inputs, own)
 
 
 def _forward_ended(active: Recorder, forward: Forward) -> None:

@@ -60,24 +60,6 @@ class Origin:
         return self.parameter.rpartition(".")[0]
 
 
-def finite(tensor: Any) -> bool:
-    """Whether all of a tensor is finite, or of this rank's shard of it; true for what is no
-    floating-point tensor on the CPU, or cannot be read."""
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        return True
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = shard(tensor).detach()
-        floating = plain.is_floating_point()
-        if not (floating or plain.is_complex()) or not readable(plain) or not plain.numel():
-            return True
-        if floating and plain.numel() == 1:
-            return math.isfinite(plain.item())
-        # A sum is half the work; one that overflows is looked at again.
-        if floating and math.isfinite(plain.sum().item()):
-            return True
-        return bool(torch.isfinite(plain).all().item())
 
 
 def value_in(tensor: Any) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 from ..events import OptimizerSeen, StepDone
 from ..events.amp import next_told_at, told_at
 from ..ring import Phase
-from . import autograd, data, forwards, models, moments
+from . import autograd, forwards, models, moments
 from .moments import Step
 from .pace import FIRST_STEPS
 from .patching import around, on_restore
 from .recorder import Recorder, current, run_hook
 from .references import WeakIdentityMap
 from .routine import Stage, Usual, routine
+from .stopwatch import loading
 from .torch_private import own_pre_hooks, pre_hooks_after, unseen
 
 PART, LOST = "optimizer-step", "optimizer steps"
@@ -29,46 +30,8 @@ JOINED_S, JOINED_LATER_S = 0.25, 1.0
 after `STEPS_IN_FULL` within a second. The ring has the number of the last one in any case."""
 
 
-class Joined:
-    """Steps of one optimizer that wait to be told in one record.
-
-    Attributes:
-        step, at, backwards, synced: of the last of them; backwards are counted since the start.
-        wall_s, data_s, forward_s, backward_s, optimizer_s: sums over them.
-    """
-
-    __slots__ = (
-        "at", "backward_s", "backwards", "count", "data_s", "forward_s", "optimizer_s", "site",
-        "step", "synced", "wall_s",
-    )  # fmt: skip
-
-    def __init__(self, site: int) -> None:
-        self.site = site
-        self.count = self.step = self.backwards = self.synced = 0
-        self.at = self.wall_s = 0.0
-        self.data_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
 
 
-class Optimizer:
-    """What the probe knows of one optimizer.
-
-    Attributes:
-        due_at: no sooner than before this step anybody wants to be told of a routine one.
-        notes: what watchers know of it, by their own class; dies with the optimizer.
-    """
-
-    def __init__(self, number: int, optimizer: Any) -> None:
-        self.number = number
-        self.reference = weakref.ref(optimizer)
-        self.steps = 0
-        self.due_at = 0
-        self.began = 0.0
-        self.step: Step | None = None
-        self.notes: dict[type, Any] = {}
-        self.backwards = 0
-        self.synced = 0
-        self.joined: Joined | None = None
-        self.told_at = 0.0
 
 
 class _Optimizers:
@@ -264,7 +227,7 @@ def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
 
 def _take_seconds(joined: Joined) -> None:
     """What was spent in each phase since the last time that somebody asked."""
-    joined.data_s += data.take_seconds()
+    joined.data_s += loading.take_seconds()
     joined.forward_s += forwards.take_seconds()
     joined.backward_s += autograd.take_seconds()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ..events import ExceptionPassed
 from . import moments
-from .moments import Backward, Call, Forward
+from .moments import Backward, Call, Forward, Loading
 from .patching import around
 from .recorder import Recorder
 from .relayed import relayed
@@ -44,6 +44,7 @@ def install() -> None:
     moments.called.subscribe(_called, lost=LOST)
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.backward_failed.subscribe(_backward_failed, lost=LOST)
+    moments.loading_failed.subscribe(_loading_failed, lost=LOST)
 
 
 def _forward_failed(active: Recorder, forward: Forward) -> None:
@@ -54,6 +55,11 @@ def _forward_failed(active: Recorder, forward: Forward) -> None:
 def _backward_failed(active: Recorder, backward: Backward) -> None:
     assert backward.error is not None
     passed(active, "backward", backward.error, backward.site)
+
+
+def _loading_failed(active: Recorder, loading: Loading) -> None:
+    assert loading.error is not None
+    passed(active, "data", loading.error, loading.site)
 
 
 def _told(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

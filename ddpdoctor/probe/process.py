@@ -81,6 +81,7 @@ def listen() -> None:
     moments.forward_failed.subscribe(_failed, lost=_LOST)
     moments.backward_failed.subscribe(_failed, lost=_LOST)
     moments.handled.subscribe(_handled, lost="what this rank caught before it left")
+    moments.call_failed.subscribe(_call_failed, lost="what this rank caught before it left")
 
 
 def uninstall() -> None:
@@ -247,9 +248,10 @@ def note_exception(
     guarded("exception", note, lost="the exception that ended this rank")
 
 
-def call_failed(active: Recorder, number: int, error: BaseException) -> None:
+def _call_failed(active: Recorder, failed: tuple[int, BaseException]) -> None:
     """Remember what a call raised. A program that catches it, makes no other call and leaves with
     a bad status leaves because of it."""
+    number, error = failed
     _ending.caught = number, _raised(active, error, _callers(active), True)
 
 

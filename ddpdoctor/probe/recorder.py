@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ..runfolder import EventWriter
@@ -17,8 +17,6 @@ from . import startup
 from .sites import Sites
 from .torch_private import interposed, pause_compiler, resume_compiler, without_modes
 
-if TYPE_CHECKING:
-    from .tape import Tape
 
 T = TypeVar("T")
 
@@ -43,7 +41,7 @@ class Recorder:
         lock: held while records are written, and by those who have some to join.
         before_events: writes what waits to be written, before anything else is.
         after_events: looks after what the program may have taken away.
-        tape: its log of calls, once `tape` has made one; `tape_failed`: none could be made.
+        tape: its log of calls (a `CallLog`), once there is one; `tape_failed`: none could be made.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Recorder:
         self.off: set[str] = set()
         self.before_events: Callable[[Recorder], None] | None = None
         self.after_events: Callable[[], None] | None = None
-        self.tape: Tape | None = None
+        self.tape: Any = None
         self.tape_failed = False
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()

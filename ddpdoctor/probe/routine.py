@@ -16,19 +16,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..ring import RingWriter
 from . import moments
+from .hooking import Moment
 from .gradients import NO_GRADIENT
 from .moments import Backward, Forward, Step
 from .recorder import Recorder
 from .torch_private import interposed, joins
 
-if TYPE_CHECKING:
-    from .models import Model
-    from .optimizers import Optimizer
-    from .tape import Recurring, Tape
+from .model import Model
+from .records import Optimizer
+from .tape import Recurring, Tape
 
 FIRST = 64
 """Steps of an optimizer that are looked at like any other."""
@@ -167,6 +167,10 @@ class Expected:
         return found
 
 
+interrupted: Moment[Expected] = Moment("interrupted")
+"""A step that began as a routine one is none: what has passed of it is still to be told."""
+
+
 class Routine:
     """Whether the next step, or the one that is running, is a routine one.
 
@@ -236,7 +240,7 @@ class Routine:
             return
         if self.stage != Stage.NONE:
             self._enough = min(2 * self._enough, MOST_ALIKE)
-            moments.interrupted.happens(active, self.expected)
+            interrupted.happens(active, self.expected)
         self.expected, self.stage, self.trail = None, Stage.NONE, []
         self._alike, self._broken = 0, False
 

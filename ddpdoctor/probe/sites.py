@@ -188,3 +188,18 @@ class Sites:
                 )
             )
         return self._by_place[key]
+
+
+MOST_FILES = 300
+
+def own_files() -> list[str]:
+    """The user's own modules that are loaded."""
+    libraries = (sys.base_prefix + os.sep + "lib", sys.prefix + os.sep + "lib")
+    found: list[str] = []
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(libraries):
+            continue
+        if len(found) < MOST_FILES and file not in found and classify(file) == "user":
+            found.append(file)
+    return found

@@ -169,3 +169,20 @@ def _with_branches(node: ast.AST, way: Way) -> Iterator[tuple[ast.AST, Way]]:
             if isinstance(child, ast.AST):
                 yield child, inner
                 yield from _with_branches(child, inner)
+
+
+_SETS = re.compile(
+    r"""environ\s*\[\s*["'](\w+)["']\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\(\s*["'](\w+)["']"""
+)
+"""A line that sets a variable."""
+
+def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Where a program's files set variables that matter: file and line by name."""
+    found: dict[str, tuple[str, int]] = {}
+    for file in files:
+        for number, line in enumerate(linecache.getlines(file), 1):
+            for match in _SETS.finditer(line) if "environ" in line or "putenv" in line else ():
+                name = match[1] or match[2]
+                if name.startswith(PREFIXES) and not quoted(file, number):
+                    found.setdefault(name, (file, number))
+    return found

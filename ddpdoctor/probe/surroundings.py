@@ -23,7 +23,6 @@ THREADS_AT = 3
 
 THREADS_EVERY_S = 5.0
 
-MOST_FILES = 300
 LARGEST_FILE = 4 * 1024 * 1024
 
 
@@ -54,17 +53,6 @@ def _step_due(active: Recorder, step: Step) -> None:
     active.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
 
-def own_files() -> list[str]:
-    """The user's own modules that are loaded."""
-    libraries = (sys.base_prefix + os.sep + "lib", sys.prefix + os.sep + "lib")
-    found: list[str] = []
-    for module in list(sys.modules.values()):
-        file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
-        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(libraries):
-            continue
-        if len(found) < MOST_FILES and file not in found and classify(file) == "user":
-            found.append(file)
-    return found
 
 
 def _digests() -> dict[str, str]:

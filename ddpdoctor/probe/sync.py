@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ..events import SyncPattern
-from . import derivatives, exchanges, models, moments, unused
+from . import derivatives, exchanges, models, moments
 from .accumulators import Captures
 from .holdings import Holding
 from .looks import Look
@@ -19,7 +19,7 @@ from .patching import around
 from .recorder import Recorder
 from .references import WeakIdentityMap
 from .resolving import setting_in_frames
-from .routine import Expected, routine
+from .routine import Expected, interrupted, routine
 from .torch_private import exposed_seconds
 
 LOST = "which backwards synchronised"
@@ -112,7 +112,7 @@ def install() -> None:
     moments.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
     moments.closure_ends.subscribe(_closure_ends, lost=LOST)
     moments.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
-    moments.interrupted.subscribe(_interrupted, lost=LOST)
+    interrupted.subscribe(_interrupted, lost=LOST)
 
 
 def averaged(model: Model, optimizer: int | None = None) -> bool | None:
@@ -268,7 +268,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
         new.reason, new.blame = _reason(sync, backward, own_forward)
         examined = sync.model.number in backward.untouched  # and told of as such
         if new.reason == NOT_REDUCED and not examined:
-            unused.kept_waiting(sync.model, backward.site)
+            if active := recorder():
+                moments.gradients_missing.happens(active, (sync.model, backward.site))
     sync.contributions.append(new)
     sync.functional = -1
     sync.last = new.synced

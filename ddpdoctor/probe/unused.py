@@ -84,6 +84,7 @@ def install() -> None:
     )
     moments.forward_failed.subscribe(_forward_failed, lost=LOST)
     moments.gradients_ready.subscribe(_gradients_ready, lost=LOST)
+    moments.gradients_missing.subscribe(_gradients_missing, lost=LOST)
     moments.backward_examined.subscribe(_backward_examined, lost=LOST)
     moments.leaving.subscribe(_leaving, lost=LOST)
 
@@ -178,11 +179,12 @@ def _learn_from_error(active: Recorder, forward: Forward) -> None:
         _tell(active, model, unused, model.synced_backwards, by_torch=True)
 
 
-def kept_waiting(model: Model, site: int) -> None:
+def _gradients_missing(active: Recorder, missing: tuple[Model, int]) -> None:
     """A backward left DDP waiting. Which parameters it waits for can be told now, where gradients
     are dropped between steps; the rank may not live to the next forward, in which torch does."""
-    active, watched = recorder(), _watched.get(model)
-    if active is None or watched is None or model.find_unused or model.static_graph:
+    model, site = missing
+    watched = _watched.get(model)
+    if watched is None or model.find_unused or model.static_graph:
         return
     waiting = ((i, model.parameters[i]()) for i in model.expected)
     unused = tuple(i for i, p in waiting if p is not None and p.grad is None)

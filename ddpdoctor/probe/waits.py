@@ -106,6 +106,7 @@ def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _time.__init__()  # type: ignore[misc]
+    moments.waited.subscribe(_waited, lost=LOST)
     _measuring[:] = (
         moments.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
         moments.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
@@ -189,13 +190,9 @@ def _leaves(active: Recorder, moment: Any) -> None:
         _time.segment = _time.segment % len(PHASES) + len(PHASES)
 
 
-def _waited(seconds: float) -> None:
+def _waited(active: Recorder, seconds: float) -> None:
     if _time.looking and get_ident() == _time.thread:
         _time.waited[_time.segment] += seconds
-
-
-waited = shielded("waits", _waited, LOST)
-"""(seconds) The rank comes out of a collective that took so long."""
 
 
 def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -204,7 +201,7 @@ def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _met(active: Recorder, began: Any, result: Any, error: BaseException | None) -> None:
     if began is not None:
-        waited(time.monotonic() - began)
+        _waited(active, time.monotonic() - began)
 
 
 class _Tail:
@@ -234,7 +231,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
     if handle is not None:
         handle.remove()
         if _Tail.began:
-            waited(time.monotonic() - _Tail.began)
+            _waited(active, time.monotonic() - _Tail.began)
 
 
 def _step_ends(active: Recorder, step: Step) -> None:

@@ -15,7 +15,7 @@ from ..findings import Check, Report
 from ..run import Run
 from ..runfolder import write_private
 
-PLAIN_WIDTH = 80
+from .streams import PLAIN_WIDTH, emit, is_terminal, width_of
 
 
 def console(
@@ -113,26 +113,10 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     _write(path, html(report).encode(errors="replace"))
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether a person with a terminal that knows escapes is on the other end."""
-    try:
-        return stream.isatty() and os.environ.get("TERM") != "dumb"
-    except ValueError:  # closed
-        return False
 
 
-def width_of(stream: TextIO) -> int:
-    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if is_terminal(stream) else 80
 
 
-def emit(content: str, stream: TextIO) -> None:
-    """Write text to a stream, whatever its encoding."""
-    try:
-        stream.write(content)
-    except UnicodeEncodeError:
-        known = stream.encoding or "ascii"
-        stream.write(content.encode(known, "replace").decode(known))
-    stream.flush()
 
 
 def _write(path: str | os.PathLike[str], content: bytes) -> None:

@@ -21,7 +21,7 @@ from ..diagnose import row
 from ..findings import RankState
 from ..run import Run, fold_ranks, ranks_text
 from ..whereabouts import whereabouts
-from . import emit, is_terminal
+from .streams import emit, is_terminal
 from .facts import RANK_COLUMNS, Grid
 from .terminal import captured, make_console, rank_table, show
 from .words import clean, count, duration

@@ -19,7 +19,7 @@ from . import facts
 from .facts import Grid, Proof
 from .words import clean, clean_lines, cut, fit, paragraphs, wrap
 
-PLAIN_WIDTH = 80
+from .streams import PLAIN_WIDTH
 SOURCE_LIMIT = 400
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
