@@ -90,7 +90,7 @@ class Switch:
     """Takes the doctor out of every other window of steps, and counts them apart."""
 
     def __init__(self) -> None:
-        from ddpdoctor.probe import recorder
+        from ddpdoctor.probe.recording import recorder
 
         self._probe = recorder
         self._active = recorder.recorder()

@@ -44,7 +44,7 @@ from ddpdoctor.events import (
     encode,
 )
 from ddpdoctor.events.pack import pack_ascending
-from ddpdoctor.runfolder import RunFolder, RunInfo, rank_stem
+from ddpdoctor.storage.run_folder import RunFolder, RunInfo, rank_stem
 
 PER_NODE = 8
 LAYERS = 48

@@ -1,1 +1,1 @@
-"""The checks: one file each, in the families of the catalogue. Loaded by `ddpdoctor.registry`."""
+"""The checks: one file each, in the families of the catalogue, loaded by the registry."""

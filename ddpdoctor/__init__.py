@@ -3,7 +3,7 @@
     ddpdoctor run train.py
 
 or, under any launcher, from inside the program: `@ddpdoctor.checkup` on the function that takes a
-step, `with ddpdoctor.examine():` around the training. `ddpdoctor.load(folder)` reads a report.
+step, `with ddpdoctor.examine():` around the training. `ddpdoctor.run.load(folder)` reads a report.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .embedded import FaultFound, checkup, examine, load
-    from .findings import Check, Finding
+    from .report.findings import Check, Finding
 
 from ._version import __version__
 

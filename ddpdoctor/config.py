@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from .findings import Severity
+from .report.findings import Severity
 
 NEVER = "never"
 FAIL_ON = (*(s.value for s in Severity), NEVER)

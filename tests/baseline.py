@@ -49,7 +49,7 @@ def keep(folder: Path, jobs: int) -> None:
 
 def findings(run: Path) -> list[dict[str, Any]]:
     """What the doctor says of one run folder, as plain JSON values."""
-    report = ddpdoctor.load(run)
+    report = ddpdoctor.run.load(run)
     kept = []
     for finding in report.findings:
         place = finding.location
@@ -111,7 +111,9 @@ def _line(finding: dict[str, Any], words: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("what", choices=["keep", "write", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=2)

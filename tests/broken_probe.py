@@ -18,26 +18,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddpdoctor import ring, runfolder
-from ddpdoctor.probe import activation, recorder, routine
+from ddpdoctor.probe.bootstrap import activation
+from ddpdoctor.probe.recording import recorder
+from ddpdoctor.probe.training import steady_state
+from ddpdoctor.storage import call_ring, run_folder
 
 PLACE = pathlib.Path(os.environ["PLACE"])
 
 GUARDS = {
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
-    "calls.mark", "calls._returned", "calls._waited_for",
-    "data._before", "data._dropped", "data._failed", "data._look", "data._use",
-    "frames.passed_over", "frames.unframe", "imports.Finder.find_spec",
-    "imports._Execution.__call__",
-    "modules._missed", "modules._registered", "moments.Moment.happens",
+    "collectives.mark", "collectives._returned", "collectives._waited_for",
+    "loaders._before", "loaders._dropped", "loaders._failed", "loaders._look", "loaders._use",
+    "frames.passed_over", "frames.unframe", "import_hooks.Finder.find_spec",
+    "import_hooks._Execution.__call__",
+    "module_origins._missed", "module_origins._registered", "hooks.Moment.happens",
     "optimizers._post_hook", "optimizers._pre_hook",
     "patching.around", "patching.on_restore", "patching.refused",
-    "patching.replace", "patching.replace_copies", "patching.restore", "process.uninstall",
+    "patching.replace", "patching.replace_copies", "patching.restore", "exits.uninstall",
     "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
     "optimizers._last_pre_hook",
     "recorder.guarded", "recorder.recorder", "recorder.run_hook", "recorder.set_recorder",
-    "recorder.shielded", "stacks.drop",
-    "torch_private.resume_compiler",
+    "recorder.shielded", "stack_file.drop",
+    "torch_compat.resume_compiler",
 }  # fmt: skip
 """What catches the failures of all others: nothing stands between these and the user."""
 
@@ -87,7 +89,7 @@ def train():
         with torch.no_grad():
             model(x)
         model.train()
-    for _ in range(2 * routine.ALIKE):
+    for _ in range(2 * steady_state.ALIKE):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
@@ -133,7 +135,7 @@ def functions():
     """Every function of the probe, by name; for what is made inside of others see `closures`."""
     found = {}
     modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("ddpdoctor.probe.")]
-    for module in (*modules, ring, runfolder):
+    for module in (*modules, call_ring, run_folder):
         short = module.__name__.rpartition(".")[2]
         for name, value in vars(module).items():
             if getattr(value, "__module__", "") != module.__name__:
@@ -210,7 +212,7 @@ def note(frame, event, argument):
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-routine.FIRST = 0
+steady_state.FIRST = 0
 called = set()
 plain = train()
 examined("import everything first")

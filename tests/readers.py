@@ -24,7 +24,7 @@ from ddpdoctor.events import (
     Wrapped,
 )
 from ddpdoctor.events.pack import pack, pack_ascending
-from ddpdoctor.findings import Check, Finding
+from ddpdoctor.report.findings import Check, Finding
 from ddpdoctor.run import Run
 
 SITES = [

@@ -1,6 +1,6 @@
-"""Writes the parts of the README that come from the code: `make readme`.
+"""Writes the parts of README and CONTRIBUTING that come from the code: `make readme`.
 
-The table of checks is made from the checks, the picture from a real run of a sample, the table of
+The table of layers is made from `layers.MAY_IMPORT`, the table of checks from the checks, the picture from a real run of a sample, the table of
 costs from what `benchmarks/overhead.py` measured last.
 """
 
@@ -12,11 +12,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ddpdoctor import registry, render
-from ddpdoctor.postmortem import open_run
+import layers
+
+from ddpdoctor import render
+from ddpdoctor.report import registry
+from ddpdoctor.report.postmortem import open_run
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PICTURE = ROOT / "samples" / "report.svg"
 PICTURED = "samples/model/unused_parameter.py"
 OVERHEAD = ROOT / "benchmarks" / "overhead.md"
@@ -45,6 +49,11 @@ def updated(text: str) -> str:
     return text
 
 
+def contributing(text: str) -> str:
+    """CONTRIBUTING as it should read now."""
+    return with_block(text, "layers", layers.table())
+
+
 def picture() -> str:
     """The report of a sample's run as it stands on a terminal, as SVG."""
     from rich.console import Console
@@ -64,5 +73,6 @@ def picture() -> str:
 
 if __name__ == "__main__":
     README.write_text(updated(README.read_text()))
+    CONTRIBUTING.write_text(contributing(CONTRIBUTING.read_text()))
     if "--no-picture" not in sys.argv:
         PICTURE.write_text(picture())

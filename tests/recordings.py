@@ -36,9 +36,9 @@ from ddpdoctor.events import (
     TorchLoaded,
     encode,
 )
-from ddpdoctor.ring import RingWriter
 from ddpdoctor.run import Run, load
-from ddpdoctor.runfolder import EventWriter, RunFolder, RunInfo, rank_stem
+from ddpdoctor.storage.call_ring import RingWriter
+from ddpdoctor.storage.run_folder import EventWriter, RunFolder, RunInfo, rank_stem
 
 START = 1000.0
 """Where the ranks' clock begins."""

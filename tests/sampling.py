@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from ddpdoctor.findings import Finding, Report, Severity
+from ddpdoctor.report.findings import Finding, Report, Severity
 
 ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "samples"

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import torch
 from torch import nn
 
-from ddpdoctor.probe.accumulators import Captures, FiringWatch, nodes_of
-from ddpdoctor.probe.looks import Look
+from ddpdoctor.probe.training.accumulate_grad import Captures, FiringWatch, nodes_of
+from ddpdoctor.probe.training.backward_observation import Look
 
 
 def watched(model: nn.Module) -> FiringWatch:

@@ -18,11 +18,11 @@ from ddpdoctor.events import (
     RankExiting,
     Stopped,
 )
-from ddpdoctor.findings import Severity
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.registry import all_checks
+from ddpdoctor.report.findings import Severity
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.report.registry import all_checks
 from ddpdoctor.run import Recording
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.run_folder import RunFolder
 
 
 def here(rank: int, pid: int) -> Event:

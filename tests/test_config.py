@@ -11,7 +11,7 @@ import pytest
 import ddpdoctor
 from ddpdoctor import config
 from ddpdoctor.config import SETTINGS, ConfigError, Options, resolve
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.findings import Severity
 
 INTERNAL = {"DDPDOCTOR_DIR", "DDPDOCTOR_PROBE", "DDPDOCTOR_OWNER", "DDPDOCTOR_HOME"}
 

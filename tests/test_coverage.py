@@ -7,8 +7,8 @@ from recordings import make_run, torch_loaded
 from toys import ToyQuiet
 
 from ddpdoctor import render
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, ProbeTrouble, RankExiting
+from ddpdoctor.report.diagnose import diagnose
 
 LEAVES = RankExiting(at=1, how="return")
 PAST_THE_HOOK = RankExiting(at=1, how="return", torch_imported=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import debuglevel, patching, recorder
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import debug_level, patching, recorder
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.storage.run_folder import EventWriter
 
 dist: Any = importlib.import_module("torch.distributed")
 OFF, INFO = dist.DebugLevel.OFF, dist.DebugLevel.INFO
@@ -23,7 +23,7 @@ def set_by_us(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     dist.set_debug_level(INFO)
     monkeypatch.setattr(recorder.current, "recorder", active)
-    debuglevel.install()
+    debug_level.install()
     yield request.param is not None
     patching.restore()
     dist.set_debug_level(level)

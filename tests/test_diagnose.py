@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pytest
 from recordings import PID, make_run, started, steps
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded
-from ddpdoctor.findings import Check, Finding, Location, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Check, Finding, Severity
+from ddpdoctor.run import Location, Run
 
 
 class Says(Check):

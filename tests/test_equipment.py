@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from recordings import make_run, monitor, started, torch_loaded
 
-from ddpdoctor.equipment import describe
 from ddpdoctor.events import MemoryLimit
+from ddpdoctor.report.environment import describe
 
 GB = 1 << 30
 

@@ -16,8 +16,8 @@ from types import FunctionType
 import pytest
 from sampling import ROOT, inherited, run
 
-from ddpdoctor.monitor import Monitor
-from ddpdoctor.probe import activation, hooks
+from ddpdoctor.monitor.monitor import Monitor
+from ddpdoctor.probe.bootstrap import activation, install
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ HARD_TIMES = {
         setup="import types\n"
         "def missing(*args, **kwargs):\n"
         "    raise AttributeError('another version of torch')\n"
-        "private = sys.modules.get('ddpdoctor.probe.torch_private')\n"
+        "private = sys.modules.get('ddpdoctor.probe.recording.torch_compat')\n"
         "for value in vars(private).values() if private else ():\n"
         "    if isinstance(value, types.FunctionType) and value.__module__ == private.__name__:\n"
         "        value.__code__ = missing.__code__",
@@ -134,7 +134,7 @@ UNTOLD = ("_write", "failed", "reaped", "stopped", "swept")
 
 HARD_TIMES |= {
     f"monitor without {method}": Trouble(
-        doctor="from ddpdoctor.monitor import Monitor\n"
+        doctor="from ddpdoctor.monitor.monitor import Monitor\n"
         "def fail(*args, **kwargs): raise RuntimeError('injected')\n"
         f"Monitor.{method} = fail",
         told="" if method in UNTOLD else r"the (monitor|last look) failed.*\n?.*injected",
@@ -211,7 +211,7 @@ def test_a_probe_that_cannot_be_put_in_place_says_so(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(activation, "recorder", Active)
     monkeypatch.setattr(activation._state, "patched", False)
-    monkeypatch.setattr(hooks, "install", fail)
+    monkeypatch.setattr(install, "install", fail)
     with pytest.raises(ImportError):  # the shim writes it down and goes on
         activation.torch_loaded()
     assert [(part, lost) for part, _, lost in told] == [("hooks", "training: torch is not watched")]

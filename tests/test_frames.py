@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import modules
-from ddpdoctor.probe.frames import updates_statistics, variables
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.probe.tracing import LINES_AT_MOST, Tracer
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording.frames import updates_statistics, variables
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.source.line_tracer import LINES_AT_MOST, Tracer
+from ddpdoctor.probe.training import module_origins
+from ddpdoctor.storage.run_folder import EventWriter
 
 
 class Thing:
@@ -132,17 +132,19 @@ def test_a_module_that_notes_its_arguments_by_locals(monkeypatch: pytest.MonkeyP
     """Where it was made is told although its constructor is out of reach."""
     torch = pytest.importorskip("torch")
     notes: list[str] = []
-    monkeypatch.setattr(modules._births, "is_user", lambda code: code.co_filename == __file__)
+    monkeypatch.setattr(
+        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+    )
 
     class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self, width: int = 8) -> None:
             given = locals()
             super().__init__()
-            late = modules._note(self, sys._getframe())
+            late = module_origins._note(self, sys._getframe())
             notes.extend(given)
 
     net = Net()
-    assert modules._births.lines[net][1] == line_of("net = Net()")
+    assert module_origins._births.lines[net][1] == line_of("net = Net()")
     assert not {"given", "late"} & set(notes)
 
 

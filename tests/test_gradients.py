@@ -2,7 +2,7 @@
 
 import torch
 
-from ddpdoctor.probe.gradients import memory_of
+from ddpdoctor.probe.tensors.gradient_versions import memory_of
 
 
 def test_views_lie_where_their_base_does() -> None:

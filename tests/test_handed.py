@@ -6,7 +6,7 @@ from types import CodeType
 import pytest
 import torch.distributed  # noqa: F401
 
-from ddpdoctor.probe.handed import hands_on
+from ddpdoctor.probe.source.passthrough import hands_on
 
 HEAD = "import torch, torch.distributed as dist\nSUM = dist.ReduceOp.SUM\nsizes = [1]\n"
 GIVEN = [

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.events import TorchLoaded
-from ddpdoctor.held import HeldFile, mapped
-from ddpdoctor.probe import answers, stacks
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.collectives import stack_server
+from ddpdoctor.probe.recording import stack_file
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.storage.run_folder import EventWriter, Lines
+from ddpdoctor.storage.safe_fd import HeldFile, mapped
 
 Take = Callable[[int], None]
 
@@ -98,15 +99,15 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
     sizes = [0]
 
     def asked() -> bool:
-        os.kill(os.getpid(), stacks.STACK_SIGNAL)
+        os.kill(os.getpid(), stack_file.STACK_SIGNAL)
         sizes.append(path.stat().st_size)
         return sizes[-1] > sizes[-2]
 
-    stacks.watch(active)
+    stack_file.watch(active)
     try:
         for _ in range(2):
             assert asked()
-            take(stacks._stacks.number)
+            take(stack_file._stacks.number)
             active.emit(event(0))
         assert asked()
         child = os.fork()
@@ -114,19 +115,19 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
             os._exit(asked())
         assert os.waitpid(child, 0)[1] == 0
     finally:
-        stacks.drop()
+        stack_file.drop()
     assert not asked()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_questions_are_heard_again(take: Take) -> None:
     address = f"\0ddpdoctor-test-{os.getpid()}-{time.monotonic_ns():x}"
-    ears = answers._Ears(address)
+    ears = stack_server._Ears(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
         mouth.sendto(b"?", address)
         assert ears.hear()
         take(ears._held.fd)
         assert not ears.hear()
-        ears = answers._Ears(address)
+        ears = stack_server._Ears(address)
         mouth.sendto(b"?", address)
         assert ears.hear()

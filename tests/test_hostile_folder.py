@@ -16,11 +16,12 @@ from recordings import make_run, site, started, steps, write_folder
 from sampling import inherited
 
 from ddpdoctor import render
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import ExceptionRaised
-from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.registry import all_checks
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.report.registry import all_checks
+from ddpdoctor.run import Location
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[31m\u202egnp\u2066\x9b5m"
 MARKUP = "[bold red]x[/] [link=file:///etc/passwd]y[/link] <script>alert(1)</script> `rm` | * _"
@@ -137,7 +138,7 @@ def test_findings_are_not_written_through_a_link(tmp_path: Path) -> None:
     victim.write_text("untouched")
     folder = write_folder(tmp_path / "run", {0: steps(1)})
     (folder.path / "findings.json").symlink_to(victim)
-    from ddpdoctor.runfolder import write_private
+    from ddpdoctor.storage.run_folder import write_private
 
     write_private(folder.findings_path, b"{}")
     assert victim.read_text() == "untouched"
@@ -158,7 +159,7 @@ def test_nothing_in_a_folder_is_run(tmp_path: Path) -> None:
 
 
 def test_secrets_are_hidden() -> None:
-    from ddpdoctor.probe.environment import interesting_environment, visible_arguments
+    from ddpdoctor.probe.recording.environment import interesting_environment, visible_arguments
 
     shown = interesting_environment(
         {

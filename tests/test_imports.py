@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe import files, patching, recorder
-from ddpdoctor.probe.imports import when_imported
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording.import_hooks import when_imported
+from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.storage.run_folder import EventWriter
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import pytest
 from recordings import ring_of, site, write_folder
 
 from ddpdoctor.events import Event, NotObserved, OptimizerSeen, StepDone
-from ddpdoctor.probe import optimizers
-from ddpdoctor.probe.moments import Step
-from ddpdoctor.probe.optimizers import FIRST_STEPS, JOINED_S, Optimizer
-from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.training.optimizers import FIRST_STEPS, JOINED_S
+from ddpdoctor.probe.training.records import Optimizer, Step
 from ddpdoctor.run import load
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 class Loop:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from recordings import START, WALL, make_run, started, steps
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, GroupReady, InitEntered, RankExiting, StallSeen
-from ddpdoctor.registry import all_checks
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.registry import all_checks
 from ddpdoctor.run import Run
 
 LASTS_S = 100.0

@@ -18,7 +18,7 @@ import pytest
 from ddpdoctor.events import Event, ProcessEnded, ProcessStarted, Stopped
 from ddpdoctor.launch.environment import PACKAGE
 from ddpdoctor.run import Recording, Run
-from ddpdoctor.runfolder import Lines, RunFolder, RunInfo
+from ddpdoctor.storage.run_folder import Lines, RunFolder, RunInfo
 
 LIMIT_S = 90
 TWO = ("--standalone", "--nproc-per-node=2")

@@ -16,17 +16,17 @@ import pytest
 from recordings import PID, START, make_run, run_info, steps, write_folder
 
 from ddpdoctor.config import Options
-from ddpdoctor.diagnose import diagnose
-from ddpdoctor.embedded import watcher
+from ddpdoctor.embedded import monitor_process
 from ddpdoctor.events import ExceptionRaised, ProcessEnded, RankSample
-from ddpdoctor.findings import Finding, Location, Severity
-from ddpdoctor.launch import LaunchError, devices, ending, gathering, torchrun
+from ddpdoctor.launch import LaunchError, devices, outcome, rendezvous_wait, torchrun
 from ddpdoctor.launch import environment as environment_of
 from ddpdoctor.launch.session import Session, _open_folder, _tell_outer
-from ddpdoctor.monitor import Monitor
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.run import Facts, Run, load
-from ddpdoctor.runfolder import FolderError, RunFolder, RunInfo
+from ddpdoctor.monitor.monitor import Monitor
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding, Severity
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.run import Facts, Location, Run, load
+from ddpdoctor.storage.run_folder import FolderError, RunFolder, RunInfo
 
 
 @pytest.fixture(autouse=True)
@@ -172,13 +172,13 @@ def _end(rank: int, at: float, **how: int | bool) -> ProcessEnded:
 
 def test_outcome_follows_the_first_to_end() -> None:
     cleanup = _end(0, 2, signal=15, by_launcher=True)
-    assert ending.outcome(_run(_end(0, 1, status=0)), 0, "") == "completed"
-    assert ending.outcome(_run(cleanup, _end(1, 1, status=7)), 1, "") == "failed"
-    assert ending.outcome(_run(_end(0, 2, status=1), _end(1, 1, signal=9)), 1, "") == "killed"
-    assert ending.outcome(_run(_end(0, 1, status=1), _end(1, 2, signal=6)), 1, "") == "failed"
-    assert ending.outcome(_run(cleanup), 1, "interrupt") == "killed"
-    assert ending.outcome(_run(cleanup), 1, "doctor") == "hung"
-    assert ending.outcome(_run(cleanup), 1, "") == "failed"  # another node's rank began it
+    assert outcome.outcome(_run(_end(0, 1, status=0)), 0, "") == "completed"
+    assert outcome.outcome(_run(cleanup, _end(1, 1, status=7)), 1, "") == "failed"
+    assert outcome.outcome(_run(_end(0, 2, status=1), _end(1, 1, signal=9)), 1, "") == "killed"
+    assert outcome.outcome(_run(_end(0, 1, status=1), _end(1, 2, signal=6)), 1, "") == "failed"
+    assert outcome.outcome(_run(cleanup), 1, "interrupt") == "killed"
+    assert outcome.outcome(_run(cleanup), 1, "doctor") == "hung"
+    assert outcome.outcome(_run(cleanup), 1, "") == "failed"  # another node's rank began it
 
 
 @pytest.mark.parametrize(("how", "told"), [({}, "failed"), ({"signal": 9}, "killed")])
@@ -191,7 +191,7 @@ def test_outcome_where_the_statuses_of_spawned_ranks_are_not_known(
     ends = [msgspec.structs.replace(e, pid=PID + e.rank) for e in told_of]
     run = make_run({0: [raised], 1: steps(1)}, nodes={0: ends}, ended=None)
     assert {r.state for r in run.ranks.values()} == {"failed", "killed"}
-    assert ending.outcome(run, 1, "") == told
+    assert outcome.outcome(run, 1, "") == told
 
 
 def test_exit_status_first_that_applies() -> None:
@@ -199,12 +199,12 @@ def test_exit_status_first_that_applies() -> None:
     fault = Finding(code="X1", check="x", severity=Severity.WARNING, summary="", cause="", fix="")
     faulty = msgspec.structs.replace(clean, findings=(fault,))
     strict, lax = Options(fail_on="warning"), Options(fail_on="error")
-    assert ending.exit_status(1, "doctor", faulty, strict) == 4
-    assert ending.exit_status(7, "", faulty, strict) == 7
-    assert ending.exit_status(0, "", faulty, strict) == 3
-    assert ending.exit_status(0, "", faulty, lax) == 0
-    assert ending.exit_status(0, "", clean, strict) == 0
-    assert ending.exit_status(0, "", None, strict) == 0
+    assert outcome.exit_status(1, "doctor", faulty, strict) == 4
+    assert outcome.exit_status(7, "", faulty, strict) == 7
+    assert outcome.exit_status(0, "", faulty, strict) == 3
+    assert outcome.exit_status(0, "", faulty, lax) == 0
+    assert outcome.exit_status(0, "", clean, strict) == 0
+    assert outcome.exit_status(0, "", None, strict) == 0
 
 
 def test_nodes_of_one_run_share_a_folder_and_runs_do_not(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_the_report_is_printed_where_nothing_can_be_saved(
 
     folder = write_folder(tmp_path / "run", {0: steps(3)}, ended={0: 7})
     monkeypatch.setattr(RunFolder, "write_info", full)
-    monkeypatch.setattr(ending, "write_private", full)
+    monkeypatch.setattr(outcome, "write_private", full)
     options = Options(out=folder.path)
     info = run_info(1, ended_at=None)
     session = Session(folder, info, Monitor(folder, 1, options), options)
@@ -258,7 +258,7 @@ def test_the_status_of_a_launcher_that_is_not_ours(
 ) -> None:
     run = _run(*ends)
     status = max(e.status or 0 for e in ends)
-    info = watcher._ended(run.info, run, status, stopped_by)
+    info = monitor_process._ended(run.info, run, status, stopped_by)
     assert (info.outcome, info.exit_code) == told
 
 
@@ -294,7 +294,7 @@ def test_a_broken_monitor_ends_no_run_and_holds_no_signal_back(
 DEAF_LAUNCHER = """
 import os, signal, sys, threading
 from ddpdoctor.launch import supervisor
-from ddpdoctor.launch.gathering import Gathering
+from ddpdoctor.launch.rendezvous_wait import Gathering
 from ddpdoctor.launch.torchrun import TorchrunArgs
 
 class Monitor:
@@ -343,10 +343,10 @@ def test_nodes_that_do_not_come_are_told_once(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], hang_after: float, after_s: float
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(gathering.time, "monotonic", lambda: now)
+    monkeypatch.setattr(rendezvous_wait.time, "monotonic", lambda: now)
     args = torchrun.parse([*words, "t.py"])
     told, here, gives_up = (
-        gathering.Gathering(args, {}, hang_after, limit) for limit in (None, None, 200.0)
+        rendezvous_wait.Gathering(args, {}, hang_after, limit) for limit in (None, None, 200.0)
     )
     now = after_s - 1
     assert told.look(False) == here.look(True) == ("", "")
@@ -359,7 +359,7 @@ def test_nodes_that_do_not_come_are_told_once(
 
 
 def test_one_node_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = gathering.Gathering(torchrun.parse(["--standalone", "t.py"]), {}, 0.0, 0.0)
+    waits = rendezvous_wait.Gathering(torchrun.parse(["--standalone", "t.py"]), {}, 0.0, 0.0)
     assert waits.look(False) == ("", "")
 
 
@@ -394,7 +394,7 @@ def test_the_log_of_a_rank_says_a_place_once(tmp_path: Path, said: bool) -> None
         code="DDP605", check="rank-died", severity=Severity.ERROR, ranks=(1,), cause="", fix="",
         location=Location("train.py", 38), summary="it died" + " in train.py:38" * said,
     )  # fmt: skip
-    ending._append_to_log(tmp_path / "rank-1.log", 1, [finding])
+    outcome._append_to_log(tmp_path / "rank-1.log", 1, [finding])
     assert (tmp_path / "rank-1.log").read_text().count("train.py:38") == 1
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdoctor.probe import modules, patching
-from ddpdoctor.probe.references import WeakIdentityMap
+from ddpdoctor.probe.recording import patching
+from ddpdoctor.probe.recording.weak_references import WeakIdentityMap
+from ddpdoctor.probe.training import module_origins
 
 
 def line_of(text: str) -> int:
@@ -26,7 +27,7 @@ def line_of(text: str) -> int:
 class Adapter(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        modules._note(self, sys._getframe())
+        module_origins._note(self, sys._getframe())
         self.base = base
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -38,27 +39,31 @@ def test_what_brought_in_a_parameter_that_the_model_did_not_have(
         return line
 
     active = SimpleNamespace(sites=SimpleNamespace(number=number))
-    monkeypatch.setattr(modules, "recorder", lambda: active)
-    monkeypatch.setattr(modules._births, "is_user", lambda code: code.co_filename == __file__)
-    hooked = nn.modules.module.register_module_parameter_registration_hook(modules._registered)
+    monkeypatch.setattr(module_origins, "recorder", lambda: active)
+    monkeypatch.setattr(
+        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+    )
+    hooked = nn.modules.module.register_module_parameter_registration_hook(
+        module_origins._registered
+    )
     made = Adapter(nn.Linear(2, 2))
-    assert modules.added_site(made, "scale") == line_of("made = Adapter")
+    assert module_origins.added_site(made, "scale") == line_of("made = Adapter")
     made.later = nn.Parameter(torch.ones(1))
     hooked.remove()
-    assert modules.added_site(made, "later") == line_of("made.later =")
+    assert module_origins.added_site(made, "later") == line_of("made.later =")
 
 
 def test_copies_are_known_though_no_constructor_makes_them() -> None:
-    modules.install()
+    module_origins.install()
     try:
         model = nn.Sequential(nn.Linear(2, 2))
         copied = copy.deepcopy(model)
         unpickled = pickle.loads(pickle.dumps(model))
         held = [*copied.parameters(), *unpickled.parameters()]
-        names, roots = modules.named_roots(held)
+        names, roots = module_origins.named_roots(held)
         assert [names[id(p)] for p in held] == ["0.weight", "0.bias"] * 2
         assert {id(m) for m in roots} == {id(copied), id(unpickled)}
-        assert all(modules.in_some_module(p) for p in held)
+        assert all(module_origins.in_some_module(p) for p in held)
     finally:
         patching.restore()
 
@@ -79,18 +84,20 @@ class Fussy(nn.Module):
 
 def test_a_module_is_known_by_what_it_is_whatever_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     missed: list[Exception] = []
-    monkeypatch.setattr(modules, "_missed", missed.append)
-    monkeypatch.setattr(modules._births, "is_user", lambda code: code.co_filename == __file__)
-    modules.install()
+    monkeypatch.setattr(module_origins, "_missed", missed.append)
+    monkeypatch.setattr(
+        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+    )
+    module_origins.install()
     try:
         made = Fussy()
         made.state = [1]
-        assert modules.birth_line(made) is not None
-        assert any(module is made for module in modules.living())
-        number = len(modules.living())
+        assert module_origins.birth_line(made) is not None
+        assert any(module is made for module in module_origins.living())
+        number = len(module_origins.living())
         del made
         gc.collect()
-        assert len(modules.living()) < number, "it is kept alive"
+        assert len(module_origins.living()) < number, "it is kept alive"
     finally:
         patching.restore()
     assert missed == []

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import moments
-from ddpdoctor.probe.moments import Moment, Subscriptions
-from ddpdoctor.probe.recorder import TROUBLE_LIMIT, Recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording.hooks import Moment, Subscriptions
+from ddpdoctor.probe.recording.recorder import TROUBLE_LIMIT, Recorder
+from ddpdoctor.probe.training import lifecycle
+from ddpdoctor.storage.run_folder import EventWriter
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_who_fails_again_and_again_is_given_up_and_the_others_go_on(active: Reco
 
 
 def test_close_looks_are_announced_by_the_forward_before() -> None:
-    seen = [n for n in range(1000) if moments.looked_at(n)]
+    seen = [n for n in range(1000) if lifecycle.looked_at(n)]
     assert seen[:129] == [*range(128), 128]
     assert all(n % 16 in (0, 15) for n in seen[128:])
     assert len(seen) < 250

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor import machine, monitor
 from ddpdoctor.config import Options
 from ddpdoctor.events import (
     SCHEMA,
@@ -26,8 +25,9 @@ from ddpdoctor.events import (
     RankStarted,
     Stopped,
 )
-from ddpdoctor.monitor import Monitor
-from ddpdoctor.runfolder import EventWriter, Lines, RunFolder, rank_stem
+from ddpdoctor.monitor import monitor, system
+from ddpdoctor.monitor.monitor import Monitor
+from ddpdoctor.storage.run_folder import EventWriter, Lines, RunFolder, rank_stem
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_memory_of_descendants_is_counted(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
         deadline = time.monotonic() + 15
-        tree = machine.Tree()
+        tree = system.Tree()
         while True:
             tree.look()
             use = tree.memory(process.pid)
@@ -158,9 +158,9 @@ def test_processes_that_stay_are_asked_for_their_parent_once(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    stat = machine.stat
-    monkeypatch.setattr(machine, "stat", lambda pid: asked.append(pid) or stat(pid))
-    tree = machine.Tree()
+    stat = system.stat
+    monkeypatch.setattr(system, "stat", lambda pid: asked.append(pid) or stat(pid))
+    tree = system.Tree()
     for _ in range(3):
         tree.look()
     assert asked.count(sleeper.pid) == asked.count(os.getpid()) == 1
@@ -227,10 +227,10 @@ def test_a_reused_pid_is_another_process(
     _rank_file(tmp_path, 0, sleeper.pid)
     watched = _monitor(tmp_path)
     watched.tick()
-    real = machine.stat(sleeper.pid)
+    real = system.stat(sleeper.pid)
     assert real is not None
-    other = machine.Stat("R", real.parent, real.born + 500, None)
-    monkeypatch.setattr(machine, "stat", lambda pid: other)
+    other = system.Stat("R", real.parent, real.born + 500, None)
+    monkeypatch.setattr(system, "stat", lambda pid: other)
     watched.tick()
     assert watched.watched[sleeper.pid].gone is not None
 
@@ -284,8 +284,8 @@ def test_control_group_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (root / "memory.current").write_text("100\n")
     (root / "memory.max").write_text("max\n")
     (root / "memory.events").write_text("low 0\noom 1\noom_kill 3\n")
-    monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "_places", lambda _, path: (root / "missing", root))
-    assert machine.control_group_memory() == machine.GroupMemory(None, 100, 3)
+    monkeypatch.setattr(system, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(system, "_places", lambda _, path: (root / "missing", root))
+    assert system.control_group_memory() == system.GroupMemory(None, 100, 3)
     (root / "memory.max").write_text("4096\n")
-    assert machine.control_group_memory().limit == 4096
+    assert system.control_group_memory().limit == 4096

@@ -10,13 +10,13 @@ import pytest
 from recordings import ends, make_run, started, steps
 from sampling import inherited
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import NotObserved, ProbeCost
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.probe import recorder as recording
-from ddpdoctor.probe import startup
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import recorder as recording
+from ddpdoctor.probe.recording import startup_cost
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.storage.run_folder import EventWriter
 
 KILLED = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
 
@@ -68,7 +68,7 @@ def test_it_goes_on_record_early_and_then_less_often(
 
 
 def test_what_it_takes_to_start_is_counted(tmp_path: Path) -> None:
-    with startup.counted():
+    with startup_cost.counted():
         recording.time.sleep(0.05)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     active = Recorder(writer, tmp_path, "rank-0", {})
@@ -97,9 +97,9 @@ def test_a_rank_that_was_killed_in_its_first_second(tmp_path: Path) -> None:
 
 def test_the_share_is_of_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it becomes a rank late; a second examination in it has its own time."""
-    monkeypatch.setattr(startup, "_age_s", lambda: 30.0)
-    monkeypatch.setattr(startup._startup, "told", False)
-    assert startup.before(100.0, 2 * 10**9) == 70.0
-    assert startup.before(100.0, 2 * 10**9) == 98.0
+    monkeypatch.setattr(startup_cost, "_age_s", lambda: 30.0)
+    monkeypatch.setattr(startup_cost._startup, "told", False)
+    assert startup_cost.before(100.0, 2 * 10**9) == 70.0
+    assert startup_cost.before(100.0, 2 * 10**9) == 98.0
     monkeypatch.undo()
-    assert 0 < startup._age_s() < 24 * 3600
+    assert 0 < startup_cost._age_s() < 24 * 3600

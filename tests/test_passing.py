@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ddpdoctor.events import ExceptionPassed
-from ddpdoctor.probe import activation, passing, process
+from ddpdoctor.probe.bootstrap import activation
+from ddpdoctor.probe.watchers.process import caught_exceptions, exits
 
 WORKER = """Caught OSError in DataLoader worker process 0.
 Original Traceback (most recent call last):
@@ -38,13 +39,13 @@ class Sites:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
-    monkeypatch.setattr(passing._passing, "told", 0)
+    monkeypatch.setattr(caught_exceptions._passing, "told", 0)
     return []
 
 
 def passes(told: list[ExceptionPassed], error: BaseException, site: int = 3) -> None:
     active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    passing.passed(active, "forward", error, site)
+    caught_exceptions.passed(active, "forward", error, site)
 
 
 def test_the_line_that_raised(told: list[ExceptionPassed]) -> None:
@@ -71,23 +72,23 @@ def test_an_exception_of_a_worker(told: list[ExceptionPassed]) -> None:
 def test_what_ends_a_program_is_not_told_and_not_all_is(told: list[ExceptionPassed]) -> None:
     passes(told, KeyboardInterrupt())
     assert not told
-    for _ in range(2 * passing.TOLD_AT_MOST):
+    for _ in range(2 * caught_exceptions.TOLD_AT_MOST):
         passes(told, ValueError())
-    assert len(told) == passing.TOLD_AT_MOST
+    assert len(told) == caught_exceptions.TOLD_AT_MOST
 
 
 def test_what_a_handler_logs_was_caught(
     told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    monkeypatch.setattr(passing._passing, "logged", None)
-    passing._told(active, (), {})
+    monkeypatch.setattr(caught_exceptions._passing, "logged", None)
+    caught_exceptions._told(active, (), {})
     assert not told
     try:
         int("x")
     except ValueError as error:
         for _ in range(2):
-            passing._told(active, (), {})
+            caught_exceptions._told(active, (), {})
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
     (event,) = told
@@ -99,24 +100,24 @@ def test_what_is_being_handled_as_a_collective_is_called(
 ) -> None:
     active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     call: Any = None
-    monkeypatch.setattr(passing._passing, "unwinding", 0)
+    monkeypatch.setattr(caught_exceptions._passing, "unwinding", 0)
     line = test_what_is_being_handled_as_a_collective_is_called.__code__.co_firstlineno + 9
     with pytest.raises(ValueError):
         try:
             int("x")
         finally:
-            passing._called(active, call)
-            passing._called(active, call)
+            caught_exceptions._called(active, call)
+            caught_exceptions._called(active, call)
     assert [(e.where, e.kind, e.tried) for e in told] == [("unwinding", "ValueError", line)]
-    passing._called(active, call)
+    caught_exceptions._called(active, call)
     assert len(told) == 1, "nothing is handled here"
 
 
 def test_a_block_that_is_left_by_an_exit_ends_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     active: Any = SimpleNamespace(sites=Sites())
-    monkeypatch.setattr(process, "_ending", type(process._ending)())
-    monkeypatch.setattr(process, "guarded", lambda part, hook, lost="": hook(active))
-    monkeypatch.setattr(process, "leave", lambda: None)
+    monkeypatch.setattr(exits, "_ending", type(exits._ending)())
+    monkeypatch.setattr(exits, "guarded", lambda part, hook, lost="": hook(active))
+    monkeypatch.setattr(exits, "leave", lambda: None)
     monkeypatch.setattr(activation, "uninstall", lambda: None)
     try:
         raise SystemExit(0)
@@ -124,5 +125,5 @@ def test_a_block_that_is_left_by_an_exit_ends_in_no_error(monkeypatch: pytest.Mo
         activation.leave(error, error.__traceback__)
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
-    ending = process._ending
+    ending = exits._ending
     assert (ending.how, ending.status, ending.site) == ("sys.exit", 0, line)

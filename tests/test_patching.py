@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import patching
-from ddpdoctor.probe.recorder import Recorder, current
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import patching
+from ddpdoctor.probe.recording.recorder import Recorder, current
+from ddpdoctor.storage.run_folder import EventWriter
 
 
 class Model:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe.pointing import pointed_at
-from ddpdoctor.probe.sites import Sites
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.source.raising_line import pointed_at
 
 STOPPED = """
 import bdb

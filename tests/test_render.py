@@ -17,10 +17,10 @@ from rich.cells import cell_len
 from toys import HOSTILE, ToyBlind, ToyHostile, ToyPartly, ToyQuiet, ToyStep
 
 from ddpdoctor import render
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import StepDone
-from ddpdoctor.findings import Finding, Overhead, Report, Table
-from ddpdoctor.render import facts, words
+from ddpdoctor.render import report_text, safe_text
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding, Overhead, Report, Table
 from ddpdoctor.run import Run
 
 
@@ -132,7 +132,7 @@ def test_large_worlds_fold_equal_ranks() -> None:
     text = render.text(report_of(ToyQuiet(), ranks=20, ended={7: 1}))
     assert re.search(r"^0-6,8-19 +finished", text, re.M)
     assert re.search(r"^7 +failed \(exit 1\)", text, re.M)
-    assert len(facts.rank_grid(report_of(ToyQuiet(), ranks=16)).rows) == 16
+    assert len(report_text.rank_grid(report_of(ToyQuiet(), ranks=16)).rows) == 16
 
 
 def test_missing_ranks_have_a_row() -> None:
@@ -144,7 +144,7 @@ def test_missing_ranks_have_a_row() -> None:
 def test_ranks_stand_in_order_also_those_without_a_record() -> None:
     report = report_of(ToyQuiet(), ranks=3)
     report = msgspec.structs.replace(report, ranks=report.ranks[1:])
-    assert [row[0] for row in facts.rank_grid(report).rows] == ["0", "1", "2"]
+    assert [row[0] for row in report_text.rank_grid(report).rows] == ["0", "1", "2"]
 
 
 def test_a_narrow_terminal_shows_the_ranks() -> None:
@@ -233,18 +233,18 @@ def test_files(tmp_path: Path) -> None:
 
 def test_wrapping_keeps_code_and_long_words_whole() -> None:
     text = "set `torch.cuda.set_device(local_rank)` before the wrap " + "x" * 50
-    lines = words.wrap(text, 40)
+    lines = safe_text.wrap(text, 40)
     assert any("`torch.cuda.set_device(local_rank)`" in line for line in lines)
     assert lines[-1] == "x" * 50
     assert " ".join(lines) == text
-    wide = words.wrap("漢字 " * 30, 20)
+    wide = safe_text.wrap("漢字 " * 30, 20)
     assert max(cell_len(line) for line in wide) <= 20
 
 
 def test_values_as_people_write_them() -> None:
-    assert words.some(range(45)) == "0, 1, 2, 3, 4, 5, 6, 7 and 37 more"
-    assert words.clean("a" * 400).endswith("(100 more characters)")
-    assert [words.duration(s) for s in (None, 0.0032, 0.1, 12.34, 125, 9000)] == [
+    assert safe_text.some(range(45)) == "0, 1, 2, 3, 4, 5, 6, 7 and 37 more"
+    assert safe_text.clean("a" * 400).endswith("(100 more characters)")
+    assert [safe_text.duration(s) for s in (None, 0.0032, 0.1, 12.34, 125, 9000)] == [
         "",
         "3.2 ms",
         "0.1 s",
@@ -252,21 +252,21 @@ def test_values_as_people_write_them() -> None:
         "2 min 5 s",
         "2 h 30 min",
     ]
-    assert words.count(1, "error") == "1 error"
-    assert words.count(12000, "step") == "12 000 steps"
-    assert words.figure({"a": None, "b": [True, 0.5]}) == "a (none), b (yes, 0.5)"
+    assert safe_text.count(1, "error") == "1 error"
+    assert safe_text.count(12000, "step") == "12 000 steps"
+    assert safe_text.figure({"a": None, "b": [True, 0.5]}) == "a (none), b (yes, 0.5)"
 
 
 def test_empty_evidence_is_left_out() -> None:
     (finding,) = report_of(ToyStep()).findings
     empty = {"rows": (), "names": "", "mapping": {}, "none": None, "steps": 0, "same": False}
-    told = facts.proofs(msgspec.structs.replace(finding, evidence=empty))
+    told = report_text.proofs(msgspec.structs.replace(finding, evidence=empty))
     assert [(p.name, p.line) for p in told] == [("steps", "0"), ("same", "no")]
 
 
 def test_unequal_rows_are_not_folded() -> None:
     rows = [{"rank": 0, "n": 1}, {"rank": 1, "n": 2}, {"rank": 2, "n": 1}]
-    (proof,) = facts.proofs(
+    (proof,) = report_text.proofs(
         msgspec.structs.replace(report_of(ToyStep()).findings[0], evidence={"t": rows})
     )
     assert proof.grid
@@ -323,7 +323,7 @@ def test_last_thing_is_no_worker_that_torch_ends() -> None:
 def test_a_step_that_no_rank_completed(done: int | None, told: str) -> None:
     (finding,) = report_of(ToyStep()).findings
     of_all = msgspec.structs.replace(finding.steps, total=done)
-    assert facts.whereabouts(msgspec.structs.replace(finding, steps=of_all))[-1] == told
+    assert report_text.whereabouts(msgspec.structs.replace(finding, steps=of_all))[-1] == told
 
 
 class OfOne(ToyStep):
@@ -389,7 +389,7 @@ def test_long_whereabouts_are_wrapped() -> None:
 def test_how_the_run_ended(outcome: str, by: str, told: str) -> None:
     report = report_of(ToyQuiet())
     run = msgspec.structs.replace(report.run, outcome=outcome, stopped_by=by, exit_code=1)
-    assert facts.ending(msgspec.structs.replace(report, run=run)) == told
+    assert report_text.ending(msgspec.structs.replace(report, run=run)) == told
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_what_it_took_above_the_budget_is_explained(
 ) -> None:
     cost = Overhead(budget_percent=1.0, measured_percent=measured, later_percent=later)
     report = SimpleNamespace(overhead=cost)
-    assert facts.overhead(report).endswith(said)  # type: ignore[arg-type]
+    assert report_text.overhead(report).endswith(said)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -433,4 +433,4 @@ def test_of_a_short_run_times_are_told(
         start_s=start_s,
     )
     report = SimpleNamespace(overhead=cost)
-    assert facts.overhead(report) == said  # type: ignore[arg-type]
+    assert report_text.overhead(report) == said  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.ring import SLOTS, Phase, RingWriter, State, read_ring
+from ddpdoctor.storage.call_ring import SLOTS, Phase, RingWriter, State, read_ring
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -26,12 +26,13 @@ from ddpdoctor.events import (
     SyncPattern,
     UnusedParameters,
 )
-from ddpdoctor.findings import Report
-from ddpdoctor.probe import forwards, modules, moments, routine
-from ddpdoctor.probe.models import Model
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.probe.routine import ALIKE, Routine, Seen, Stage
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.recording import hooks
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.training import forwards, lifecycle, module_origins, records, steady_state
+from ddpdoctor.probe.training.steady_state import ALIKE, Routine, Seen, Stage
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.report.findings import Report
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 PROGRAM = """
 import contextlib
@@ -44,9 +45,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-routine = sys.modules["ddpdoctor.probe.routine"]
+routine = sys.modules["ddpdoctor.probe.training.steady_state"]
 routine.FIRST = int(sys.argv[1])
-sys.modules["ddpdoctor.probe.moments"].looked_at = lambda forward: forward % 16 == 0
+sys.modules["ddpdoctor.probe.training.lifecycle"].looked_at = lambda forward: forward % 16 == 0
 passed = 0
 
 
@@ -267,7 +268,7 @@ def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> No
 
 def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [7]
-    monkeypatch.setattr(modules, "registrations", lambda: made[0])
+    monkeypatch.setattr(module_origins, "registrations", lambda: made[0])
     assert forwards._due(1000), "made before the first look"
     assert not forwards._due(1000)
     made[0] += 1
@@ -289,11 +290,11 @@ ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=None, recurring=lambda *
 
 
 def forward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
-    return Seen(moments.Forward, of, site, sync)
+    return Seen(records.Forward, of, site, sync)
 
 
 def backward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
-    return Seen(moments.Backward, of, site, sync)
+    return Seen(records.Backward, of, site, sync)
 
 
 @pytest.fixture
@@ -391,7 +392,7 @@ def test_lines_that_take_turns_do_not() -> None:
 
 
 def test_the_first_steps_are_all_looked_at() -> None:
-    optimizer = SimpleNamespace(steps=routine.FIRST - 1)
+    optimizer = SimpleNamespace(steps=steady_state.FIRST - 1)
     assert not steps(Routine(), 100, optimizer=optimizer)
 
 
@@ -418,10 +419,10 @@ def test_a_pause_costs_no_trust() -> None:
 def test_who_was_left_out_is_told_what_has_passed(
     done: int, active: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[routine.Pass]] = []
-    interrupted: moments.Moment[routine.Expected] = moments.Moment("interrupted")
+    told: list[list[steady_state.Pass]] = []
+    interrupted: hooks.Moment[steady_state.Expected] = hooks.Moment("interrupted")
     interrupted.subscribe(lambda active, step: told.append(step.passed()))
-    monkeypatch.setattr(moments, "interrupted", interrupted)
+    monkeypatch.setattr(lifecycle, "interrupted", interrupted)
     watched = Routine()
     steps(watched, ALIKE + 1)
     expected = watched.expected

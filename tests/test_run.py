@@ -6,8 +6,8 @@ import pytest
 from recordings import make_run
 
 from ddpdoctor.events import StepDone
+from ddpdoctor.report.steps import steps_in_turn
 from ddpdoctor.run import equal_ranks, odd_ones
-from ddpdoctor.stepcounts import steps_in_turn
 
 
 def test_steps_that_were_joined_count_each() -> None:

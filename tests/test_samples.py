@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from sampling import Sample, SampleError, collect, differences, examine, read
 
-from ddpdoctor import registry
-from ddpdoctor.findings import Severity
 from ddpdoctor.launch.devices import visible_gpus
+from ddpdoctor.report import registry
+from ddpdoctor.report.findings import Severity
 
 NAMES = {check.name.replace("-", "_") for check in registry.all_checks()}
 CLEAN_TWINS = 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sampling import ROOT
 
-from ddpdoctor.findings import Severity
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.registry import all_checks
+from ddpdoctor.report.findings import Severity
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.report.registry import all_checks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import synthetic

@@ -1,7 +1,7 @@
 """Which line of the user's code is executing."""
 
 from ddpdoctor.events import Site
-from ddpdoctor.probe.sites import Sites, classify
+from ddpdoctor.probe.recording.code_locations import Sites, classify
 
 PROGRAM = """
 def first(look):

@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 import torch.distributed  # noqa: F401  # what is called is looked up there
 
-from ddpdoctor.probe import conditions, divisors, handed, holders, inplace, keyed, sources
-from ddpdoctor.probe.sites import Sites
-from ddpdoctor.probe.sources import branch_around
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.source import (
+    dead_branches,
+    division,
+    inplace_writes,
+    loop_keys,
+    passthrough,
+    source_text,
+)
+from ddpdoctor.probe.source.source_text import branch_around
+from ddpdoctor.probe.watchers.memory import memory_holders
 
 
 class Guarded:
@@ -126,16 +134,16 @@ def test_a_file_is_parsed_once_and_walked_once(
         frame=SimpleNamespace(f_code=train, f_lineno=23), owner=None, value=[], name="seen"
     )
     for _ in range(2):
-        assert divisors.divided_by_world_size(file, 11)
-        assert divisors.loss_divided(train, 20)[0] == 19
-        assert handed.hands_on(reduced, 10, None)
-        assert keyed.keys(train, 16, reduced)
-        assert sources.only_opens(train, 24)
-        assert not sources.quoted(file, 11)
-        assert conditions.never_runs(train, 19, {"DEEP": False}.get)
-        assert holders.place_that_grows(one, Sites(lambda event: None))[1] == 23
+        assert division.divided_by_world_size(file, 11)
+        assert division.loss_divided(train, 20)[0] == 19
+        assert passthrough.hands_on(reduced, 10, None)
+        assert loop_keys.keys(train, 16, reduced)
+        assert source_text.only_opens(train, 24)
+        assert not source_text.quoted(file, 11)
+        assert dead_branches.never_runs(train, 19, {"DEEP": False}.get)
+        assert memory_holders.place_that_grows(one, Sites(lambda event: None))[1] == 23
         begin, end = [(train, 15)], [(train, 24)]
-        assert inplace.editing(begin, end) == [(train, 22)]
+        assert inplace_writes.editing(begin, end) == [(train, 22)]
     assert asked["parsed"] == 1
     assert max(asked.values()) == 1
 
@@ -146,7 +154,7 @@ def test_a_file_that_was_changed_is_parsed_again(tmp_path: Path) -> None:
         path.write_text(f"def f():\n    return {value}\n")
         linecache.checkcache(str(path))
         (code,) = (c for c in compile(path.read_text(), str(path), "exec").co_consts if c)
-        node = sources.function_of(code)
+        node = source_text.function_of(code)
         assert node is not None and value in ast.dump(node)
 
 
@@ -155,7 +163,7 @@ def test_a_file_that_cannot_be_parsed(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.py"
     path.write_text(text)
     code = compile("x = 1", str(path), "exec")
-    assert sources.function_of(code) is None
-    assert not sources.quoted(str(path), 1)
-    assert not divisors.divided_by_world_size(str(path), 1)
-    assert keyed.keys(code, 1, None) == ()
+    assert source_text.function_of(code) is None
+    assert not source_text.quoted(str(path), 1)
+    assert not division.divided_by_world_size(str(path), 1)
+    assert loop_keys.keys(code, 1, None) == ()

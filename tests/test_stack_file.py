@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe import stacks
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter
-from ddpdoctor.stacks import threads
+from ddpdoctor.probe.recording import stack_file
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.storage.run_folder import EventWriter
+from ddpdoctor.storage.stack_dumps import threads
 
 ASKED_OFTEN = """
 import os, sys, threading, time
 from pathlib import Path
-from ddpdoctor.probe import stacks
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import stack_file as stacks
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.storage.run_folder import EventWriter
 
 def run():
     while True:
@@ -53,7 +53,7 @@ def test_a_signal_reads_no_thread_that_runs(tmp_path: Path) -> None:
 
 
 def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
-    stacks.watch(Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {}))
+    stack_file.watch(Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {}))
     begun, over = threading.Event(), threading.Event()
 
     def waits_for_the_end() -> None:
@@ -61,7 +61,7 @@ def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
         over.wait(30)
 
     waiting = threading.Thread(target=waits_for_the_end)
-    telling = threading.Thread(target=stacks.tell)
+    telling = threading.Thread(target=stack_file.tell)
     try:
         waiting.start()
         assert begun.wait(30)
@@ -70,7 +70,7 @@ def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
     finally:
         over.set()
         waiting.join(30)
-        stacks.drop()
+        stack_file.drop()
     *others, main = threads((tmp_path / "rank-0.stacks.txt").read_text())
     functions = [{f.function for f in frames} for frames in others]
     assert "test_a_thread_tells_of_all_others" in {f.function for f in main}
@@ -79,8 +79,8 @@ def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_where_there_is_no_file() -> None:
-    stacks.drop()
-    stacks.tell()
+    stack_file.drop()
+    stack_file.tell()
 
 
 @pytest.mark.parametrize("head", ["Stack", "Thread 0x00007f0a1", "Current thread 0x00007f0a1 [x]"])

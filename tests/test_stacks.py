@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.stacks import crash, threads
+from ddpdoctor.storage.stack_dumps import crash, threads
 
 DUMP = """\
 Thread 0x00007f0a1 (most recent call first):

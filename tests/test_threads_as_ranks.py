@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe import activation, tape
-from ddpdoctor.probe.recorder import Recorder, current
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.bootstrap import activation
+from ddpdoctor.probe.collectives import call_log
+from ddpdoctor.probe.recording.recorder import Recorder, current
+from ddpdoctor.storage.run_folder import EventWriter
 
 THREADS = 4
 
@@ -60,7 +61,7 @@ def test_they_share_one_tape(active: Recorder, monkeypatch: pytest.MonkeyPatch) 
         return made[-1]
 
     got: list[object] = []
-    monkeypatch.setattr(tape, "Tape", make)
-    at_once(lambda rank: got.append(tape.tape(active)))
+    monkeypatch.setattr(call_log, "Tape", make)
+    at_once(lambda rank: got.append(call_log.tape(active)))
     assert len(made) == 1
     assert got == made * THREADS

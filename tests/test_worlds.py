@@ -8,8 +8,8 @@ import pytest
 from recordings import make_run
 
 from ddpdoctor.events import Event, GroupReady, InitEntered, Replica, Signature
-from ddpdoctor.probe.groups import _place_of
-from ddpdoctor.ring import RingWriter, read_ring
+from ddpdoctor.probe.collectives.process_groups import _place_of
+from ddpdoctor.storage.call_ring import RingWriter, read_ring
 
 
 def joined(claimed: int, size: int, place: str) -> list[Event]:

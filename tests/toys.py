@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from ddpdoctor import registry
-from ddpdoctor.findings import Check, Consequence, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run
+from ddpdoctor.report import registry
+from ddpdoctor.report.findings import Check, Consequence, Finding, Related, Severity, Steps
+from ddpdoctor.run import Location, Run
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m <script>alert(1)</script> | `a` \u202e\x07"
 

@@ -5,15 +5,33 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.data.audit_table import audit_table
+from ddpdoctor.analysis.data.forward_inputs import Alike, Inputs, SameWork, alike, inputs, same_work
+from ddpdoctor.analysis.data.loader_faults import (
+    AGAIN,
+    FROM_EPOCH,
+    MOVING,
+    SELECTED,
+    STREAM,
+    Fault,
+    faults,
+    of_check,
+)
+from ddpdoctor.analysis.data.phrases import (
+    dataset,
+    figures,
+    no_loader,
+    related,
+    since,
+    some,
+    steps_from,
+    use,
+    whom,
+)
+from ddpdoctor.analysis.data.rng_state import in_step
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
-from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity, Steps, Table
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from ._inputs import Alike, Inputs, SameWork, alike, inputs, same_work
-from ._randomness import in_step
-from ._table import audit_table
-from ._verdict import AGAIN, FROM_EPOCH, MOVING, SELECTED, STREAM, Fault, faults, of_check
-from ._words import dataset, figures, no_loader, related, since, some, steps_from, use, whom
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps, Table
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 
 class DataOverlap(Check):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.data.epoch_audit import Audit
+from ddpdoctor.analysis.data.loader_faults import HELD_OUT, TWICE, Fault, of_check
+from ddpdoctor.analysis.data.phrases import SHORTEST, datasets, figures, no_loader, related, whom
 from ddpdoctor.events import OptimizerSeen
-from ddpdoctor.findings import Check, Confidence, Evidence, Finding, Location, Severity, Steps
-from ddpdoctor.run import Run
-
-from ._audit import Audit
-from ._verdict import HELD_OUT, TWICE, Fault, of_check
-from ._words import SHORTEST, datasets, figures, no_loader, related, whom
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
+from ddpdoctor.run import Location, Run
 
 KINDS = {
     "indices": "indices of a Subset",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.analysis.data.phrases import no_loader, related, whom
+from ddpdoctor.analysis.data.rng_state import NAMES, in_step, noted
+from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import WorkerRandom
-from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
-
-from ._loaders import Loader, Reader, loaders
-from ._partners import partners
-from ._randomness import NAMES, in_step, noted
-from ._words import no_loader, related, whom
 
 
 class IdenticalAugmentation(Check):

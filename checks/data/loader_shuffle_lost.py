@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.analysis.data.content import by_index, compare
+from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
+from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
-
-from ._content import by_index, compare
-from ._loaders import Loader, Reader, in_order, loaders
-from ._words import dataset, no_loader, related, spelled
 
 FEWEST = 16
 """Samples per epoch below which an order in ascending indices tells nothing."""

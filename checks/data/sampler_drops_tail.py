@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.data.epoch_audit import Audit, audits
+from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
+from ddpdoctor.analysis.data.parts import selected
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, some, spelled, use
 from ddpdoctor.events import LoaderSeen
-from ddpdoctor.findings import Check, Finding, Severity
+from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
-
-from ._audit import Audit, audits
-from ._loaders import Loader, Reader, in_order, loaders
-from ._parts import selected
-from ._verdict import faults
-from ._words import dataset, figures, no_loader, related, some, spelled, use
 
 SMALL_TAIL = 0.1
 """Share of the data that shuffled training may leave out of an epoch."""

@@ -7,12 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders
+from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled, steps_from, whom
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
-
-from ._loaders import Epoch, Loader, Reader, in_order, loaders
-from ._words import dataset, no_loader, related, spelled, steps_from, whom
 
 FEWEST = 4
 """Samples in an epoch whose order can hardly repeat by chance."""

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Confidence, Finding, Location, Severity
-from ddpdoctor.run import Run
-
-from ._audit import Audit
-from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, since, steps_from, use, whom
+from ddpdoctor.analysis.data.epoch_audit import Audit
+from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.phrases import (
+    dataset,
+    figures,
+    no_loader,
+    related,
+    since,
+    steps_from,
+    use,
+    whom,
+)
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
+from ddpdoctor.run import Location, Run
 
 
 class SamplerMissing(Check):

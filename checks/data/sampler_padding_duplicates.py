@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Run, ranks_text
-
-from ._audit import Audit, audits
-from ._calls import gathered
-from ._loaders import Loader, Reader
-from ._verdict import faults
-from ._words import dataset, figures, no_loader, related, some
+from ddpdoctor.analysis.data.data_calls import gathered
+from ddpdoctor.analysis.data.epoch_audit import Audit, audits
+from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.loaders import Loader, Reader
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, some
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.run import Location, Run, ranks_text
 
 
 class SamplerPaddingDuplicates(Check):

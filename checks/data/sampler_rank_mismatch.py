@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.loaders import Reader
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since, whom
 from ddpdoctor.events import GroupReady, SamplerRefused
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_text
-
-from ._loaders import Reader
-from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, since, whom
 
 FIX = "leave both out (torch asks the group), or name them: `DistributedSampler(dataset, \
 num_replicas=dist.get_world_size(), rank=dist.get_rank())`"

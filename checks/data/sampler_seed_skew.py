@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, steps_from, whom
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones
-
-from ._verdict import Fault, of_check
-from ._words import dataset, figures, no_loader, related, steps_from, whom
 
 
 class SamplerSeedSkew(Check):

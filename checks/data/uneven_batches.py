@@ -7,14 +7,13 @@ from itertools import count
 
 from msgspec.structs import replace
 
+from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
+from ddpdoctor.analysis.data.phrases import SHORTEST, dataset, no_loader, related
+from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import ExceptionPassed, OptimizerSeen
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.findings import Check, Confidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
-
-from ._loaders import Epoch, Loader, Reader, loaders
-from ._partners import partners
-from ._words import SHORTEST, dataset, no_loader, related
 
 AHEAD = "steps before the next epoch"
 PLAIN = ("RandomSampler", "SequentialSampler")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run
-
-from . import _causes, _late
-from ._replicas import (
+from ddpdoctor.analysis.replicas import causes, late_buffers
+from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
     Replicas,
@@ -18,7 +14,10 @@ from ._replicas import (
     never_change,
     replicas,
 )
-from ._uncompared import uncompared
+from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run
 
 LATE = "differ_and_came_after_the_wrap"
 
@@ -85,14 +84,14 @@ class BufferDrift(Check):
         return all(any(m.startswith(f"{s}_") for m in mine.subjects) for s in other.subjects)
 
     def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:
-        late = None if group.left_out else _late.differing(group)
+        late = None if group.left_out else late_buffers.differing(group)
         if late is None:
             return
         rank, taken = _taken(group)
         spot = _evaluation(group)
         saved = None if rank is None or taken is None else rank.location(taken.site)
         used = spot is not None or taken is not None
-        wrapped = _causes.wrap_line(group)
+        wrapped = causes.wrap_line(group)
         yield self.finding(
             severity=Severity.WARNING if used else Severity.NOTE,
             ranks=tuple(group.members),
@@ -101,7 +100,7 @@ class BufferDrift(Check):
             location=wrapped,
             label="copies only the buffers of that time",
             related=tuple(Related("they matter here", s) for s in (spot or saved,) if s),
-            summary=f"buffer{'s' if len(late.names) > 1 else ''} {_causes.some(late.names)} of "
+            summary=f"buffer{'s' if len(late.names) > 1 else ''} {causes.some(late.names)} of "
             f"{group.any.wrapped.kind}, which came after the wrap, "
             f"{'differ' if len(late.names) > 1 else 'differs'} between ranks, seen at step "
             f"{late.steps[0]}",
@@ -151,7 +150,7 @@ class BufferDrift(Check):
         spot: Location | None,
         severity: Severity = Severity.WARNING,
     ) -> Finding:
-        wrapped = _causes.wrap_line(group)
+        wrapped = causes.wrap_line(group)
         broadcast = group.any.seen.broadcast
         # The wrapper's own forward would have copied them before it evaluates.
         part = found.point == "part"
@@ -185,9 +184,9 @@ class BufferDrift(Check):
             location=location,
             label=label,
             related=related,
-            summary=f"buffer{'s' if len(found.names) > 1 else ''} {_causes.some(found.names)} of "
+            summary=f"buffer{'s' if len(found.names) > 1 else ''} {causes.some(found.names)} of "
             f"{group.any.wrapped.kind} "
-            f"{_causes.differ(len(found.names), found.split, run)} {when}",
+            f"{causes.differ(len(found.names), found.split, run)} {when}",
             cause=cause,
             fix=alike
             if around and part
@@ -196,7 +195,7 @@ class BufferDrift(Check):
             if around
             else f"{alike}, or leave `broadcast_buffers` on",
             fix_kind=FixKind.CHECK,
-            evidence=_causes.evidence(group, found)
+            evidence=causes.evidence(group, found)
             | {"next_forward_repairs": "yes" if broadcast else "no"},
             at=found.at,
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.manual_sync.averaged_gradients import by_hand
+from ddpdoctor.analysis.replicas import uncompared
+from ddpdoctor.analysis.replicas.divergence_window import own_step
+from ddpdoctor.analysis.replicas.replica import Member
+from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Run
-
-from . import _uncompared
-from ._averaged import by_hand
-from ._parting import own_step
-from ._replicas import NO_COPIES, Member, Replicas, replicas
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Run
 
 LOOKED_AT = 20
 """Steps, the first ones or after a reduction, in all of which gradients are looked at."""
@@ -69,7 +69,7 @@ class DoubleAveraging(Check):
         return None if any(True for _ in self.examine(run)) else _undecided(run)
 
     def left_out(self, run: Run) -> str | None:
-        return _uncompared.left_out(run)
+        return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for twice in by_hand(run):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.replicas import uncompared
+from ddpdoctor.analysis.replicas.group_findings import united
+from ddpdoctor.analysis.replicas.missed_scaler_calls import LeftOut, left_out
+from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, by_step, replicas
 from ddpdoctor.events import Loaded, ScalerStep
-from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
-
-from . import _uncompared
-from ._groups import united
-from ._left_out import LeftOut, left_out
-from ._replicas import NO_COPIES, Replicas, by_step, replicas
+from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.run import Location, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 _GRADIENTS = ("gradients", "local")
 """Kinds of their digests: averaged, or not."""
@@ -58,7 +57,7 @@ class GradScalerSkew(Check):
         return None if replicas(run) else NO_COPIES
 
     def left_out(self, run: Run) -> str | None:
-        return _uncompared.left_out(run)
+        return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         first: dict[tuple[int, ...], Finding] = {}

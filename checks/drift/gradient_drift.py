@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, ranks_text
-
-from . import _causes, _edited, _loads
-from ._causes import Cause
-from ._replicas import (
+from ddpdoctor.analysis.replicas import causes, manual_edits, state_loading
+from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     ZERO,
     Divergence,
@@ -21,7 +18,9 @@ from ._replicas import (
     lacking,
     replicas,
 )
-from ._uncompared import uncompared
+from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.report.findings import Check, Finding, Severity
+from ddpdoctor.run import Run, ranks_text
 
 
 class GradientDrift(Check):
@@ -80,7 +79,7 @@ class GradientDrift(Check):
         if other.check == "nonfinite-origin":
             return _edited_in(mine, other)
         later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
-        return other.check in later and _causes.may_follow(other, mine, 1)
+        return other.check in later and causes.may_follow(other, mine, 1)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         found = None if group.left_out else divergence(group, "gradients")
@@ -89,11 +88,11 @@ class GradientDrift(Check):
         cause = _cause(group, found)
         apart, since = _size(group, found, cause)
         yield self.finding(
-            **_causes.told(group, found, cause),
-            summary=f"gradients of {_causes.some(found.names)} differ "
-            f"{_causes.between(found.split, run)}{apart} when the optimizer steps, "
+            **causes.told(group, found, cause),
+            summary=f"gradients of {causes.some(found.names)} differ "
+            f"{causes.between(found.split, run)}{apart} when the optimizer steps, "
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
-            evidence=_causes.evidence(group, found) | cause.evidence,
+            evidence=causes.evidence(group, found) | cause.evidence,
         )
 
 
@@ -118,7 +117,7 @@ def _averages_parameters(group: Replicas) -> bool:
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.healed < 0:
         return False
-    return not _loads.reloads(group, "weights", parameters.at)
+    return not state_loading.reloads(group, "weights", parameters.at)
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
@@ -126,13 +125,13 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
         return _lacks(group, found, ranks)
     if ranks := lacking(group, found, ZERO):
         return _zeroes(group, found, ranks)
-    cause = _edited.edited(group, "gradients", found) or _edited.clipped(group)
+    cause = manual_edits.edited(group, "gradients", found) or manual_edits.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
         seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
         seen += ", and no edit by hand was seen on any rank, where not all of them are looked at "
         seen += "for that in every step"
-        cause = _causes.unknown(group, found, seen)
+        cause = causes.unknown(group, found, seen)
     elif len(cause.ranks) < len(group.members) and not cause.everybody:
         return cause
     return _of_other_parameters(group, found, cause)
@@ -140,7 +139,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
 
 def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
     """These ranks step without gradients that the others have, equal ones."""
-    spot = _edited.own_line(group, "gradients", found.first, ranks)
+    spot = manual_edits.own_line(group, "gradients", found.first, ranks)
     verb = "has" if len(ranks) == 1 else "have"
     where = "here, " * (spot is not None)
     return Cause(
@@ -156,7 +155,7 @@ def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
 
 def _zeroes(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
     """These ranks step with zeros where the others have gradients, equal ones."""
-    spot = _edited.own_line(group, "gradients", found.first, ranks)
+    spot = manual_edits.own_line(group, "gradients", found.first, ranks)
     verb = "has" if len(ranks) == 1 else "have"
     return Cause(
         text=f"{ranks_text(ranks)} {verb} nothing but zeros in them when the optimizer steps, the "
@@ -173,14 +172,14 @@ def _zeroes(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause
 
 def _size(group: Replicas, found: Divergence, cause: Cause) -> tuple[str, str]:
     """By how much they differ; or else how far the parameters are apart since."""
-    if size := _causes.largest(group, found):
+    if size := causes.largest(group, found):
         return size, ""
     if "zeros_on" in cause.evidence:
         return " by all of their norm", ""
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.first <= found.first:
         return "", ""
-    size = _causes.largest(group, parameters)
+    size = causes.largest(group, parameters)
     return "", f"; the parameters are apart{size} since" if size else ""
 
 

@@ -6,6 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
+from ddpdoctor.analysis.manual_sync import kept_equal, never_synced, unequal_updates
+from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
+from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.group_findings import united
+from ddpdoctor.analysis.replicas.replica import Member
+from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.events import (
     Hyperparameters,
     OptimizerSeen,
@@ -16,13 +22,8 @@ from ddpdoctor.events import (
     Wrapped,
 )
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.findings import Check, Finding, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
-
-from . import _by_hand, _loads, _options, _skipped, _uncompared, _unshared, _updates
-from ._causes import Cause
-from ._groups import united
-from ._replicas import NO_COPIES, Member, Replicas, replicas
+from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's own schedulers change."""
@@ -93,7 +94,7 @@ class HyperparameterSkew(Check):
         return None if run.any(Hyperparameters) else "no optimizer's options were seen"
 
     def left_out(self, run: Run) -> str | None:
-        return _uncompared.left_out(run)
+        return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return united(self._told(run))
@@ -110,7 +111,7 @@ class HyperparameterSkew(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
             return False
-        if other.check == "optimizer-state-drift" and _loads.of_the_same(mine, other):
+        if other.check == "optimizer-state-drift" and state_loading.of_the_same(mine, other):
             return False
         apart = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
         if mine.optimizers and apart and other.check == "parameter-drift":
@@ -122,24 +123,28 @@ class HyperparameterSkew(Check):
         return other.steps.first > (equal + 1 if equal else mine.steps.first)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
-        tables = {n: _options.by_step(m.rank, m.optimizer) for n, m in group.members.items()}
+        tables = {
+            n: optimizer_options.by_step(m.rank, m.optimizer) for n, m in group.members.items()
+        }
         # A rank that failed never made the steps that others have made since.
         made = {n: m.rank.steps_of(m.optimizer) - 1 for n, m in group.members.items()}
         last = min(max(n, *tables[r], 0) for r, n in made.items())
-        if (skipped := _skipped.before_a_step(group)) is not None:
+        if (skipped := skipped_steps.before_a_step(group)) is not None:
             last = min(last, skipped.step - 1)  # from there on, steps of one number are others
-        skewed = _options.skewed(tables, last)
+        skewed = optimizer_options.skewed(tables, last)
         if not skewed:
             return
         first = skewed[0]
-        values = _options.settled({n: _options.at(table, first) for n, table in tables.items()})
-        options = _options.options(values)
+        values = optimizer_options.settled(
+            {n: optimizer_options.at(table, first) for n, table in tables.items()}
+        )
+        options = optimizer_options.options(values)
         told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
         ranks = odd_ones(equal_ranks(told))
         option, index = options[0]
         at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
-        early = () if _plateau(group, first) else _options.ahead(tables, option, index)
-        short = _options.left_out(tables, option, index)
+        early = () if _plateau(group, first) else optimizer_options.ahead(tables, option, index)
+        short = optimizer_options.left_out(tables, option, index)
         why = (
             _from_a_load(group, told, option, first, at)
             or _in_other_rounds(group, early, option, first)
@@ -156,7 +161,7 @@ class HyperparameterSkew(Check):
             label=why.label,
             related=why.related,
             summary=f"{option} differs between ranks{seen} at step {first}: "
-            f"{_options.spelled(shown)}",
+            f"{optimizer_options.spelled(shown)}",
             cause=why.text,
             fix=why.fix,
             evidence={
@@ -180,9 +185,11 @@ def _copies(run: Run) -> list[Replicas]:
 
 def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
     """Copies without a wrapper, to which the same gradients are applied from the first step on."""
-    for copies in _by_hand.trained_alike(run):
-        alike = _unshared.steady(copies) and _updates.agree(_unshared.close_looks(copies))
-        if alike and not _by_hand.kept_equal(copies):
+    for copies in kept_equal.trained_alike(run):
+        alike = never_synced.steady(copies) and unequal_updates.agree(
+            never_synced.close_looks(copies)
+        )
+        if alike and not kept_equal.kept_equal(copies):
             yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})
 
 
@@ -208,7 +215,7 @@ def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
 
 
 def _extent(
-    group: Replicas, tables: dict[int, dict[int, _options.Groups]], skewed: list[int]
+    group: Replicas, tables: dict[int, dict[int, optimizer_options.Groups]], skewed: list[int]
 ) -> Steps:
     """Values stand until the next change that is told."""
     told = sorted({s for table in tables.values() for s in table})
@@ -227,7 +234,7 @@ def _set_by_hand(
 ) -> Location | None:
     """The user's own line that gave an option its new value, on the ranks at fault first."""
     members = (group.members[number] for number in (*ranks, *group.members))
-    spots = (_options.set_at(m.rank, m.optimizer, option, step) for m in members)
+    spots = (optimizer_options.set_at(m.rank, m.optimizer, option, step) for m in members)
     return next((spot for spot in spots if spot is not None), None)
 
 
@@ -269,7 +276,7 @@ def _from_a_load(
 ) -> Cause | None:
     """Some ranks, and only they, loaded the optimizer's state just before, or a scheduler's."""
     for what in ("optimizer", "scheduler"):
-        some = _loads.of_some(group, what, at)
+        some = state_loading.of_some(group, what, at)
         if some is None or len({told[n] for n in told if n not in some.ranks}) != 1:
             continue
         member = group.members[some.ranks[0]]
@@ -279,7 +286,7 @@ def _from_a_load(
         else:
             follows = option in SCHEDULED and _stepped_alike(group, first)
         if follows:
-            cause = _loads.by_some(group, what, some, at)
+            cause = state_loading.by_some(group, what, some, at)
             step = _step_line(group, some.ranks)
             return replace(
                 cause,

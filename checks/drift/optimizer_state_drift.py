@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text
-
-from . import _causes, _edited, _joined, _loads
-from ._replicas import (
+from ddpdoctor.analysis.replicas import causes, manual_edits, state_loading, uneven_epochs
+from ddpdoctor.analysis.replicas.replica import Member
+from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
-    Member,
     Replicas,
     divergence,
     each_model,
     kinds,
     replicas,
 )
-from ._uncompared import uncompared
+from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -79,13 +78,13 @@ class OptimizerStateDrift(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "hyperparameter-skew":
-            return _loads.of_the_same(mine, other)
+            return state_loading.of_the_same(mine, other)
         later = ("parameter-drift", "buffer-drift")
         skipped = "averaging_backwards_before_the_step" in other.evidence
         own = bool(mine.evidence.get("not_from_unlike_gradients")) and not skipped
         # By the next step; by hand, perhaps at once.
         applied = bool(mine.evidence.get("state_was_loaded"))
-        return own and other.check in later and _causes.may_follow(other, mine, applied)
+        return own and other.check in later and causes.may_follow(other, mine, applied)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:
@@ -99,14 +98,14 @@ class OptimizerStateDrift(Check):
         if first.healed >= 0:
             return
         own = False
-        cause = loaded = _loads.loaded(group, "optimizer", first)
+        cause = loaded = state_loading.loaded(group, "optimizer", first)
         if cause is None:
             if _gradients_differ(group, first):
                 return
-            cause = _edited.edited_once(group, first, "state")
+            cause = manual_edits.edited_once(group, first, "state")
             own = cause is not None or _of_its_own(group, parted)
         if cause is None:
-            cause = _causes.unknown(group, first, "gradients agree, no state was loaded")
+            cause = causes.unknown(group, first, "gradients agree, no state was loaded")
             if own:
                 cause = replace(
                     cause,
@@ -121,10 +120,10 @@ class OptimizerStateDrift(Check):
             d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}" for d in parted
         }
         yield self.finding(
-            **_causes.told(group, first, cause),
-            summary=f"the optimizer's {what} of {_causes.some(first.names)} "
-            f"{_causes.differ(len(tensors) * len(first.names), first.split, run)}, "
-            f"first seen at step {first.first}{_causes.of_optimizer(group)}",
+            **causes.told(group, first, cause),
+            summary=f"the optimizer's {what} of {causes.some(first.names)} "
+            f"{causes.differ(len(tensors) * len(first.names), first.split, run)}, "
+            f"first seen at step {first.first}{causes.of_optimizer(group)}",
             evidence={
                 "state_was_loaded": loaded is not None,
                 "not_from_unlike_gradients": own or loaded is not None,
@@ -166,7 +165,7 @@ class OptimizerStateDrift(Check):
     def _under_join(self, group: Replicas) -> Iterator[Finding]:
         """The model is copied at the end of each `Join`, the optimizer's state is not."""
         state = [kind.partition(":")[2] for kind in kinds(group, "state:")]
-        apart = _joined.moved_apart(group) if state else None
+        apart = uneven_epochs.moved_apart(group) if state else None
         if apart is None:
             return
         rank = group.any.rank

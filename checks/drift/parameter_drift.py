@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ddpdoctor.events import OptimizerSeen, StepDone
-from ddpdoctor.events.drift import UNHELD
-from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, ranks_do, ranks_text
-
-from . import (
-    _beside,
-    _by_hand,
-    _causes,
-    _dropped,
-    _edited,
-    _loads,
-    _owners,
-    _skipped,
-    _unshared,
-    _updates,
-    _written,
+from ddpdoctor.analysis.manual_sync import (
+    kept_equal,
+    never_synced,
+    optimizer_coverage,
+    other_optimizer,
+    sync_stopped,
+    unequal_updates,
 )
-from ._causes import Cause
-from ._replicas import (
+from ddpdoctor.analysis.replicas import (
+    causes,
+    manual_edits,
+    skipped_steps,
+    state_loading,
+    tensor_writes,
+)
+from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
     Replicas,
@@ -34,8 +31,12 @@ from ._replicas import (
     each_model,
     replicas,
 )
-from ._skipped import Skipped
-from ._uncompared import uncompared
+from ddpdoctor.analysis.replicas.skipped_steps import Skipped
+from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.events import OptimizerSeen, StepDone
+from ddpdoctor.events.drift import UNHELD
+from ddpdoctor.report.findings import Check, Finding, Severity
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 
 class ParameterDrift(Check):
@@ -98,7 +99,7 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run, unheld=True)
-        ways = (_by_hand, _unshared, _updates, _owners)
+        ways = (kept_equal, never_synced, unequal_updates, optimizer_coverage)
         if not groups and any(way.compared(run) for way in ways):
             return None
         if not groups:
@@ -112,7 +113,14 @@ class ParameterDrift(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge, unheld=True)
-        for way in (_by_hand, _dropped, _unshared, _beside, _updates, _owners):
+        for way in (
+            kept_equal,
+            sync_stopped,
+            never_synced,
+            other_optimizer,
+            unequal_updates,
+            optimizer_coverage,
+        ):
             for told in way.told(run):
                 yield self.finding(**told)
 
@@ -126,28 +134,28 @@ class ParameterDrift(Check):
             "not_from_unlike_gradients"
         )
         with_them = str(mine.evidence.get("loaded_with_them", ""))
-        if own and not skipped and _loads.THINGS["optimizer"] not in with_them:
+        if own and not skipped and state_loading.THINGS["optimizer"] not in with_them:
             return False
         if other.check == "hyperparameter-skew" and with_them:
-            return _loads.of_the_same(mine, other)
+            return state_loading.of_the_same(mine, other)
         if other.check == "sampler-seed-skew":  # the epoch came with the weights
-            alone = bool(mine.evidence.get(_loads.ONLY_ON))
+            alone = bool(mine.evidence.get(state_loading.ONLY_ON))
             return alone and bool(other.evidence.get("each rank set its epoch"))
         return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:
             return
-        skipped = _skipped.before_a_step(group)
+        skipped = skipped_steps.before_a_step(group)
         steps = None if skipped else divergence(group, "parameters")
         if not (skipped or steps) and run.outcome() == "completed":  # else one was in mid-step
-            skipped = _skipped.in_the_end(group)
+            skipped = skipped_steps.in_the_end(group)
         if skipped is not None:
             yield self._left_out(group, skipped)
             return
         found = steps or divergence(group, "parameters", "eval")
         if found is not None:
-            again = found.healed >= 0 and not _loads.reloads(group, "weights", found.at)
+            again = found.healed >= 0 and not state_loading.reloads(group, "weights", found.at)
             if again and not _sends_parameters(group):
                 return  # averaged again by the program: local SGD
             cause = _cause(group, found)
@@ -155,7 +163,7 @@ class ParameterDrift(Check):
             yield self._finding(run, group, found, cause, severity)
             return
         later = divergence(group, "parameters", "again")
-        if later is not None and not _loads.each_its_own(group, later.at):
+        if later is not None and not state_loading.each_its_own(group, later.at):
             yield self._finding(run, group, later, _cause(group, later))
             return
         if group.any.optimizer == UNHELD:
@@ -190,7 +198,7 @@ class ParameterDrift(Check):
             ranks=ranks,
             steps=skipped.steps,
             subjects=tuple(group.names("parameters")),
-            location=_causes.step_line(group, ranks),
+            location=causes.step_line(group, ranks),
             label=f"left out on {ranks_text(ranks)} at least once",
             summary=f"{ranks_do(ranks, 'skip')} optimizer steps of {group.any.wrapped.kind} "
             f"that the others take: {told}",
@@ -199,7 +207,7 @@ class ParameterDrift(Check):
             fix="take the step on every rank; decide what to skip from numbers that are equal on "
             "all ranks (all-reduce the condition)",
             evidence=evidence,
-            at=min(m.rank.wall(_causes.step_time(m, step)) for m in group.members.values()),
+            at=min(m.rank.wall(causes.step_time(m, step)) for m in group.members.values()),
         )
 
     def _finding(
@@ -214,21 +222,21 @@ class ParameterDrift(Check):
         begun = f"{'averaging backward' if unheld else 'step'} {found.first}"
         if unseen := found.unseen:
             begun = f"some {'backward' if unheld else 'step'} between {unseen[0]} and {found.first}"
-        begun += "" if unheld else _causes.of_optimizer(group)
+        begun += "" if unheld else causes.of_optimizer(group)
         when = {"step": f"from {begun} on", "eval": "at evaluation", "end": "at the end"}
         when["again"] = when["eval"]
         if cause.trained:
             when["end"] = f"at the end, and since step {cause.trained.first} at the latest"
-        told = _causes.told(group, found, cause)
+        told = causes.told(group, found, cause)
         if found.point != "step":
             told["steps"] = cause.trained
         return self.finding(
             **told,
             severity=severity,
-            summary=f"{_causes.some(found.names)} of {group.any.wrapped.kind} "
-            f"{_causes.differ(len(found.names), found.split, run)}{_causes.largest(group, found)}, "
+            summary=f"{causes.some(found.names)} of {group.any.wrapped.kind} "
+            f"{causes.differ(len(found.names), found.split, run)}{causes.largest(group, found)}, "
             f"{when[found.point]}",
-            evidence=_causes.evidence(group, found) | cause.evidence,
+            evidence=causes.evidence(group, found) | cause.evidence,
         )
 
 
@@ -239,20 +247,20 @@ def _sends_parameters(group: Replicas) -> bool:
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
-    if (cause := _loads.loaded(group, "weights", found)) is not None:
+    if (cause := state_loading.loaded(group, "weights", found)) is not None:
         return cause
-    if found.point == "step" and (cause := _edited.edited(group, "parameters", found)):
+    if found.point == "step" and (cause := manual_edits.edited(group, "parameters", found)):
         return cause
-    if found.point == "step" and (cause := _edited.edited_once(group, found)):
+    if found.point == "step" and (cause := manual_edits.edited_once(group, found)):
         return cause
-    if found.point == "step" and (cause := _edited.before_the_step(group, found)):
+    if found.point == "step" and (cause := manual_edits.before_the_step(group, found)):
         return cause
     if group.any.optimizer == UNHELD:
-        return _causes.written(group, found)
-    if found.point == "end" and (cause := _written.after_the_last_step(group)):
+        return causes.written(group, found)
+    if found.point == "end" and (cause := tensor_writes.after_the_last_step(group)):
         return cause
-    if (seen := _written.written(group, found)) is not None:
-        return _written.cause(seen)
+    if (seen := tensor_writes.written(group, found)) is not None:
+        return tensor_writes.cause(seen)
     if divergence(group, "gradients") is not None:
         agree = "differ too"
     else:
@@ -261,7 +269,7 @@ def _cause(group: Replicas, found: Divergence) -> Cause:
     place = f"at {'eval' if found.point == 'again' else found.point}"
     if found.point == "step":
         place = f"first seen at step {found.first}"
-    cause = _causes.unknown(
+    cause = causes.unknown(
         group, found, f"gradients {agree}, {place} on {ranks_text(found.minority)}"
     )
     if agree != "differ too" and (held := divided(group)):

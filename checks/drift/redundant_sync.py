@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
+from ddpdoctor.analysis.replicas.replica import Member
+from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.events import SyncPattern
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
-
-from ._patterns import Span, patterns
-from ._replicas import NO_COPIES, Member, Replicas, replicas
 
 LEAST_STEPS = 2
 

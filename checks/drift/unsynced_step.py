@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
-from ddpdoctor.findings import (
-    Check,
-    Confidence,
-    Finding,
-    FixKind,
-    Location,
-    Related,
-    Severity,
-    Steps,
+from ddpdoctor.analysis.replicas import (
+    causes,
+    manual_edits,
+    state_loading,
+    step_in_backward,
+    uncompared,
 )
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from . import _causes, _edited, _inside, _loads, _uncompared
-from ._lacking import parts_them
-from ._moving import moved
-from ._patterns import Span, patterns
-from ._replicas import (
+from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
+from ddpdoctor.analysis.replicas.missed_backwards import parts_them
+from ddpdoctor.analysis.replicas.moving import moved
+from ddpdoctor.analysis.replicas.replica import Member
+from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
-    Member,
     Replicas,
     divergence,
     each_model,
     replicas,
 )
+from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 CAUSES = {
     "no_sync": "synchronisation was switched off for the last backward before the step, so that "
@@ -148,13 +144,13 @@ class UnsyncedStep(Check):
         )
 
     def left_out(self, run: Run) -> str | None:
-        return _uncompared.left_out(run)
+        return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)
         for optimizer in sorted({e.optimizer for r in run.ranks.values() for e in r.of(KeptBack)}):
             yield from self._never_reduced(run, optimizer)
-        for model in _inside.stepped(run):
+        for model in step_in_backward.stepped(run):
             yield self._stepped_inside(run, model)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
@@ -208,7 +204,7 @@ class UnsyncedStep(Check):
                     min(steps.first, part.first), max(steps.last, part.keys[-1]),
                     count + len(part.keys),
                 )  # fmt: skip
-                names = _causes.some(part.names)
+                names = causes.some(part.names)
                 in_part = f", and in {len(part.keys)} of the others those of {names}"
                 cause += f"; in the others it gives back unlike gradients of {names}"
         elif full:
@@ -239,7 +235,7 @@ class UnsyncedStep(Check):
             at=rank.wall(pattern.at),
         )
 
-    def _stepped_inside(self, run: Run, model: _inside.Inside) -> Finding:
+    def _stepped_inside(self, run: Run, model: step_in_backward.Inside) -> Finding:
         rank, event = next(iter(model.last.items()))
         count = max(e.count for e in model.last.values())
         ranks = {r.rank for r in model.last}
@@ -329,7 +325,7 @@ def _part(group: Replicas) -> Divergence | None:
     parameters = divergence(group, "parameters")
     if found is None or (parameters is not None and parameters.healed >= 0):
         return None
-    return None if _edited.edited(group, "gradients", found) else found
+    return None if manual_edits.edited(group, "gradients", found) else found
 
 
 def _label(reason: str, by_hand: bool) -> str:
@@ -384,7 +380,7 @@ def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | No
     they apply, and for local SGD."""
     parameters = divergence(group, "parameters")
     if parameters and parameters.healed >= 0:
-        return _loads.reloads(group, "weights", parameters.at)
+        return state_loading.reloads(group, "weights", parameters.at)
     if differ is not None:
         return parameters is not None or not moved(group, differ)
     told = [s.pattern for spans in bad.values() for s in spans]
@@ -400,7 +396,7 @@ def _carried(pattern: SyncPattern) -> str:
 def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]:
     if differ is None:
         return {"gradients": "not seen to differ: all ranks had the same data, or were not sampled"}
-    return _causes.evidence(group, differ)
+    return causes.evidence(group, differ)
 
 
 def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:

@@ -5,22 +5,44 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from ddpdoctor.analysis.control_flow.branches import (
+    condition,
+    finalizer,
+    opener,
+    parts,
+    unbranched,
+    unwrapped,
+    where,
+)
+from ddpdoctor.analysis.control_flow.caught_exceptions import WayOut, caught, way_out
+from ddpdoctor.analysis.control_flow.jumps import ways_around
+from ddpdoctor.analysis.divergence import group_cycles
+from ddpdoctor.analysis.divergence.divergence import Parting
+from ddpdoctor.analysis.divergence.divergence_causes import (
+    Swallowed,
+    alone,
+    entered,
+    opposed,
+    swallowed,
+)
+from ddpdoctor.analysis.divergence.divergences import partings
+from ddpdoctor.analysis.divergence.loop_exits import Left, blamed, left_loop, shifted_by_it
+from ddpdoctor.analysis.divergence.mismatch_report import (
+    Told,
+    began,
+    each_once,
+    elsewhere,
+    evidence,
+    odd_of,
+    related,
+    sides_text,
+)
+from ddpdoctor.analysis.divergence.thread_waits import aside, order, remedy, started
+from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Run, State, ranks_text
-
-from . import _across
-from ._branches import condition, finalizer, opener, parts, unbranched, unwrapped, where
-from ._caught import WayOut, caught, way_out
-from ._loops import Left, blamed, left_loop, shifted_by_it
-from ._mismatch import Parting
-from ._parted import Swallowed, alone, entered, opposed, swallowed
-from ._partings import partings
-from ._scene import scene
-from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related, sides_text
-from ._threads import aside, order, remedy, started
-from ._waiting import across_groups, cycle
-from ._ways import ways_around
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Location, Run, State, ranks_text
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
@@ -83,7 +105,7 @@ class CollectiveMismatch(Check):
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
-            yield self.finding(**_across.told(now, ring))
+            yield self.finding(**group_cycles.told(now, ring))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
@@ -246,7 +268,7 @@ def _stuck(parting: Parting) -> str:
         if m.call is not None and m.call.state is State.DONE
     }
     if not ended:
-        return _across.FOR_EVER
+        return group_cycles.FOR_EVER
     op, rank = min(ended.items())
     return (
         f"each call paired with another one (rank {rank}'s {op} came to an end with values that "

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.divergence.buffer_shapes import Apart, apart
+from ddpdoctor.analysis.divergence.divergence import describe_sides
+from ddpdoctor.analysis.divergence.divergences import partings
+from ddpdoctor.analysis.divergence.mismatch_report import (
+    Told,
+    began,
+    each_once,
+    elsewhere,
+    evidence,
+    odd_of,
+    related,
+)
+from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
 from ddpdoctor.events import CallSite, CommHook, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
-
-from ._buffers import Apart, apart
-from ._mismatch import describe_sides
-from ._partings import partings
-from ._scene import Scene, Stand, scene
-from ._telling import Told, began, each_once, elsewhere, evidence, odd_of, related
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {

@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.divergence import thread_waits
+from ddpdoctor.analysis.waiting.failures import failures
+from ddpdoctor.analysis.waiting.patience import overdue
+from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.wait_graph import merged_stacks, missing, victims, waiting_for
 from ddpdoctor.events import LoaderSeen, RankStood, Worker
-from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Related,
+    Severity,
+)
 from ddpdoctor.run import Phase, Rank, Run, ranks_text
-
-from . import _threads
-from ._failures import failures
-from ._overdue import overdue
-from ._scene import Scene, Stand, scene
-from ._waiting import merged_stacks, missing, victims, waiting_for
 
 WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
 
@@ -126,8 +133,8 @@ class DataStall(Check):
         who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
         verb = "waits" if len(ranks) == 1 else "wait"
-        thread = _threads.failed(now, first)
-        related = [*_threads.place(thread, first)]
+        thread = thread_waits.failed(now, first)
+        related = [*thread_waits.place(thread, first)]
         related += [Related(f"{who} here", here)] if here else []
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
@@ -141,7 +148,7 @@ class DataStall(Check):
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
             + _workers_text(first.stood, loader),
-            cause=_cause(first.stood, loader) + _threads.remark(thread),
+            cause=_cause(first.stood, loader) + thread_waits.remark(thread),
             fix=NO_WORKERS if not workers else _fix(first.stood),
             fix_kind=FixKind.CHECK,
             evidence={

@@ -6,28 +6,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from ddpdoctor.events import (
-    ExceptionRaised,
-    GroupDestroyed,
-    InitEntered,
-    ProcessEnded,
-    RankExiting,
-    SpawnFailed,
-)
-from ddpdoctor.findings import (
-    Check,
-    Evidence,
-    Finding,
-    FixKind,
-    Location,
-    Related,
-    Severity,
-    Steps,
-)
-from ddpdoctor.run import Run, fold_ranks, ranks_text, shorten
-
-from ._astray import astray
-from ._failures import (
+from ddpdoctor.analysis.divergence.mismatch_report import never_made
+from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
     Failure,
     at_teardown,
@@ -42,7 +22,17 @@ from ._failures import (
     translate,
     unseen,
 )
-from ._telling import never_made
+from ddpdoctor.analysis.waiting.missing_file import astray
+from ddpdoctor.events import (
+    ExceptionRaised,
+    GroupDestroyed,
+    InitEntered,
+    ProcessEnded,
+    RankExiting,
+    SpawnFailed,
+)
+from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 QUIT = "bdb.BdbQuit"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.calls.call_logs import Log, Made, book
+from ddpdoctor.analysis.control_flow.branches import condition, head_of
+from ddpdoctor.analysis.divergence.divergence import Parting
+from ddpdoctor.analysis.divergence.divergences import partings
+from ddpdoctor.analysis.divergence.mismatch_report import began, evidence, related
+from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_text
-
-from ._branches import condition, head_of
-from ._log import Log, Made, book
-from ._mismatch import Parting
-from ._partings import partings
-from ._scene import scene
-from ._telling import began, evidence, related
-from ._waiting import awaited
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",

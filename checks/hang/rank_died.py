@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
-from ddpdoctor.findings import (
-    Check,
-    Confidence,
-    Evidence,
-    Finding,
-    FixKind,
-    Severity,
-    Steps,
-)
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from ._failures import (
+from ddpdoctor.analysis.divergence.mismatch_report import never_made
+from ddpdoctor.analysis.waiting.failures import (
     CLEAN_UP_S,
     Failure,
     at_teardown,
@@ -29,10 +18,12 @@ from ._failures import (
     vanished,
     whereabouts,
 )
-from ._scene import scene
-from ._signals import sent as signal_sent
-from ._telling import never_made
-from ._waiting import victims
+from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
+from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.wait_graph import victims
+from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Rank, Run, ranks_text
 
 GIB = 1 << 30
 MEANINGS = {

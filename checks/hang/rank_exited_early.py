@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import CallSite, Enclosing, RankExiting
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, ranks_text, shorten, unfolded
-
-from ._branches import (
+from ddpdoctor.analysis.calls.call_logs import Made, lines
+from ddpdoctor.analysis.calls.rank_conditions import on_rank
+from ddpdoctor.analysis.control_flow.branches import (
     branch,
     condition,
     head_of,
@@ -18,16 +16,31 @@ from ._branches import (
     unbranched,
     unwrapped,
 )
-from ._caught import caught
-from ._failures import EXIT_RAISED, destroyed, failure, failures, lost_peer, raised_exit, stopped
-from ._log import Made, lines
-from ._loops import How, Left, apart_since, loop_of_leaver, shifted_by_it
-from ._ranked import on_rank
-from ._scene import Scene, Stand, scene
-from ._telling import never_made
-from ._usual import HISTORY
-from ._waiting import gone, unanswered, victims, waiting_for
-from ._ways import may_end
+from ddpdoctor.analysis.control_flow.caught_exceptions import caught
+from ddpdoctor.analysis.control_flow.jumps import may_end
+from ddpdoctor.analysis.divergence.loop_exits import (
+    How,
+    Left,
+    apart_since,
+    loop_of_leaver,
+    shifted_by_it,
+)
+from ddpdoctor.analysis.divergence.mismatch_report import never_made
+from ddpdoctor.analysis.divergence.periodic_calls import HISTORY
+from ddpdoctor.analysis.waiting.failures import (
+    EXIT_RAISED,
+    destroyed,
+    failure,
+    failures,
+    lost_peer,
+    raised_exit,
+    stopped,
+)
+from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
+from ddpdoctor.events import CallSite, Enclosing, RankExiting
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Location, Rank, Run, fold_ranks, ranks_text, shorten, unfolded
 
 Only = tuple[Location, Enclosing]
 """A statement that parts the ranks, and its line."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.divergence import thread_waits
+from ddpdoctor.analysis.waiting.lock_wait import entering
+from ddpdoctor.analysis.waiting.patience import overdue
+from ddpdoctor.analysis.waiting.sent_signals import stopping
+from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.wait_graph import (
+    merged_stacks,
+    missing,
+    pending,
+    victims,
+    waiting_for,
+)
 from ddpdoctor.events import CallSite, InitEntered
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_text
-
-from . import _threads
-from ._entering import entering
-from ._overdue import overdue
-from ._scene import Scene, Stand, scene
-from ._signals import stopping
-from ._waiting import merged_stacks, missing, pending, victims, waiting_for
 
 
 class RankMissing(Check):
@@ -82,7 +87,7 @@ class RankMissing(Check):
         here = first.made.location if first.made else None
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
-        thread = _threads.failed(now, absent[0])
+        thread = thread_waits.failed(now, absent[0])
         block = entering(absent[0], waiting)
         return self.finding(
             ranks=ranks,
@@ -92,7 +97,7 @@ class RankMissing(Check):
             location=sent or where or here,
             label=f"stops {ranks_text(ranks[:1])}" if sent else _label(absent[0], ranks),
             related=(
-                *_threads.place(thread, absent[0]),
+                *thread_waits.place(thread, absent[0]),
                 *(block.related if block else ()),
                 *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
             ),
@@ -100,10 +105,10 @@ class RankMissing(Check):
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{it} {be} {absent[0].doing}",
             cause=(block.cause if block else _cause(absent[0], why, sender))
-            + _threads.remark(thread),
+            + thread_waits.remark(thread),
             fix=block.fix
             if block
-            else _threads.FIX
+            else thread_waits.FIX
             if thread is not None
             else _fix(absent[0], first, why, sender),
             fix_kind=FixKind.CHECK,

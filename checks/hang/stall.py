@@ -5,24 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ddpdoctor.events import CommHook
-from ddpdoctor.findings import (
-    Check,
-    Confidence,
-    Evidence,
-    Finding,
-    FixKind,
-    Location,
-    Related,
-    Severity,
-)
-from ddpdoctor.run import Run, ranks_do, ranks_text
-
-from . import _threads
-from ._again import CAUSE, FIX, formed_again
-from ._rounds import Unsent, unsent
-from ._scene import Scene, Stand, scene
-from ._waiting import (
+from ddpdoctor.analysis.control_flow.jumps import ways_around
+from ddpdoctor.analysis.divergence import thread_waits
+from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
+from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
+from ddpdoctor.analysis.waiting.wait_graph import (
     across_groups,
     cycles,
     gone,
@@ -32,7 +20,17 @@ from ._waiting import (
     pending,
     victims,
 )
-from ._ways import ways_around
+from ddpdoctor.events import CommHook
+from ddpdoctor.report.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Related,
+    Severity,
+)
+from ddpdoctor.run import Location, Run, ranks_do, ranks_text
 
 _STORE = re.compile(r"store\w*(?:\(\))?\.(?:get|wait)\(", re.IGNORECASE)
 """Waits in torch until another rank has set the key."""
@@ -218,7 +216,7 @@ class Stall(Check):
         ranks = tuple(s.rank.rank for s in stands)
         told = [s for s in stands if not s.unknown] or stands
         least = min(told, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
-        thread = _threads.failed(now, least)
+        thread = thread_waits.failed(now, least)
         again = formed_again(stands) if together and not unknown else None
         return self.finding(
             ranks=ranks,
@@ -230,10 +228,10 @@ class Stall(Check):
             else f"{_are(_with(stands, least))} here",
             related=(Related(f"{_are(_with(stands, least))} here", least.location),)
             if again and least.location
-            else _threads.place(thread, least),
+            else thread_waits.place(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together and not unknown else _doing(stands, least)),
-            cause=CAUSE if again else _why(stands, together, unknown) + _threads.remark(thread),
+            cause=CAUSE if again else _why(stands, together, unknown) + thread_waits.remark(thread),
             fix=FIX if again else _fix(stands, together, unknown),
             fix_kind=FixKind.CHECK,
             evidence={

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable
 
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Location, Rank, Run
 
 FAR_OVER = 2.0
 """Threads per core beyond which they mostly wait for each other."""

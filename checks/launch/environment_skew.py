@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
-from ddpdoctor.findings import Check, Finding, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
+from ddpdoctor.report.findings import Check, Finding, Related, Severity
+from ddpdoctor.run import Location, Rank, Run, ranks_do, ranks_text
 
 _MATTERS = re.compile(
     r"NCCL_|GLOO_|OMP_NUM_THREADS|MKL_NUM_THREADS|TORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|CUBLAS_|"

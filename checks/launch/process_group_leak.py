@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, RankExiting
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, ranks_text
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.process.rank_claims import Claim, claims, meetings, unentered
 from ddpdoctor.events import StepDone, Wrapped
-from ddpdoctor.findings import Check, Confidence, Finding, Related, Severity
+from ddpdoctor.report.findings import Check, Confidence, Finding, Related, Severity
 from ddpdoctor.run import Run, ranks_do, ranks_text
-
-from ._claims import Claim, claims, meetings, unentered
 
 _LOCAL = ("localhost", "127.", "::1", "[::1]", "tcp://localhost", "tcp://127.", "file:")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.process.left_early import SHORT_S, gone_for_good, waits_for_all
+from ddpdoctor.analysis.process.rank_claims import claims, unentered
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
-
-from ._claims import claims, unentered
-from ._left import SHORT_S, gone_for_good, waits_for_all
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Location, Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 

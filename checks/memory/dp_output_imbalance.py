@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.process.devices import monitor_of
+from ddpdoctor.analysis.process.memory_samples import MIB, human, seen_from_outside
 from ddpdoctor.events import DataParallelMade, DeviceMemory, Gathered
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
-
-from ._devices import monitor_of
-from ._samples import MIB, human, seen_from_outside
 
 RATIO = 1.25
 MORE = 128 * MIB

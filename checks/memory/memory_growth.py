@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ddpdoctor.analysis.process.memory_samples import MIB, human, medians
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
-
-from ._samples import MIB, human, medians
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, ranks_do, ranks_text
 
 PARTS = 6
 FEWEST_SAMPLES = 12

@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
+from ddpdoctor.analysis.process.memory_samples import MIB, human, seen_from_outside
 from ddpdoctor.events import MemorySample, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
-
-from ._samples import MIB, human, seen_from_outside
 
 HOST_RATIO, HOST_MORE = 1.5, 128 * MIB
 DEVICE_RATIO, DEVICE_MORE = 1.25, 512 * MIB

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, trained_on
 from ddpdoctor.events import DeviceUsed
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, fold_ranks
-
-from ._devices import monitor_of, no_gpu, plain, trained_on
 
 
 class SharedDevice(Check):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, used
+from ddpdoctor.analysis.process.memory_samples import human, seen_from_outside
 from ddpdoctor.events import DeviceTouched, DeviceUsed
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run, ranks_do
-
-from ._devices import monitor_of, no_gpu, plain, used
-from ._samples import human, seen_from_outside
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Location, Rank, Run, ranks_do
 
 FEWEST_SAMPLES = 2
 

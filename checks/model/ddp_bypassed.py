@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import (
     Bypassed,
     GroupDestroyed,
@@ -16,10 +17,8 @@ from ddpdoctor.events import (
     SyncPattern,
 )
 from ddpdoctor.events.drift import UNHELD
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 
 class DdpBypassed(Check):

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_order import Apart, apart
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
-from ddpdoctor.findings import Check, Evidence, Finding, FixKind, Location, Related, Severity
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from . import _models as models
-from ._orders import Apart, apart
+from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 TOLD = 12
 """Rows of the table of differences."""

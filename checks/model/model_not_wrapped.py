@@ -7,6 +7,15 @@ from math import prod
 
 import msgspec
 
+from ddpdoctor.analysis.manual_sync import (
+    independent_models,
+    model_parallel,
+    other_exchanges,
+    partly_synced,
+    sequence_parallel,
+    unused_allreduce,
+)
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import (
     GroupReady,
     OptimizerSeen,
@@ -15,20 +24,8 @@ from ddpdoctor.events import (
     Unwrapped,
     UnwrappedState,
 )
-from ddpdoctor.findings import (
-    Check,
-    Confidence,
-    Evidence,
-    Finding,
-    FixKind,
-    Location,
-    Severity,
-    Steps,
-)
-from ddpdoctor.run import Rank, Run, ranks_text
-
-from . import _beside, _discarded, _own, _partly, _sequences, _spread
-from . import _models as models
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 GROUP = "gradients of a group"
 HOOKS = "in backward"
@@ -116,11 +113,11 @@ class ModelNotWrapped(Check):
                     place = finding.location or optimizer
                     key = (place, finding.cause, finding.ranks, finding.subjects)
                     together.setdefault(key, []).append(finding)
-            if found := _spread.apart(run, optimizer):
+            if found := model_parallel.apart(run, optimizer):
                 together.setdefault(("of a group", optimizer), []).append(
                     self._of_group(run, found)
                 )
-            if copies := _sequences.apart(run, optimizer):
+            if copies := sequence_parallel.apart(run, optimizer):
                 together.setdefault(("in parts", optimizer), []).append(
                     self._of_parts(run, *copies)
                 )
@@ -142,14 +139,14 @@ class ModelNotWrapped(Check):
         means = {rank: _exchanged(rank, event) for rank, event in alike.items()}
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
         lone = {rank: event for rank, event in alike.items() if not means[rank]}
-        if _discarded.found(run, states):
+        if unused_allreduce.found(run, states):
             plain = self._tell(run, alike, Severity.ERROR, common, common[1:])
-            yield _discarded.told(plain, alike, models.on_ranks(run, (r.rank for r in alike)))
+            yield unused_allreduce.told(plain, alike, models.on_ranks(run, (r.rank for r in alike)))
             return
         if not lone and {m for found in means.values() for m in found} == {HOOKS}:
             told = self._tell(run, alike, Severity.ERROR, common, common[1:])
             where = models.on_ranks(run, (r.rank for r in alike))
-            if missed := _partly.without_hooks(told, alike, where):
+            if missed := partly_synced.without_hooks(told, alike, where):
                 yield missed
             return
         if len(lone) < len(alike):
@@ -175,10 +172,12 @@ class ModelNotWrapped(Check):
                 yield told
                 return
             where = models.on_ranks(run, (r.rank for r in alike))
-            if part := _partly.left_out(told, alike, where) or _partly.named(told, alike, where):
+            if part := partly_synced.left_out(told, alike, where) or partly_synced.named(
+                told, alike, where
+            ):
                 yield part
-            elif not _own.searched(alike) and not _own.adapted(alike):
-                yield _own.doubted(told, alike)
+            elif not independent_models.searched(alike) and not independent_models.adapted(alike):
+                yield independent_models.doubted(told, alike)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
             yield self._tell(run, alike, Severity.NOTE, common, moved)
 
@@ -202,7 +201,7 @@ class ModelNotWrapped(Check):
                 fix="make the group of all ranks that train this model, or use the default one",
             )
 
-    def _of_group(self, run: Run, found: list[_spread.Apart]) -> Finding:
+    def _of_group(self, run: Run, found: list[model_parallel.Apart]) -> Finding:
         """Copies that are exchanged in no group of those that begin alike."""
         every = [pair for each in found for pair in each.alike.items()]
         alike = dict(sorted(every, key=lambda pair: pair[0].rank))
@@ -257,7 +256,7 @@ class ModelNotWrapped(Check):
         steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
         numbers = 0 if bad else max(_last(r, e).elements for r, e in alike.items())
-        beside = "" if bad else _beside.told(alike, numbers)
+        beside = "" if bad else other_exchanges.told(alike, numbers)
         agree = "exchanges its gradients: ranks agree" if beside else "is exchanged: ranks agree"
         return self.finding(
             severity=severity,
@@ -365,10 +364,10 @@ def _talk(alike: dict[Rank, Unwrapped]) -> bool:
         if last.elements >= ENOUGH * size * steps or last.wrapped >= ENOUGH * steps:
             return True
         often = ENOUGH * max(1, rank.steps_of(event.optimizer))
-        if _beside.objects(rank, ENOUGH * size) >= often:
+        if other_exchanges.objects(rank, ENOUGH * size) >= often:
             return True
         taken = (e for e in rank.of(StepDone) if e.optimizer == event.optimizer)
-        something = last.elements or _beside.calls(rank) >= often
+        something = last.elements or other_exchanges.calls(rank) >= often
         if something and not any(e.backwards for e in taken):
             return True
     return False

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import SearchCost, SyncPattern
-from ddpdoctor.findings import Check, Confidence, Evidence, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 ENOUGH = 5
 """Backwards to look at before the option is called needless."""

@@ -8,11 +8,10 @@ from itertools import groupby
 
 import msgspec
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 MOST = 0.5
 """Where more than this share is left out, the rest may be meant to stay as it is."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 DONE = {
     "added": ("was added after the wrap", "the wrapper does not know what was added, and never "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.models import parameter_use as graphs
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import UnusedParameters, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity
-from ddpdoctor.run import Rank, Run, equal_ranks, ranks_text, title_of
-
-from . import _graphs as graphs
-from . import _models as models
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, ranks_text, title_of
 
 
 class RankDependentGraph(Check):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import ReadyTwice as Record
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, title_of
 
 CHECKPOINT = "re-entrant checkpoint"
 SECOND = "second backward"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.events import Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 ACCUMULATES = (
     "`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP learns its "

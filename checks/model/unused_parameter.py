@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import msgspec
 
+from ddpdoctor.analysis.models import parameter_use as graphs
+from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrapped_models import Part
 from ddpdoctor.events import UnusedParameters, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _graphs as graphs
-from . import _models as models
-from ._models import Part
 
 
 class UnusedParameter(Check):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Wrapped, ZeroGradients
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, title_of
-
-from . import _models as models
 
 SAMPLES = 4
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ddpdoctor.analysis.process.shared_files import (
+    Touch,
+    called,
+    key,
+    locked,
+    met,
+    ordered,
+    steps_of,
+    writes,
+)
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Confidence, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run, fold_ranks, shorten
-
-from ._files import Touch, called, key, locked, met, ordered, steps_of, writes
 
 _ABSENT = "FileNotFoundError"
 _TORN = re.compile(

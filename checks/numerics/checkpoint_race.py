@@ -6,11 +6,19 @@ import re
 from collections.abc import Iterable
 from itertools import combinations
 
+from ddpdoctor.analysis.process.shared_files import (
+    Touch,
+    called,
+    hold_parts,
+    key,
+    locked,
+    ordered,
+    steps_of,
+    writes,
+)
 from ddpdoctor.events import FileRead, FileWritten
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, shorten
-
-from ._files import Touch, called, hold_parts, key, locked, ordered, steps_of, writes
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Run, fold_ranks, shorten
 
 ELSEWHERE_AT_MOST = 8
 WRITES_AT_MOST = 8

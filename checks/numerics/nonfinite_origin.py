@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Location, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 _FURTHEST = (("input", "buffer"), ("parameter",), ("loss", "gradient"))
 """What comes before what in one step: a loss may have it from another rank, by what its forward

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble, StepDone
-from ddpdoctor.findings import Check, Finding, Location, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, ranks_text
 
 WARM_UP = 3
 FEWEST = 8

@@ -15,7 +15,7 @@ from ddpdoctor.events import (
     StepDone,
     Wrapped,
 )
-from ddpdoctor.findings import Check, Finding, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
 FEWEST, LATER = 8, 4

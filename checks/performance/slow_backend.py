@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import DeviceUsed, GroupReady, TorchLoaded, Wrapped
-from ddpdoctor.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
 

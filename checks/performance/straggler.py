@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.pace import PHASES
-from ddpdoctor.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks
 
 FEWEST = 4

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..config import ConfigError, unknown_variables
-from ..registry import RegistryError, SelectionError
-from ..runfolder import FolderError
+from ..report.registry import RegistryError, SelectionError
+from ..storage.run_folder import FolderError
 from .parsers import Parser, formatter
 from .split import UsageError
 
@@ -72,7 +72,7 @@ def _lose_output() -> None:
 
 
 def _say(text: str) -> None:
-    from ..runfolder import printable
+    from ..storage.run_folder import printable
 
     with contextlib.suppress(OSError, ValueError):
         print(f"ddpdoctor: {printable(text)}", file=sys.stderr, flush=True)

@@ -7,10 +7,11 @@ import argparse
 import sys
 
 from .. import render
-from ..comparison import compare
 from ..config import resolve
-from ..postmortem import open_run
-from ..registry import select
+from ..render import streams
+from ..report.comparison import compare
+from ..report.postmortem import open_run
+from ..report.registry import select
 from .parsers import add_settings, given
 
 
@@ -25,6 +26,6 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     before, after = (open_run([path]).report(checks) for path in (args.before, args.after))
-    width, styled = render.width_of(sys.stdout), render.is_terminal(sys.stdout)
-    render.emit(render.comparison(compare(before, after), width, styled=styled), sys.stdout)
+    width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
+    streams.emit(render.comparison(compare(before, after), width, styled=styled), sys.stdout)
     return 0

@@ -6,7 +6,9 @@ import argparse
 import difflib
 import sys
 
-from .. import registry, render
+from .. import render
+from ..render import streams
+from ..report import registry
 from .split import UsageError
 
 
@@ -21,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     word = parser.parse_args(argv).check
-    width, styled = render.width_of(sys.stdout), render.is_terminal(sys.stdout)
+    width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
     if word is None:
         content = render.index_of(registry.all_checks(), width, styled=styled)
     elif check := registry.find(word):
@@ -30,7 +32,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         content = render.index_of(registry.select((word,)), width, styled=styled)
     else:
         raise UsageError(_unknown(word))
-    render.emit(content, sys.stdout)
+    streams.emit(content, sys.stdout)
     return 0
 
 

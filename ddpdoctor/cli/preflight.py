@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 
 from ..config import SETTINGS
-from ..findings import Severity
+from ..report.findings import Severity
 from .parsers import add_settings
 from .run_command import prepared
 from .split import UsageError, split

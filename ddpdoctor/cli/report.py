@@ -11,9 +11,10 @@ import sys
 
 from .. import render
 from ..config import resolve
-from ..postmortem import Attempts, open_run
-from ..registry import select
-from ..runfolder import FolderError
+from ..render import streams
+from ..report.postmortem import Attempts, open_run
+from ..report.registry import select
+from ..storage.run_folder import FolderError
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
 
@@ -47,16 +48,16 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
             except OSError as error:
                 raise UsageError(f"--{name}: cannot write {path} ({error.strerror})") from error
     if args.rank is not None:
-        render.emit(_story(attempts, args.rank), sys.stdout)
+        streams.emit(_story(attempts, args.rank), sys.stdout)
     elif args.format == "text":
-        styled = render.is_terminal(sys.stdout)
-        width = render.width_of(sys.stdout)
-        render.emit(render.text(report, width, styled=styled), sys.stdout)
+        styled = streams.is_terminal(sys.stdout)
+        width = streams.width_of(sys.stdout)
+        streams.emit(render.text(report, width, styled=styled), sys.stdout)
     elif args.format == "json":
-        render.emit(report.to_json().decode() + "\n", sys.stdout)
+        streams.emit(report.to_json().decode() + "\n", sys.stdout)
     else:
         page = render.html if args.format == "html" else render.markdown
-        render.emit(page(report), sys.stdout)
+        streams.emit(page(report), sys.stdout)
     return FAILED_ON if options.fails(report.worst()) else 0
 
 
@@ -72,6 +73,6 @@ def _story(attempts: Attempts, number: int) -> str:
         for run in attempts.runs
         for path in folder.stacks_files(number, run.attempt)
     ]
-    width = render.width_of(sys.stdout)
+    width = streams.width_of(sys.stdout)
     runs = [run for run in attempts.runs if number in run.ranks]
-    return render.story(runs, number, stacks, width, styled=render.is_terminal(sys.stdout))
+    return render.story(runs, number, stacks, width, styled=streams.is_terminal(sys.stdout))

@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import registry
 from ..config import SETTINGS, Options, resolve
 from ..launch import torchrun
-from ..runfolder import printable
+from ..report import registry
+from ..storage.run_folder import printable
 from .parsers import add_settings
 from .split import Split, UsageError, split
 

@@ -9,9 +9,10 @@ import argparse
 import sys
 
 from .. import render
-from ..alive import goes_on, note_alive
-from ..postmortem import usable
+from ..render import streams
+from ..report.postmortem import usable
 from ..run import Recording
+from ..run.liveness import goes_on, note_alive
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +22,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     folder = usable(parser.parse_args(argv).folder)
     recording = Recording(folder)
-    if not render.is_terminal(sys.stdout):
+    if not streams.is_terminal(sys.stdout):
         run = recording.refresh(folder.attempts()[-1])
         note_alive(run)
-        text = render.now(run, str(folder.path), render.PLAIN_WIDTH, gone=not goes_on(run))
-        render.emit(text, sys.stdout)
+        text = render.now(run, str(folder.path), streams.PLAIN_WIDTH, gone=not goes_on(run))
+        streams.emit(text, sys.stdout)
         return 0
-    from ..render.watching import watch
+    from ..render.watch import watch
 
     try:
         watch(recording)

@@ -1,6 +1,6 @@
 """`python -m ddpdoctor.embedded ORDERS`: started by a rank, not by hand."""
 
-from .watcher import main
+from .monitor_process import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""`ddpdoctor.checkup`, `ddpdoctor.examine`, `ddpdoctor.load`."""
+"""`ddpdoctor.checkup`, `ddpdoctor.examine`, `ddpdoctor.run.load`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from ..config import ConfigError, resolve
-from ..findings import Finding, Report, Severity
-from ..verdicts import END_OF_BLOCK
-from .rank import session
+from ..monitor.stop_agreement import END_OF_BLOCK
+from ..report.findings import Finding, Report, Severity
+from .in_rank import session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -199,12 +199,12 @@ def load(*folders: str | os.PathLike[str]) -> Report:
 
     Raises:
         TypeError: no folder is given.
-        ddpdoctor.runfolder.FolderError: a folder cannot be used.
+        ddpdoctor.storage.run_folder.FolderError: a folder cannot be used.
     """
     if not folders:
-        raise TypeError("load() needs a run folder: ddpdoctor.load('ddpdoctor-runs/...')")
-    from ..postmortem import open_run
-    from ..registry import all_checks
+        raise TypeError("load() needs a run folder: ddpdoctor.run.load('ddpdoctor-runs/...')")
+    from ..report.postmortem import open_run
+    from ..report.registry import all_checks
 
     return open_run(folders).report(all_checks())
 
@@ -221,8 +221,8 @@ def _severity(options: dict[str, Any]) -> str | None:
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given, refused where the command line would refuse them."""
-    from .. import registry
     from ..config import BY_NAME
+    from ..report import registry
 
     asked = {
         k: os.fspath(v) if isinstance(v, os.PathLike) else v

@@ -1,4 +1,4 @@
-"""Collectives as each rank issued them. The ring (see `ddpdoctor.ring`) holds the last ones."""
+"""Collectives as each rank issued them. The ring (`storage.call_ring`) holds the last ones."""
 
 from __future__ import annotations
 

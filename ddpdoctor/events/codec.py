@@ -6,8 +6,8 @@ from functools import cache
 
 import msgspec
 
-from ..jsontext import to_json
 from .base import Event
+from .json_text import to_json
 
 
 def encode(event: Event) -> bytes:

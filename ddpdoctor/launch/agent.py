@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from .orders import VARIABLE, Orders
+from .agent_orders import VARIABLE, Orders
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,7 +43,7 @@ def main() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from .observe import Observer
+    from .worker_watch import Observer
 
     observer = Observer(Path(orders.node_file))
     observer.install()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runfolder import RunFolder
+from ..storage.run_folder import RunFolder
 from .devices import visible_gpus
 
 if TYPE_CHECKING:

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from .. import registry
 from .._version import __version__
 from ..events import ExaminedInside
-from ..monitor import Monitor
+from ..monitor.monitor import Monitor
+from ..report import registry
 from ..run import Recording, Run
-from ..runfolder import EventWriter, FolderError, RunFolder, RunInfo
-from . import ending, supervisor, torchrun
+from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo
+from . import outcome, supervisor, torchrun
+from .agent_orders import VARIABLE, Orders
 from .environment import LaunchError, environment
-from .gathering import Gathering
-from .orders import VARIABLE, Orders
+from .rendezvous_wait import Gathering
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -56,21 +56,21 @@ class Session:
         try:
             self.monitor.finish()
         except Exception as error:
-            ending.say(f"the last look failed ({error!r})")
+            outcome.say(f"the last look failed ({error!r})")
         try:
             run = Recording(self.folder).refresh(self.folder.attempts()[-1])
-            self.info = ending.ended(self.info, run, status, stopped_by)
+            self.info = outcome.ended(self.info, run, status, stopped_by)
             unsaved: RunInfo | None = self.info
-            with ending.reported("run.json"):
+            with outcome.reported("run.json"):
                 self.write_info()
                 unsaved = None
-            report = ending.examine(self.folder, self.options, unsaved)
-            ending.publish(self.folder, report, self.options)
+            report = outcome.examine(self.folder, self.options, unsaved)
+            outcome.publish(self.folder, report, self.options)
         except Exception as error:  # training's status must come through whatever we got wrong
-            ending.say(f"the report failed ({error!r}); the records are in {self.folder.path}")
+            outcome.say(f"the report failed ({error!r}); the records are in {self.folder.path}")
             if os.environ.get("DDPDOCTOR_DEBUG"):
                 traceback.print_exc()
-        return ending.exit_status(status, stopped_by, report, self.options)
+        return outcome.exit_status(status, stopped_by, report, self.options)
 
 
 def run(options: Options, torchrun_args: Sequence[str], *, gathers_s: float | None = None) -> int:
@@ -131,10 +131,10 @@ def _examined(
         session = _prepare(options, command, launcher, stem, parsed)
         added = environment(session.folder, options)
     except (FolderError, LaunchError, registry.SelectionError, registry.RegistryError) as error:
-        ending.say(str(error))
+        outcome.say(str(error))
         return UNUSABLE
     if not options.quiet:
-        ending.say(f"examining this run, records in {session.folder.path}")
+        outcome.say(f"examining this run, records in {session.folder.path}")
     _tell_outer(session.folder)
     status, stopped_by = start(session, added)
     return session.finish(status, stopped_by)
@@ -162,12 +162,12 @@ def _watched(
     """Run the launcher to its end; its status, and who stopped it."""
     with _live(session) as view:
         watch = supervisor.Supervisor(
-            session.monitor, forward=forward, view=view, say=ending.say, gathering=gathering
+            session.monitor, forward=forward, view=view, say=outcome.say, gathering=gathering
         )
         try:
             status = watch.run(command, environ, new_session=new_session)
         except OSError as error:
-            ending.say(f"cannot start {command[0]}: {error.strerror}")
+            outcome.say(f"cannot start {command[0]}: {error.strerror}")
             missing = isinstance(error, FileNotFoundError)
             status = _NO_SUCH_COMMAND if missing else _NOT_EXECUTABLE
     return status, watch.stopped_by
@@ -208,7 +208,7 @@ def _prepare(
         schema_version=1,
         id=shared or uuid.uuid4().hex,
         command=list(command),
-        started_at=ending.now(),
+        started_at=outcome.now(),
         tool_version=__version__,
         nodes=torchrun.nodes(parsed, os.environ),
         node_rank=monitor.node_rank,

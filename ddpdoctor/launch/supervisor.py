@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import psutil
 
-from ..monitor import Monitor
+from ..monitor.monitor import Monitor
 from ..run import Run
-from .ending import say
-from .gathering import Gathering
+from .outcome import say
+from .rendezvous_wait import Gathering
 
 T = TypeVar("T")
 

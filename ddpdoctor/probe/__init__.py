@@ -1,5 +1,6 @@
-"""Inside a rank: sees what the training program does and records it. Imported by the shim,
-or by the decorator.
+"""Inside a rank: sees what the training program does and records it.
+
+Imported by the shim, or by the decorator.
 
 Nothing here may change the run: no collective, no random number, no device synchronisation,
 nothing attached to the user's objects, and every failure is caught where it happens.
@@ -7,8 +8,10 @@ nothing attached to the user's objects, and every failure is caught where it hap
 
 from __future__ import annotations
 
-from . import startup  # first: it takes the time of what follows
-from .activation import (
+from .recording import startup_cost  # first: it takes the time of what follows
+
+# isort: split
+from .bootstrap.activation import (
     become_rank,
     become_rank_by_training,
     leave,
@@ -18,10 +21,10 @@ from .activation import (
     wait_for_torch,
     watch_here,
 )
-from .process import failed, note_exception
-from .recorder import recorder as current_recorder
+from .recording.recorder import recorder as current_recorder
+from .watchers.process.exits import failed, note_exception
 
-startup.imported()
+startup_cost.imported()
 
 __all__ = [
     "become_rank",

@@ -1,20 +1,18 @@
-"""Report to console, text, JSON, page and Markdown. The only user of rich besides `--help`."""
+"""The report for people: console, text, JSON, HTML and Markdown."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ..comparison import Comparison
-from ..findings import Check, Report
+from ..report.comparison import Comparison
+from ..report.findings import Check, Report
 from ..run import Run
-from ..runfolder import write_private
-
+from ..storage.run_folder import write_private
 from .streams import PLAIN_WIDTH, emit, is_terminal, width_of
 
 
@@ -56,9 +54,9 @@ def story(
     runs: Sequence[Run], rank: int, stacks: Sequence[Path], width: int, *, styled: bool = False
 ) -> str:
     """What one rank did, in the order it happened, through all attempts."""
-    from . import biography
+    from . import timeline
 
-    return biography.render(runs, rank, stacks, width, styled=styled)
+    return timeline.render(runs, rank, stacks, width, styled=styled)
 
 
 def now(run: Run, folder: str, width: int, *, gone: bool = False) -> str:
@@ -70,37 +68,37 @@ def now(run: Run, folder: str, width: int, *, gone: bool = False) -> str:
 
 def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
     """What changed between two runs."""
-    from . import changes
+    from . import comparison
 
-    return changes.render(change, width, styled=styled)
+    return comparison.render(change, width, styled=styled)
 
 
 def page_of(check: Check, width: int, *, styled: bool = False) -> str:
     """What `ddpdoctor explain` prints about a check."""
-    from . import handbook
+    from . import explain_pages
 
-    return handbook.page(check, width, styled=styled)
+    return explain_pages.page(check, width, styled=styled)
 
 
 def index_of(checks: Sequence[Check], width: int, *, styled: bool = False) -> str:
     """The table of all checks."""
-    from . import handbook
+    from . import explain_pages
 
-    return handbook.index(checks, width, styled=styled)
+    return explain_pages.index(checks, width, styled=styled)
 
 
 def html(report: Report) -> str:
     """The report as a self-contained page."""
-    from . import page
+    from . import html
 
-    return page.render(report)
+    return html.render(report)
 
 
 def markdown(report: Report) -> str:
     """The report as Markdown, for a pull request or a job summary."""
-    from . import markup
+    from . import markdown
 
-    return markup.render(report)
+    return markdown.render(report)
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
@@ -111,12 +109,6 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the page. Raises OSError where that is impossible."""
     _write(path, html(report).encode(errors="replace"))
-
-
-
-
-
-
 
 
 def _write(path: str | os.PathLike[str], content: bytes) -> None:

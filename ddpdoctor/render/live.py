@@ -17,14 +17,14 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from ..diagnose import row
-from ..findings import RankState
+from ..report.diagnose import row
+from ..report.findings import RankState
 from ..run import Run, fold_ranks, ranks_text
-from ..whereabouts import whereabouts
+from ..run.last_activity import whereabouts
+from .report_text import RANK_COLUMNS, Grid
+from .safe_text import clean, count, duration
 from .streams import emit, is_terminal
-from .facts import RANK_COLUMNS, Grid
 from .terminal import captured, make_console, rank_table, show
-from .words import clean, count, duration
 
 MOST_ROWS = 12
 MOST_LINES = 60

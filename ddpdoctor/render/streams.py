@@ -8,6 +8,7 @@ from typing import TextIO
 
 PLAIN_WIDTH = 80
 
+
 def is_terminal(stream: TextIO) -> bool:
     """Whether a person with a terminal that knows escapes is on the other end."""
     try:
@@ -15,8 +16,12 @@ def is_terminal(stream: TextIO) -> bool:
     except ValueError:  # closed
         return False
 
+
 def width_of(stream: TextIO) -> int:
-    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if is_terminal(stream) else PLAIN_WIDTH
+    return (
+        shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if is_terminal(stream) else PLAIN_WIDTH
+    )
+
 
 def emit(content: str, stream: TextIO) -> None:
     """Write text to a stream, whatever its encoding."""

@@ -14,12 +14,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..findings import Finding, Location, Report, Severity
-from . import facts
-from .facts import Grid, Proof
-from .words import clean, clean_lines, cut, fit, paragraphs, wrap
+from ..report.findings import Finding, Report, Severity
+from ..run import Location
+from . import report_text
+from .report_text import Grid, Proof
+from .safe_text import clean, clean_lines, cut, fit, paragraphs, wrap
 
-from .streams import PLAIN_WIDTH
 SOURCE_LIMIT = 400
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
@@ -71,13 +71,13 @@ def _report(report: Report, width: int, quiet: bool, saved: bool) -> Iterator[Re
 
 def head(report: Report, width: int) -> Iterator[RenderableType]:
     """What was run, how each rank ended, and the facts worth showing."""
-    for number, line in enumerate(facts.headline(report)):
+    for number, line in enumerate(report_text.headline(report)):
         yield from _wrapped(line, width, "bold" if number == 0 else "")
     yield Text()
     if report.ranks:
-        yield rank_table(facts.rank_grid(report), width)
+        yield rank_table(report_text.rank_grid(report), width)
         yield Text()
-    for grid in facts.tables(report):
+    for grid in report_text.tables(report):
         yield Text(grid.title, "bold")
         yield from _grid(grid, width, "")
         yield Text()
@@ -86,17 +86,17 @@ def head(report: Report, width: int) -> Iterator[RenderableType]:
 def foot(report: Report, width: int, saved: bool = True) -> Iterator[RenderableType]:
     """The count, what was not examined, and the doctor's own cost."""
     style = "" if report.findings else "bold"
-    for line in facts.verdict(report):
+    for line in report_text.verdict(report):
         yield from _wrapped(line, width, style)
-    for line in facts.gaps(report, saved=saved):
+    for line in report_text.gaps(report, saved=saved):
         yield from _wrapped(line, width, "dim", hang=2)
-    yield from _wrapped(facts.overhead(report), width, "dim")
+    yield from _wrapped(report_text.overhead(report), width, "dim")
 
 
 def rank_table(grid: Grid, width: int) -> Table:
     """One row per rank; what does not fit is cut in the last column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    sizes = facts.widths(grid)[:-1]
+    sizes = report_text.widths(grid)[:-1]
     # Cut here: rich would take the room for a long cell from the columns before it.
     room = max(width - sum(size + 2 for size in sizes), len(grid.columns[-1]))
     for name, size in zip(grid.columns, (*sizes, len(grid.columns[-1])), strict=True):
@@ -115,25 +115,25 @@ def rank_table(grid: Grid, width: int) -> Table:
 
 def about(finding: Finding, width: int) -> Iterator[Text]:
     """One finding, location first, ending in something to do."""
-    code, sentence = facts.first_line(finding)
+    code, sentence = report_text.first_line(finding)
     first, *rest = wrap(f"{code} {sentence}", width - 2, width)
     opening = Text(first, "bold")
     opening.stylize(STYLES[finding.severity], 0, len(code))
     yield opening
     yield from (Text(f"  {line}", "bold") for line in rest)
-    for number, line in enumerate(_row(facts.whereabouts(finding), width - 6)):
+    for number, line in enumerate(_row(report_text.whereabouts(finding), width - 6)):
         yield Text.assemble(("      " if number else "  --> ", "bold blue"), line)
     yield from _source(finding, width)
-    if told := facts.subjects(finding):
+    if told := report_text.subjects(finding):
         yield from _labelled("concerns", told, width)
-    for proof in facts.proofs(finding):
+    for proof in report_text.proofs(finding):
         yield from _proof(proof, width)
     yield from _labelled("cause", finding.cause, width)
     yield from _labelled(f"help ({finding.fix_kind.value})", finding.fix, width)
     for effect in finding.consequences:
         told = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
         yield from _labelled("follows from it", told, width)
-    yield from _labelled("explain", facts.explain_command(finding), width)
+    yield from _labelled("explain", report_text.explain_command(finding), width)
 
 
 def _row(parts: list[str], width: int) -> list[str]:
@@ -202,7 +202,7 @@ def _proof(proof: Proof, width: int) -> Iterator[Text]:
 
 def _grid(grid: Grid, width: int, indent: str) -> Iterator[Text]:
     """A table by columns where it fits the page, else row by row."""
-    sizes = facts.widths(grid)
+    sizes = report_text.widths(grid)
     if len(indent) + sum(sizes) + 2 * len(sizes) <= width + 2:
         for number, row in enumerate((grid.columns, *grid.rows)):
             cells = [c + " " * (size - cell_len(c)) for c, size in zip(row, sizes, strict=True)]

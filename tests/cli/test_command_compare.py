@@ -13,10 +13,10 @@ from recordings import make_run, steps, write_folder
 from toys import ToyStep
 
 from ddpdoctor.cli import main
-from ddpdoctor.comparison import compare
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, GroupReady, MemorySample, Pace, ProbeCost, Wrapped
-from ddpdoctor.findings import Coverage
+from ddpdoctor.report.comparison import compare
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Coverage
 
 
 def test_compare(tmp_path: Path, capsys: Caught) -> None:

@@ -24,7 +24,7 @@ from ddpdoctor.events import (
     Signature,
 )
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 from recordings import site
 
+from ddpdoctor.analysis.data.audit_table import audit_table
 from ddpdoctor.events import ContentRead, Event, Layer, Payload
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Confidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 
 EVERYTHING = list(range(100))
 

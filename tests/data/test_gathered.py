@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpdoctor.events import Event, ObjectsGathered
-from ddpdoctor.probe import gathered
+from ddpdoctor.probe.collectives import gathered_objects
 
 Sums = namedtuple("Sums", "correct count")
 
@@ -25,18 +25,18 @@ Sums = namedtuple("Sums", "correct count")
         ({index: [] for index in range(11)}, 12),
         ({"labels": [torch.zeros(4), torch.zeros(4), torch.zeros(3)]}, 13),
         ("0110", 4),
-        ([1] * 50_000, gathered.ENDLESS),
-        (object(), gathered.ENDLESS),
+        ([1] * 50_000, gathered_objects.ENDLESS),
+        (object(), gathered_objects.ENDLESS),
     ],
 )
 def test_entries(value: Any, entries: int) -> None:
-    assert gathered.entries(value) == entries
+    assert gathered_objects.entries(value) == entries
 
 
 def test_what_holds_itself() -> None:
     value: list[Any] = []
     value.append(value)
-    assert gathered.entries(value) == gathered.ENDLESS
+    assert gathered_objects.entries(value) == gathered_objects.ENDLESS
 
 
 def test_only_what_is_larger_than_before_is_recorded() -> None:
@@ -46,9 +46,9 @@ def test_only_what_is_larger_than_before_is_recorded() -> None:
         def emit(self, event: Event, *, vital: bool) -> None:
             self.events.append(event)
 
-    gathered.install()
+    gathered_objects.install()
     recorder: Any = Recorder()
     for size in (5, 7, 6, 20, -1):
-        gathered.note(recorder, 2 if size > 0 else -1, [0] * abs(size))
+        gathered_objects.note(recorder, 2 if size > 0 else -1, [0] * abs(size))
     told = [e.entries for e in recorder.events if isinstance(e, ObjectsGathered)]
     assert told == [7, 15, 31]

@@ -7,7 +7,7 @@ from readers import found, loader, run_of
 
 from ddpdoctor.events import ContentRead, Event, WorkerRandom
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 
 def part(rank: int, state: int, drawn: tuple[str, ...], **more: object) -> list[Event]:

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ddpdoctor.checks.data._inputs import LATER
 
+from ddpdoctor.analysis.data.forward_inputs import LATER
 from ddpdoctor.events import ForwardInput
-from ddpdoctor.probe import inputs, modules, moments, patching
-from ddpdoctor.probe.contents import memories
-from ddpdoctor.probe.moments import Forward
-from ddpdoctor.probe.recorder import Recorder, set_recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import hooks, patching
+from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.probe.tensors import sample_digests
+from ddpdoctor.probe.tensors.sample_digests import memories
+from ddpdoctor.probe.training import lifecycle, module_origins
+from ddpdoctor.probe.training.records import Forward
+from ddpdoctor.probe.watchers.data import forward_inputs
+from ddpdoctor.storage.run_folder import EventWriter
 
 torch = pytest.importorskip("torch")
 
@@ -25,8 +28,8 @@ Fed = Callable[..., ForwardInput]
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     """Feeds a model once, and says what was recorded."""
-    modules.install()
-    inputs.install()
+    module_origins.install()
+    forward_inputs.install()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     active = Recorder(writer, tmp_path, "rank-0", {})
     set_recorder(active)
@@ -41,15 +44,15 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     def feed(*args: Any, output: Any = None) -> ForwardInput:
         model.forwards += 1
         forward = Forward(model, None, -1, True, True, args, {})  # type: ignore[arg-type]
-        moments.forward_due.happens(active, forward)
+        lifecycle.forward_due.happens(active, forward)
         forward.output = output
-        moments.forward_ends.happens(active, forward)
+        lifecycle.forward_ends.happens(active, forward)
         assert not active.off
         return told[-1]  # type: ignore[no-any-return]
 
     yield feed
     set_recorder(None)
-    moments.forget()
+    hooks.forget()
     patching.restore()
     writer.close()
 
@@ -57,11 +60,11 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
 def test_slices_of_columns_and_transposed_tensors_are_read() -> None:
     text = torch.arange(800.0).view(8, 100)
     for view in (text[:, 10:20], text.t(), text[:, 10], text[None, :, ::2]):
-        seen, _ = inputs.content((view,))
+        seen, _ = sample_digests.content((view,))
         other = text.clone().as_strided(view.shape, view.stride(), view.storage_offset())
-        assert seen and inputs.content((other,))[0] == seen
+        assert seen and sample_digests.content((other,))[0] == seen
         other[..., -1] += 1
-        assert inputs.content((other,))[0] != seen
+        assert sample_digests.content((other,))[0] != seen
 
 
 def test_a_recurrent_state_of_the_model_itself_is_not_counted(fed: Fed) -> None:
@@ -79,9 +82,9 @@ def test_a_batch_that_is_given_twice_comes_from_its_loader_both_times(
 ) -> None:
     """A step may have two forwards over one batch: the second one is not input made by hand."""
     batch = torch.arange(12.0).view(3, 4)
-    monkeypatch.setattr(inputs, "delivered_by", lambda memory: (5,) if memory & own else ())
+    monkeypatch.setattr(forward_inputs, "delivered_by", lambda memory: (5,) if memory & own else ())
     own = memories(batch)
-    monkeypatch.setattr(inputs.data, "delivered", lambda: 1)
+    monkeypatch.setattr(forward_inputs.data, "delivered", lambda: 1)
     assert [(e.fed, e.loaders) for e in (fed(batch), fed(batch))] == [(True, (5,))] * 2
     made = fed(batch + 1)
     assert (made.fed, made.loaders) == (False, ())
@@ -96,6 +99,6 @@ def test_what_a_model_hands_back_of_its_input_is_no_state(fed: Fed) -> None:
 
 @pytest.mark.parametrize("forwards", [64, 96, 150, 250, 1000, 6000])
 def test_enough_forwards_of_the_second_half_are_looked_at(forwards: int) -> None:
-    looked = [n for n in range(forwards) if inputs.sampled(n)]
+    looked = [n for n in range(forwards) if forward_inputs.sampled(n)]
     assert sum(2 * n >= forwards for n in looked) >= LATER
     assert len(looked) <= 30 + 8 * max(0, forwards.bit_length() - 7)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble
-from ddpdoctor.probe import data, moments, patching
-from ddpdoctor.probe.recorder import Recorder, set_recorder
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.recording import hooks, patching
+from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.probe.watchers.data import loaders
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 torch = pytest.importorskip("torch")
 utils = torch.utils.data
@@ -19,14 +20,14 @@ utils = torch.utils.data
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    data.install()
+    loaders.install()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     active = Recorder(writer, tmp_path, "rank-0", {})
     set_recorder(active)
     yield active
     set_recorder(None)
     patching.restore()
-    moments.forget()
+    hooks.forget()
     writer.close()
 
 
@@ -56,7 +57,7 @@ def test_how_often_the_sampler_began_anew(recorder: Recorder, tmp_path: Path) ->
                 next(iterator)
                 if look and not epoch:
                     list(sampler)
-        data._close_all(recorder, None)
+        loaders._close_all(recorder, None)
 
     read()
     read(epochs=True)
@@ -76,7 +77,7 @@ def test_data_sets_of_loaders_that_are_made_anew_are_looked_at_now_and_then(
     recorder.writer.close()
     seen = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, LoaderSeen)]
     looked = [e.loader for e in seen if e.payloads]
-    assert looked[: data.IDENTIFIED] == list(range(data.IDENTIFIED))
+    assert looked[: loaders.IDENTIFIED] == list(range(loaders.IDENTIFIED))
     for begin in (8, 16, 32, 64):
         assert 2 <= sum(begin <= n < 2 * begin for n in looked) <= 6
 
@@ -87,11 +88,11 @@ def test_a_data_set_that_cannot_be_looked_into(
     def broken(dataset: object) -> None:
         raise TypeError("unhashable type")
 
-    monkeypatch.setattr(data.samplers.identity, "payloads", broken)
+    monkeypatch.setattr(loaders.samplers.identity, "payloads", broken)
     list(utils.DataLoader(utils.TensorDataset(torch.arange(32)), 8))
-    data._close_all(recorder, None)
+    loaders._close_all(recorder, None)
     events = list(Lines(tmp_path / "rank-0.jsonl").events())
     (seen,) = (e for e in events if isinstance(e, LoaderSeen))
     (ended,) = (e for e in events if isinstance(e, EpochEnded))
     assert (seen.length, seen.payloads, ended.samples) == (32, (), 32)
-    assert [e.lost for e in events if isinstance(e, ProbeTrouble)] == [data.LOST_ENTRIES]
+    assert [e.lost for e in events if isinstance(e, ProbeTrouble)] == [loaders.LOST_ENTRIES]

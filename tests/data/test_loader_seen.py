@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy
 import pytest
-from ddpdoctor.checks.data._parts import selected
 
+from ddpdoctor.analysis.data.parts import selected
 from ddpdoctor.events import Event, LoaderSeen, Site
 from ddpdoctor.events.pack import unpack
-from ddpdoctor.probe import identity
-from ddpdoctor.probe.samplers import MadeOf, epoch_of, innermost, loader_seen, note_line, only_line
-from ddpdoctor.probe.sites import Sites
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.watchers.data import dataset_parts
+from ddpdoctor.probe.watchers.data.samplers import (
+    MadeOf,
+    epoch_of,
+    innermost,
+    loader_seen,
+    note_line,
+    only_line,
+)
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -22,13 +29,13 @@ data = torch.utils.data
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    identity.forget()
+    dataset_parts.forget()
     yield
-    identity.forget()
+    dataset_parts.forget()
 
 
 def seen(loader: Any) -> LoaderSeen:
-    looked = MadeOf(identity.payloads(loader.dataset), identity.layers(loader.dataset))
+    looked = MadeOf(dataset_parts.payloads(loader.dataset), dataset_parts.layers(loader.dataset))
     return loader_seen(
         loader, innermost(loader), number=0, made=(-1, 0), loop=-1, sampler_site=-1, made_of=looked
     )

@@ -6,7 +6,7 @@ from ddpdoctor.checks.data.loader_shuffle_lost import LoaderShuffleLost
 from readers import fingerprints, found, loader, run_of
 
 from ddpdoctor.events import Payload
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 
 def examine(count: int = 100, *, shuffle: bool | None = False, **more: object) -> list[Finding]:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from ddpdoctor.checks.data._table import audit_table
 from ddpdoctor.checks.data.data_overlap import DataOverlap
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, prologue, run_of
 from recordings import make_run
 
+from ddpdoctor.analysis.data.audit_table import audit_table
 from ddpdoctor.events import ContentRead, EpochEnded, Event, GroupReady, Layer, Payload
 from ddpdoctor.events.pack import pack, pack_ascending
 from ddpdoctor.run import Run

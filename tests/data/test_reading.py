@@ -13,14 +13,16 @@ import pytest
 
 from ddpdoctor.events import ContentRead, EpochEnded, Event, IndicesRead, RowsRead
 from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
-from ddpdoctor.probe import contents, randomness
-from ddpdoctor.probe import reading as reading_module
-from ddpdoctor.probe.contents import Fingerprints, begins, digest
-from ddpdoctor.probe.entries import settings
-from ddpdoctor.probe.identity import payloads
-from ddpdoctor.probe.reading import Place, Reading, halvings, kept
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.recording import rng_state
+from ddpdoctor.probe.recording.index_sample import halvings, kept
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.tensors import sample_digests
+from ddpdoctor.probe.tensors.sample_digests import Fingerprints, begins, digest
+from ddpdoctor.probe.watchers.data import iteration as reading_module
+from ddpdoctor.probe.watchers.data.dataset_entries import settings
+from ddpdoctor.probe.watchers.data.dataset_parts import payloads
+from ddpdoctor.probe.watchers.data.iteration import Place, Reading
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 torch = pytest.importorskip("torch")
 
@@ -138,8 +140,8 @@ def test_generators_are_read_without_being_advanced() -> None:
     torch.manual_seed(1)
     random.seed(1)
     before = torch.get_rng_state(), random.getstate()
-    first = randomness.positions()
-    assert randomness.positions() == first
+    first = rng_state.positions()
+    assert rng_state.positions() == first
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
@@ -147,10 +149,10 @@ def test_generators_are_read_without_being_advanced() -> None:
 def test_how_many_numbers_were_drawn(count: int) -> None:
     torch.manual_seed(3)
     torch.rand(3)
-    before = randomness.positions()
+    before = rng_state.positions()
     for _ in range(count):
         torch.randint(10, (1,))
-    assert randomness.drawn(before, randomness.positions()) == count
+    assert rng_state.drawn(before, rng_state.positions()) == count
 
 
 @pytest.mark.parametrize(
@@ -352,12 +354,12 @@ def test_rows_of_batches_that_a_stream_made_itself(recorder: Recorder) -> None:
 def test_the_size_of_inputs_is_that_of_all_their_parts() -> None:
     image, boxes = torch.zeros(3, 4, 4), torch.zeros(0, 4)
     samples = [{"id": n, "image": image, "boxes": boxes} for n in range(40)]
-    assert contents.samples((samples,)) == 40
-    assert contents.size_of((samples,)) == 40 * 48
+    assert sample_digests.samples((samples,)) == 40
+    assert sample_digests.size_of((samples,)) == 40 * 48
     tokens = torch.zeros(8, 5)
-    assert contents.samples(([tokens, tokens], 1)) == 8
-    assert contents.size_of(([tokens, tokens], {"labels": tokens}, tokens, 1)) == 160
-    assert contents.size_of(([image] * contents.LEAVES,)) == 0
+    assert sample_digests.samples(([tokens, tokens], 1)) == 8
+    assert sample_digests.size_of(([tokens, tokens], {"labels": tokens}, tokens, 1)) == 160
+    assert sample_digests.size_of(([image] * sample_digests.LEAVES,)) == 0
 
 
 def test_where_an_input_begins_in_the_batch_that_it_is_a_slice_of() -> None:
@@ -374,11 +376,11 @@ def test_which_loader_delivered_what_a_model_is_given(recorder: Recorder) -> Non
         reading.batches += 1
         reading.look(recorder, batch, 0)
     own, half = batches[0][0], batches[1][0][:2]
-    assert reading_module.delivered_by(contents.memories(own)) == (7,)
-    assert reading_module.delivered_by(contents.memories([half, own])) == (7, 8)
-    assert reading_module.delivered_by(contents.memories(own.clone())) == ()
+    assert reading_module.delivered_by(sample_digests.memories(own)) == (7,)
+    assert reading_module.delivered_by(sample_digests.memories([half, own])) == (7, 8)
+    assert reading_module.delivered_by(sample_digests.memories(own.clone())) == ()
     readings[0].batches += 1  # delivered, and not looked at: the memory may be another's by now
-    assert reading_module.delivered_by(contents.memories(own)) == ()
+    assert reading_module.delivered_by(sample_digests.memories(own)) == ()
     for reading in readings:
         reading.close(recorder, 0, False)
-    assert reading_module.delivered_by(contents.memories(half)) == ()
+    assert reading_module.delivered_by(sample_digests.memories(half)) == ()

@@ -13,7 +13,7 @@ from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
 from readers import loader, run_of
 
 from ddpdoctor.events import EpochBegan, Event, Payload
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 CHECKS = (
     SamplerMissing(),

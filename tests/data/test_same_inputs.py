@@ -20,7 +20,7 @@ from ddpdoctor.events import (
     Signature,
     Unwrapped,
 )
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 
 def examine(*ranks: Sequence[Event]) -> list[Finding]:

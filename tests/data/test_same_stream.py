@@ -11,11 +11,11 @@ from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
 from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, loader, run_of
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Event, ForwardInput
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Severity
-from ddpdoctor.probe.entries import holds_entries, ignores_index
+from ddpdoctor.probe.watchers.data.dataset_entries import holds_entries, ignores_index
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding, Severity
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data

@@ -8,7 +8,7 @@ from readers import found, loader, run_of
 
 from ddpdoctor.events import Event, Layer
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Related
+from ddpdoctor.report.findings import Finding, Related
 
 
 def part(

@@ -19,7 +19,7 @@ from ddpdoctor.events import (
     StepDone,
     Wrapped,
 )
-from ddpdoctor.findings import Finding, Steps
+from ddpdoctor.report.findings import Finding, Steps
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
 OTHER = FIRST[::-1]

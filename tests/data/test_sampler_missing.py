@@ -11,16 +11,9 @@ from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import (
-    Event,
-    ForwardInput,
-    Payload,
-    ProbeTrouble,
-    StepDone,
-    UnwrappedState,
-)
+from ddpdoctor.events import Event, ForwardInput, Payload, ProbeTrouble, StepDone, UnwrappedState
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Finding, Severity, Steps
+from ddpdoctor.report.findings import Finding, Severity, Steps
 
 EVERYTHING = list(range(100))
 BACKWARDS = EVERYTHING[::-1]
@@ -324,7 +317,7 @@ def test_nothing_was_iterated() -> None:
 
 
 def test_loaders_that_could_not_be_followed() -> None:
-    from ddpdoctor.probe.data import LOST
+    from ddpdoctor.probe.watchers.data.loaders import LOST
 
     run = run_of([ProbeTrouble(at=1, part="data", error="TypeError()", lost=LOST)], [])
     assert SamplerMissing().unobserved(run) == "the doctor failed to follow the DataLoaders"

@@ -8,17 +8,9 @@ import pytest
 from ddpdoctor.checks.data.sampler_padding_duplicates import SamplerPaddingDuplicates
 from readers import found, loader, run_of
 
-from ddpdoctor.events import (
-    CallBlock,
-    CallRun,
-    CallSite,
-    Event,
-    ObjectsGathered,
-    Place,
-    Signature,
-)
+from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, ObjectsGathered, Place, Signature
 from ddpdoctor.events.pack import pack_ascending
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 
 def part(length: int, world: int, rank: int, **more: object) -> list[Event]:

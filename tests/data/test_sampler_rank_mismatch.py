@@ -20,7 +20,7 @@ from ddpdoctor.events import (
     ShardedOver,
     Signature,
 )
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 EVERYTHING = list(range(100))
 

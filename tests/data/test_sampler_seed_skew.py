@@ -10,7 +10,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from readers import found, loader, run_of
 
 from ddpdoctor.events import Event
-from ddpdoctor.findings import Finding
+from ddpdoctor.report.findings import Finding
 
 MINE, THEIRS = [3, 1, 7, 0, 9, 4], [1, 2, 6, 8, 5, 7]
 REST = [2, 5, 6, 8, 10, 11]

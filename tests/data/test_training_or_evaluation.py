@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import data
-from ddpdoctor.probe.reading import Place, Reading
+from ddpdoctor.probe.watchers.data import loaders
+from ddpdoctor.probe.watchers.data.iteration import Place, Reading
 
 
 class Loop:
@@ -21,16 +21,16 @@ class Loop:
         self.reading = Reading(0, 0, Place(), None)
 
     def batch(self) -> Loop:
-        data._settle(self.active)
-        if data._data.tried:
-            data._evaluated()
-        data._data.pending[self.reading] = None
-        data._data.moved = self.active.moves
+        loaders._settle(self.active)
+        if loaders._data.tried:
+            loaders._evaluated()
+        loaders._data.pending[self.reading] = None
+        loaders._data.moved = self.active.moves
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
         if not (grad and training):
-            data._trial(self.active, None)  # type: ignore[arg-type]
+            loaders._trial(self.active, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:
@@ -38,18 +38,18 @@ class Loop:
         return self
 
     def over(self) -> tuple[int, int]:
-        data._settle(self.active)
-        data._evaluated()
+        loaders._settle(self.active)
+        loaders._evaluated()
         return self.reading.trained, self.reading.evaluated
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    data._data.pending.clear()
-    data._data.tried.clear()
+    loaders._data.pending.clear()
+    loaders._data.tried.clear()
     yield
-    data._data.pending.clear()
-    data._data.tried.clear()
+    loaders._data.pending.clear()
+    loaders._data.tried.clear()
 
 
 def test_plain_training_and_plain_evaluation() -> None:
@@ -78,9 +78,9 @@ def test_evaluation_in_the_midst_of_training() -> None:
 def test_an_iteration_that_outlives_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was communicated meanwhile is still known when it ends."""
     dist = pytest.importorskip("torch.distributed")
-    monkeypatch.setattr(data._data, "sequence", -1)
-    monkeypatch.setattr(data, "sequence_number", lambda group: 7)
+    monkeypatch.setattr(loaders._data, "sequence", -1)
+    monkeypatch.setattr(loaders, "sequence_number", lambda group: 7)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    data._destroying(Loop.active, (), {})
+    loaders._destroying(Loop.active, (), {})
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert data._sequence() == 7
+    assert loaders._sequence() == 7

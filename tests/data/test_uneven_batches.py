@@ -18,7 +18,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     OptimizerSeen,
 )
-from ddpdoctor.findings import Confidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 
 FAILED = {0: 1, 1: 0}
 

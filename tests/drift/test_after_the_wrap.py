@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import afterwrap
-from ddpdoctor.probe.inplace import editing
+from ddpdoctor.probe.source.inplace_writes import editing
+from ddpdoctor.probe.watchers.gradients import edits_after_wrap
 
 HEAD = """
 def init(m):
@@ -90,21 +90,21 @@ def steps_after(
     active: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
-    monkeypatch.setattr(afterwrap, "_fresh", {})
-    monkeypatch.setattr(afterwrap.models, "live", lambda: [model])
-    afterwrap._wrapped(active, model)
+    monkeypatch.setattr(edits_after_wrap, "_fresh", {})
+    monkeypatch.setattr(edits_after_wrap.models, "live", lambda: [model])
+    edits_after_wrap._wrapped(active, model)
     edit(parameters[2])
     forward: Any = SimpleNamespace(model=model)
-    afterwrap._forward_begins(active, forward)
+    edits_after_wrap._forward_begins(active, forward)
     if between is not None:
         before = parameters[1].detach().clone()
         between(parameters[1])
-        afterwrap._forward_begins(active, forward)
+        edits_after_wrap._forward_begins(active, forward)
         parameters[1].data.copy_(before)
-    afterwrap._step_begins(active, step)
+    edits_after_wrap._step_begins(active, step)
     edit(parameters[2])
-    afterwrap._step_begins(active, step)
-    assert not afterwrap._fresh
+    edits_after_wrap._step_begins(active, step)
+    assert not edits_after_wrap._fresh
     return told
 
 

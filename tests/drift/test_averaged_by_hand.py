@@ -12,8 +12,8 @@ from recordings import make_run, site, steps
 from wraps import group, parameters
 
 from ddpdoctor.events import Averaged, Event, Unwrapped
-from ddpdoctor.findings import Finding
-from ddpdoctor.probe.divisors import loss_divided
+from ddpdoctor.probe.source.division import loss_divided
+from ddpdoctor.report.findings import Finding
 
 LOCAL = ((1.0, 2.0, 8.0, 0.001), (3.0, -1.0, 4.0, 0.002))
 MEAN = (2.0, 0.5, 6.0, 0.0015)

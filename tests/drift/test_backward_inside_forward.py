@@ -11,7 +11,7 @@ from sampling import inherited, run
 from ddpdoctor.events import Bypassed, SyncPattern, UnusedParameters
 from ddpdoctor.launch.environment import PACKAGE
 from ddpdoctor.run import load
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.run_folder import RunFolder
 
 PROGRAM = """
 import contextlib

@@ -13,8 +13,8 @@ from replicas import LINE, OTHER, digests, replica, run_of
 from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
 from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Severity
-from ddpdoctor.probe import latebuffers
+from ddpdoctor.probe.watchers.graph import late_buffers
+from ddpdoctor.report.findings import Severity
 
 
 def at_evaluation(*values):
@@ -237,7 +237,7 @@ def test_which_buffers_came_after_the_wrap():
     inner[0].register_buffer("mask", torch.ones(2, 2))
     inner[0].register_buffer("cache", torch.ones(2), persistent=False)
     inner[0].register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    assert [name for name, _ in latebuffers._late(model)] == ["0.mask"]
+    assert [name for name, _ in late_buffers._late(model)] == ["0.mask"]
 
 
 def test_what_ddp_broadcasts_is_told_where_its_shapes_change():
@@ -250,11 +250,11 @@ def test_what_ddp_broadcasts_is_told_where_its_shapes_change():
     active = SimpleNamespace(emit=told.append, step=7)
     wrapper = SimpleNamespace(will_sync_module_buffers=lambda: True)
     forward = SimpleNamespace(model=Known(model), wrapper=wrapper, site=3)
-    latebuffers.install()
+    late_buffers.install()
     for size, number in ((2, 1), (3, 2), (3, 3), (4, 18), (4, 33), (5, 65)):
         inner.mask = torch.ones(size, size)
         model.forwards = number
-        latebuffers._forward_due(active, forward)
+        late_buffers._forward_due(active, forward)
     shapes = [(e.forward, e.total, [(b.name, b.shape) for b in e.buffers]) for e in told]
     assert shapes == [(n, 7, [("mask", (size, size))]) for size, n in ((3, 1), (4, 32), (5, 64))]
 

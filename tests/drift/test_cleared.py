@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.cleared import clearing_line
+from ddpdoctor.probe.watchers.gradients.gradient_clears import clearing_line
 
 DEBUG = "DEBUG = False"
 

@@ -4,12 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ddpdoctor.checks.drift._replicas import ZERO
 
+from ddpdoctor.analysis.replicas.replicas import ZERO
 from ddpdoctor.events.codec import decode, encode
 from ddpdoctor.events.drift import Sketch, chosen, full
-from ddpdoctor.probe import drift
-from ddpdoctor.probe.digests import ABSENT, Sketcher, Unsuited, check_suited, digests, scattered
+from ddpdoctor.probe.tensors.digests import (
+    ABSENT,
+    Sketcher,
+    Unsuited,
+    check_suited,
+    digests,
+    scattered,
+)
+from ddpdoctor.probe.watchers.gradients import replica_digests
 
 SHAPES = [(), (1,), (3,), (10,), (4, 3), (64, 64), (5000,), (5001,), (2, 3, 5, 7)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
@@ -139,9 +146,9 @@ def test_a_lasting_difference_in_one_tensor_is_met_within_so_many_steps(stride, 
 @pytest.mark.parametrize(("value", "told"), [(1.0, 1), (float("nan"), 0), (float("inf"), 0)])
 def test_what_is_not_finite_has_no_sketch(monkeypatch, value, told) -> None:
     emitted: list[Sketch] = []
-    monkeypatch.setattr(drift, "_tensors", lambda *_: [torch.tensor([1.0, value])])
+    monkeypatch.setattr(replica_digests, "_tensors", lambda *_: [torch.tensor([1.0, value])])
     watch = SimpleNamespace(holding=SimpleNamespace(model=SimpleNamespace(number=0), optimizer=0))
-    drift._sketch(SimpleNamespace(emit=emitted.append), watch, "parameters", 4)
+    replica_digests._sketch(SimpleNamespace(emit=emitted.append), watch, "parameters", 4)
     assert len(emitted) == told
     assert [decode(encode(event)) for event in emitted] == emitted
 
@@ -156,12 +163,12 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0], steps=lambda: 7, parameters=lambda at: [parameter]
     )
-    monkeypatch.setattr(drift, "_drift", drift._Drift())
-    monkeypatch.setattr(drift.edits, "tell_parameters", lambda *args: None)
-    drift._drift.watches[0, 0] = drift.Watch.__new__(drift.Watch)
-    known = {"rows": {}, "writes": drift.writes.Writes(), "left_out": "Join"}
-    vars(drift._drift.watches[0, 0]).update(known, holding=holding)
-    drift._finish(active)
+    monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
+    monkeypatch.setattr(replica_digests.edits, "tell_parameters", lambda *args: None)
+    replica_digests._drift.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
+    known = {"rows": {}, "writes": replica_digests.writes.Writes(), "left_out": "Join"}
+    vars(replica_digests._drift.watches[0, 0]).update(known, holding=holding)
+    replica_digests._finish(active)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
 
 
@@ -176,15 +183,17 @@ def test_the_digest_of_zeros():
 def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch, every, closely):
     looked = []
     for name in ("_look_for_join", "_flush", "_record"):
-        monkeypatch.setattr(drift, name, lambda *_, **__: 0)
-    monkeypatch.setattr(drift.writes, "look", lambda *_: None)
-    monkeypatch.setattr(drift, "_kind_of_gradients", lambda _: "gradients")
+        monkeypatch.setattr(replica_digests, name, lambda *_, **__: 0)
+    monkeypatch.setattr(replica_digests.writes, "look", lambda *_: None)
+    monkeypatch.setattr(replica_digests, "_kind_of_gradients", lambda _: "gradients")
     monkeypatch.setattr(
-        drift, "_look_closely", lambda active, watch, step, kinds: looked.append(step.number)
+        replica_digests,
+        "_look_closely",
+        lambda active, watch, step, kinds: looked.append(step.number),
     )
     active = SimpleNamespace(every=every)
     pace = SimpleNamespace(spent=lambda *_: None)
     watch = SimpleNamespace(holding=None, broadcast=True, writes=None, pace=pace)
     for number in range(0, 13, every or 1):
-        drift._look(active, watch, SimpleNamespace(number=number, closure=False), 1)
+        replica_digests._look(active, watch, SimpleNamespace(number=number, closure=False), 1)
     assert looked == closely

@@ -1,7 +1,8 @@
 """Whether copies that differ come further apart, as the report prints their distances."""
 
 import pytest
-from ddpdoctor.checks.drift._causes import _grows
+
+from ddpdoctor.analysis.replicas.causes import _grows
 
 
 @pytest.mark.parametrize(

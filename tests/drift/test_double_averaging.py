@@ -11,10 +11,10 @@ from replicas import BACKWARD, LINE, STEP, replica, run_of
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from ddpdoctor.events import Edited, GradientReduced, LossScaled, Replica
-from ddpdoctor.findings import Severity
-from ddpdoctor.probe import edits, losses, summed
-from ddpdoctor.probe.divisors import divided_by_world_size
-from ddpdoctor.probe.torch_private import averages
+from ddpdoctor.probe.recording.torch_compat import averages
+from ddpdoctor.probe.source.division import divided_by_world_size
+from ddpdoctor.probe.watchers.gradients import loss_scaling, manual_edits, second_reduction
+from ddpdoctor.report.findings import Severity
 
 SCALED = LossScaled(
     at=0, model=0, step=0, divisor=2, site=LINE, backward_site=BACKWARD, expression="world"
@@ -184,16 +184,16 @@ def test_the_steps_are_those_in_which_it_is_reduced():
 
 
 def test_the_last_step_of_a_line_is_told(monkeypatch):
-    monkeypatch.setattr(summed, "_summed", summed._Summed())
-    monkeypatch.setattr(edits, "look_now", lambda model: None)
+    monkeypatch.setattr(second_reduction, "_summed", second_reduction._Summed())
+    monkeypatch.setattr(manual_edits, "look_now", lambda model: None)
     told = []
     active = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
     for active.step in (*range(100), 99):
-        summed._tell_reduced(active, SimpleNamespace(number=0), "SUM", copied=False)
+        second_reduction._tell_reduced(active, SimpleNamespace(number=0), "SUM", copied=False)
     assert [e.call for e in told] == [*range(20), 32, 64]
-    summed._leaving(active, None)
+    second_reduction._leaving(active, None)
     assert (told[-1].call, told[-1].step) == (99, 99)
-    summed._leaving(active, None)
+    second_reduction._leaving(active, None)
     assert len(told) == 23
 
 
@@ -266,12 +266,12 @@ def test_a_name_for_a_product_with_the_world_size(tmp_path):
 @pytest.mark.parametrize(("divisor", "told"), [(16.0, True), (8.0, False), (32.0, False)])
 def test_a_sum_divided_by_more_than_it_is_over(monkeypatch, divisor, told):
     """16 is that of the eight on each of two ranks; eight may be of all that was gathered."""
-    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     given = []
-    monkeypatch.setattr(losses, "_suspect", lambda *all_: given.append(all_))
+    monkeypatch.setattr(loss_scaling, "_suspect", lambda *all_: given.append(all_))
     loss = torch.ones(8, requires_grad=True).sum() / divisor
     model = SimpleNamespace(number=0, expected=[], parameters=[])
-    losses._look(None, None, loss.grad_fn, [model])
+    loss_scaling._look(None, None, loss.grad_fn, [model])
     monkeypatch.undo()
     ((_, _, divided, averaging),) = given
     lines = (None, ['File "train.py", line 5, in main'])
@@ -290,22 +290,22 @@ def test_what_the_mean_of_a_sum_is_divided_by():
     classes = torch.nn.functional.cross_entropy(x, torch.zeros(4).long(), reduction="sum")
     squares = torch.nn.functional.mse_loss(x, torch.zeros(4, 3), reduction="sum")
     for loss, averaging in ((classes, 4), (squares, 12), (x.sum(), 12)):
-        assert losses._averaging(loss.grad_fn, "sum") == averaging
-    assert losses._averaging(x.mean().grad_fn, "mean") == 1
+        assert loss_scaling._averaging(loss.grad_fn, "sum") == averaging
+    assert loss_scaling._averaging(x.mean().grad_fn, "mean") == 1
 
 
 def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
     """`cross_entropy` of probabilities; the program divides what it returns by two."""
-    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     given = []
-    monkeypatch.setattr(losses, "_suspect", lambda *all_: given.append(all_))
+    monkeypatch.setattr(loss_scaling, "_suspect", lambda *all_: given.append(all_))
     model = SimpleNamespace(number=0, expected=[], parameters=[])
     loss = torch.nn.functional.cross_entropy(
         torch.ones(2, 3, requires_grad=True), torch.full((2, 3), 1 / 3)
     )
-    losses._look(None, None, loss.grad_fn, [model])
+    loss_scaling._look(None, None, loss.grad_fn, [model])
     assert not given
-    losses._look(None, None, (loss / 2).grad_fn, [model])
+    loss_scaling._look(None, None, (loss / 2).grad_fn, [model])
     ((_, _, divided, _),) = given
     assert [divisor for _, divisor, _ in divided] == [2.0]
 
@@ -314,18 +314,18 @@ def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     """What is told of divisions, outermost first, that the lines make: in two backwards, or in
     those of the loops that divide by such numbers."""
     made = iter(lines)
-    monkeypatch.setattr(losses, "_losses", losses._Losses())
-    monkeypatch.setattr(losses, "made_at", lambda node: next(made))
-    monkeypatch.setattr(losses, "classify", lambda file: "user")
-    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
-    monkeypatch.setattr(losses, "divided_by_world_size", written)
+    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
+    monkeypatch.setattr(loss_scaling, "made_at", lambda node: next(made))
+    monkeypatch.setattr(loss_scaling, "classify", lambda file: "user")
+    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "divided_by_world_size", written)
     told = []
     sites = SimpleNamespace(place=lambda file, line, function: line)
     backward, model = SimpleNamespace(site=3, frame=None), SimpleNamespace(number=0)
     for step, divisors in enumerate(loops or [[2.0] * (len(lines) // 2)] * 2, 4):
         active = SimpleNamespace(step=step, emit=told.append, sites=sites)
         divided = [(None, divisor, model) for divisor in divisors]
-        losses._suspect(active, backward, divided, averaging)
+        loss_scaling._suspect(active, backward, divided, averaging)
     return told
 
 
@@ -358,11 +358,11 @@ def test_a_division_that_begins_later_beside_one_by_another_equal_number(monkeyp
 
 
 def test_a_loss_that_is_made_in_another_way_is_looked_at_at_once(monkeypatch):
-    monkeypatch.setattr(losses, "_losses", losses._Losses())
+    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
     loss = torch.ones(4, requires_grad=True).mean()
     roots = (loss, loss / 1, loss, loss / 2, loss / 2 / 2)
     backwards = (SimpleNamespace(site=3, roots=(root,)) for root in roots)
-    assert [losses._made_anew(b) for b in backwards] == [True, True, False, False, True]
+    assert [loss_scaling._made_anew(b) for b in backwards] == [True, True, False, False, True]
 
 
 @pytest.mark.parametrize(("line", "expression"), [("loss / world", "world"), ("loss / 2", "")])
@@ -372,18 +372,18 @@ def test_without_a_second_backward_the_function_says_what_divides(
     path = tmp_path / "train.py"
     path.write_text(f"def step(loss, world):\n    loss = {line}\n    loss.backward()\n")
     code = compile(path.read_text(), str(path), "exec").co_consts[0]
-    monkeypatch.setattr(losses, "_losses", losses._Losses())
-    monkeypatch.setattr(losses, "made_at", lambda node: None)
-    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
+    monkeypatch.setattr(loss_scaling, "made_at", lambda node: None)
+    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     told = []
     active = SimpleNamespace(
         step=0, emit=told.append, sites=SimpleNamespace(number=lambda code, line: line)
     )
     frame = SimpleNamespace(f_code=code, f_lineno=3)
     backward, model = SimpleNamespace(site=3, frame=frame), SimpleNamespace(number=0)
-    losses._suspect(active, backward, [(None, 2.0, model)], averaging=1)
+    loss_scaling._suspect(active, backward, [(None, 2.0, model)], averaging=1)
     assert not told
-    losses._leaving(active, None)
+    loss_scaling._leaving(active, None)
     (event,) = told
     assert (event.step, event.divisor, event.expression) == (0, 2, expression)
     assert event.site == (2 if expression else -1)
@@ -423,8 +423,8 @@ def test_a_model_that_is_frozen_in_this_backward_is_not_the_one(monkeypatch):
         return SimpleNamespace(number=number, expected=[0], parameters=held)
 
     told = []
-    monkeypatch.setattr(losses, "_group_size", lambda model: 2)
-    monkeypatch.setattr(losses, "_suspect", lambda *given: told.append(given[2]))
+    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "_suspect", lambda *given: told.append(given[2]))
     loss = torch.ones(4, requires_grad=True).mean() / 2
-    losses._look(None, None, loss.grad_fn, [model(0, True), model(1, False)])
+    loss_scaling._look(None, None, loss.grad_fn, [model(0, True), model(1, False)])
     assert [found.number for _, _, found in told[0]] == [0]

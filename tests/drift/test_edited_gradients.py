@@ -7,7 +7,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, digests, run_of
 
 from ddpdoctor.events import Edited
-from ddpdoctor.probe import edits
+from ddpdoctor.probe.watchers.gradients import manual_edits
 
 CLIP = ("clip_grad_norm_",)
 FIRST = 6
@@ -68,9 +68,9 @@ def test_other_edits_are_not(mine, others, gradients):
 
 
 def test_micro_batches_do_not_use_up_the_looks(monkeypatch):
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits.sync, "averaged", lambda model: False)
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: False)
     model = type("Model", (), {"number": 0, "expected": [], "parameters": []})()
     for _ in range(4):
-        edits._backward_ends(None, SimpleNamespace(error=None, models=[model]))
-    assert edits._followed(model).moments == 0
+        manual_edits._backward_ends(None, SimpleNamespace(error=None, models=[model]))
+    assert manual_edits._followed(model).moments == 0

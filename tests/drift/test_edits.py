@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.probe import cleared, edits
-from ddpdoctor.probe.resolving import state_edit_in_frames
-from ddpdoctor.probe.tracing import Tracer
+from ddpdoctor.probe.source.call_resolver import state_edit_in_frames
+from ddpdoctor.probe.source.line_tracer import Tracer
+from ddpdoctor.probe.watchers.gradients import gradient_clears, manual_edits
 
 
 def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tuple[int, bool]]:
@@ -32,14 +32,14 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
         positions=list(range(40)),
         parameters=lambda positions: [parameters[p] for p in positions],
     )
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     for number in range(steps):
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False
         )
-        edits._step_begins(active, step)
+        manual_edits._step_begins(active, step)
         active.step = number + 1
-        edits._step_ends(active, step)
+        manual_edits._step_ends(active, step)
         parameters[3].data.fill_(number)
     return [(e.step, e.changed) for e in told]
 
@@ -75,17 +75,19 @@ def test_the_line_that_edits_after_it_called_something() -> None:
 def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     monkeypatch: pytest.MonkeyPatch, cleared: list[int]
 ) -> None:
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits, "_clearing", lambda active, followed: ())
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits, "_clearing", lambda active, followed: ())
     model: Any = SimpleNamespace(number=0)
     model = type("Model", (), vars(model))()
     active: Any = SimpleNamespace(emit=lambda event: None, step=0)
-    before = edits.Taken([0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True)
+    before = manual_edits.Taken(
+        [0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True
+    )
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
-    now = edits.Taken([0, 1, 2], grads, sampled=True)
+    now = manual_edits.Taken([0, 1, 2], grads, sampled=True)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    edits._tell(active, 0, holding, "gradients", before, now)
-    assert edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
+    manual_edits._tell(active, 0, holding, "gradients", before, now)
+    assert manual_edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
 
 
 @pytest.mark.parametrize(("left", "site"), [(0.0, 9), (0.5, -1)])
@@ -94,8 +96,8 @@ def test_the_line_that_clears_gradients_once(
 ) -> None:
     """The source is searched once, for gradients that are zero or gone."""
     found = [9]
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(cleared, "clearing_line", lambda frame, after: found.pop())
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(gradient_clears, "clearing_line", lambda frame, after: found.pop())
     model = type("Model", (), {"number": 0})()
     told: list[Any] = []
     sites = SimpleNamespace(
@@ -103,9 +105,9 @@ def test_the_line_that_clears_gradients_once(
     )
     active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    ones, now = (edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
+    ones, now = (manual_edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
     for after in (now, ones, now):
-        edits._tell(active, 0, holding, "gradients", ones, after)
+        manual_edits._tell(active, 0, holding, "gradients", ones, after)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
@@ -120,17 +122,17 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
-    edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
     for optimizer, positions in enumerate(({0}, {1}, {2})):
         holding = SimpleNamespace(model=model, optimizer=optimizer, held=frozenset(positions))
         step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-        edits._step_begins(active, step)
+        manual_edits._step_begins(active, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
-    assert edits._followed(model).gradients is None
+    assert manual_edits._followed(model).gradients is None
 
 
 @pytest.mark.parametrize(
@@ -157,10 +159,10 @@ def test_what_a_function_of_torchs_writes_is_no_edit(monkeypatch: pytest.MonkeyP
     def clips(parameters: list[Any], by_hand: bool) -> None:
         if by_hand:
             parameters[1].grad.zero_()
-        edits._changing()
+        manual_edits._changing()
         for parameter in parameters:
             parameter.grad.mul_(0.5)
-        edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
+        manual_edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
 
     for by_hand in (False, True):
         (event,) = told_of_gradients(monkeypatch, lambda p: clips(p, by_hand))  # noqa: B023
@@ -184,11 +186,11 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
         gradients = [p.grad for p in parameters]
         for part, factor in ((gradients, before), (gradients[4:], clips), (gradients, after)):
             if part is not gradients:
-                edits._changing()
+                manual_edits._changing()
             for gradient in part:
                 gradient.mul_(factor)
             if part is not gradients:
-                edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
+                manual_edits._changed(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
 
     (event,) = told_of_gradients(monkeypatch, writing)
     assert event.besides == besides
@@ -197,18 +199,20 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
 def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits, "divided_by_world_size", lambda file, line: "size" * (line == 2))
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(
+        manual_edits, "divided_by_world_size", lambda file, line: "size" * (line == 2)
+    )
     model = type("Model", (), {"number": 0})()
     code = compile("", "train.py", "exec")
     tracer = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
-    edits._followed(model).tracer = tracer  # type: ignore[assignment]
+    manual_edits._followed(model).tracer = tracer  # type: ignore[assignment]
     told: list[Any] = []
     sites = SimpleNamespace(number=lambda code, line: line)
     active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
-    before, now = (edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
+    before, now = (manual_edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    edits._tell(active, 0, holding, "gradients", before, now)
+    manual_edits._tell(active, 0, holding, "gradients", before, now)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
 
 
@@ -224,13 +228,13 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
-    edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     writing(parameters)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
     step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-    edits._step_begins(active, step)
+    manual_edits._step_begins(active, step)
     return told
 
 
@@ -262,11 +266,11 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     monkeypatch: pytest.MonkeyPatch, told: int, left: int
 ) -> None:
     """Who clips in every step has had all that is told before the reduction begins."""
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     model: Any = object()
-    edits._followed(model).count = told
-    edits.look_now(model)
-    assert edits.TOLD_AT_MOST - edits._followed(model).count == left
+    manual_edits._followed(model).count = told
+    manual_edits.look_now(model)
+    assert manual_edits.TOLD_AT_MOST - manual_edits._followed(model).count == left
 
 
 def late(
@@ -293,26 +297,28 @@ def late(
         model=model, optimizer=0, held=frozenset(range(3)), positions=[0, 1, 2],
         parameters=lambda positions: [parameters[p] for p in positions],
     )  # fmt: skip
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
-    monkeypatch.setattr(edits, "_looking", SimpleNamespace(wake=lambda: None, rest=lambda: None))
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(
+        manual_edits, "_looking", SimpleNamespace(wake=lambda: None, rest=lambda: None)
+    )
     looks = []
     for number in range(steps):
         for parameter in parameters:
             parameter.grad = torch.ones(2)
-        edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
-        if edits._followed(model).gradients is not None and number >= edits.ALWAYS:
+        manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+        if manual_edits._followed(model).gradients is not None and number >= manual_edits.ALWAYS:
             looks.append(number)
         if edits_at(number):
             divide(parameters)
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False, began=0.0
         )
-        edits._step_begins(active, step)
+        manual_edits._step_begins(active, step)
         if told_at(number):
-            edits._step_due(active, step)
+            manual_edits._step_due(active, step)
         active.step += 1
-        edits._step_ends(active, step)
+        manual_edits._step_ends(active, step)
     return told, looks
 
 
@@ -347,4 +353,4 @@ def test_a_line_that_is_not_found_is_not_looked_for_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, looks = late(monkeypatch, lambda n: n >= 100, line=False)
-    assert len(looks) <= 10 + edits.TRACED_AT_MOST
+    assert len(looks) <= 10 + manual_edits.TRACED_AT_MOST

@@ -5,7 +5,7 @@ from replicas import LINE, digests, equal, run_of
 
 from ddpdoctor.events import Loaded
 from ddpdoctor.events.drift import AGAIN
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.findings import Severity
 
 SAME, APART = [1, 2, 3, 4], [1, 2, 30, 4]
 LOADED = Loaded(at=0, what="weights", model=0, step=0, site=LINE)

@@ -10,7 +10,9 @@ import pytest
 from ddpdoctor.events import Digests
 from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import unpack
-from ddpdoctor.probe import evaluation, models
+from ddpdoctor.probe.training import wrapped_models
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.gradients import evaluation
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -20,10 +22,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
     body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     net = nn.Sequential(body, nn.BatchNorm1d(2))
     parameters = list(net.parameters())
-    model = models.Model(0, net, parameters, list(range(len(parameters))))
+    model = Model(0, net, parameters, list(range(len(parameters))))
     told: list[Digests] = []
     active = SimpleNamespace(emit=told.append, step=7, not_observed=lambda *_: None, site=lambda: 3)
-    monkeypatch.setattr(models, "live", lambda: [model])
+    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
     monkeypatch.setattr(evaluation, "guarded", lambda name, act, lost: act(active))
     for known in (evaluation._Known.in_parts, evaluation._Awaited.parts):
         known.clear()
@@ -32,7 +34,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
 
 def look(net: Any, part: Any) -> None:
     """As in an evaluation: `eval()`, forwards without gradients, and the next one with."""
-    (model,) = models.live()
+    (model,) = wrapped_models.live()
     evaluation._evaluating(SimpleNamespace(), (part.eval(),), {})  # type: ignore[arg-type]
     evaluation._let_go()
     with torch.no_grad():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ddpdoctor.events import Digests
-from ddpdoctor.probe import drift, evaluation
-from ddpdoctor.probe.rows import Waiting
+from ddpdoctor.probe.tensors.pending_digests import Waiting
+from ddpdoctor.probe.watchers.gradients import evaluation, replica_digests
 
 
 class Busy(Waiting):
@@ -28,8 +28,8 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     model = SimpleNamespace(
         number=0, forwards=8, synced_backwards=8, ignored=(), parameters=[lambda: parameter]
     )
-    monkeypatch.setattr(drift, "Waiting", Busy)
-    monkeypatch.setattr(drift, "buffers", lambda model: [])
+    monkeypatch.setattr(replica_digests, "Waiting", Busy)
+    monkeypatch.setattr(replica_digests, "buffers", lambda model: [])
     evaluation._Known.evaluated.clear()
     evaluation._look(active, model, site=3)
     assert not told, "nothing waits for the device"

@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpdoctor.probe import calls, exchanges, schemes, unwrapped
-from ddpdoctor.probe.exchanges import Exchange, parameters_averaged
-from ddpdoctor.probe.moments import Call
+from ddpdoctor.probe.collectives import collectives
+from ddpdoctor.probe.collectives.call_hooks import Call
+from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism, unwrapped
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, parameters_averaged
 
 
 @pytest.fixture
 def window(monkeypatch):
     fresh = exchanges._Window()
     monkeypatch.setattr(exchanges, "_window", fresh)
-    monkeypatch.setattr(schemes, "_schemes", schemes._Schemes())
+    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
     return fresh
 
 
@@ -158,15 +159,15 @@ def test_parameters_are_no_gradients(window):
 def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent = [handed(p.grad) for p in made]
-    schemes.seen("point-to-point", (1,))
+    parallelism.seen("point-to-point", (1,))
     assert not exchanges.handed(made).every
 
 
 def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch):
     made = trained(8, 3)
     others = {1: frozenset({2}), 2: frozenset({1, 3})}
-    monkeypatch.setattr(schemes.groups, "others", lambda group: others.get(group, frozenset()))
-    schemes.seen("point-to-point", (1,))
+    monkeypatch.setattr(parallelism.groups, "others", lambda group: others.get(group, frozenset()))
+    parallelism.seen("point-to-point", (1,))
 
     def group_of(*groups):
         window.recent = [handed(p.grad, g) for p, g in zip(made, groups, strict=True)]
@@ -174,7 +175,7 @@ def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch
 
     assert group_of(1, 1) == 1, "what a stage of a pipeline sends goes to others"
     assert group_of(2, 2) == group_of(1, 2) == group_of(0, 0) == -1
-    schemes.seen("point-to-point", (-1,))
+    parallelism.seen("point-to-point", (-1,))
     assert group_of(1, 1) == -1, "from any"
 
 
@@ -224,7 +225,7 @@ def test_a_gradient_in_the_memory_of_the_last_one_is_not_late_in_the_backward(
 def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     made = trained(8, 3)
     window.inside = [handed(torch.zeros(11))]
-    schemes.seen("in backward", (1,))
+    parallelism.seen("in backward", (1,))
     assert exchanges.handed_inside(made) and not exchanges.handed(made).every
     window.inside = [handed(p.grad) for p in made]
     assert exchanges.handed_inside(made)
@@ -233,7 +234,7 @@ def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     window.inside = [handed(torch.zeros(11))._replace(group=1)]
     assert not exchanges.handed_inside(made)
     window.inside = [handed(torch.zeros(11))]
-    schemes.seen("all-to-all", (1,))
+    parallelism.seen("all-to-all", (1,))
     assert not exchanges.handed_inside(made)
     window.inside = []
     assert not exchanges.handed_inside(made)
@@ -322,15 +323,17 @@ def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
 def test_who_is_on_the_other_side(monkeypatch):
     told = []
     happens = SimpleNamespace(happens=lambda _, call: told.append((call.op, call.peers)))
-    monkeypatch.setattr(calls.moments, "called", happens)
-    monkeypatch.setattr(calls, "tape", lambda _: None)
+    monkeypatch.setattr(collectives.moments, "called", happens)
+    monkeypatch.setattr(collectives, "tape", lambda _: None)
     x = torch.zeros(2)
     for op, args in (("send", (x, 3)), ("recv", (x,)), ("all_reduce", (x,)), ("broadcast", (x, 1))):
-        calls._reader(getattr(dist, op), calls.KINDS[op])(None, args, {})
+        collectives._reader(getattr(dist, op), collectives.KINDS[op])(None, args, {})
     isend, irecv = (SimpleNamespace(__name__=name) for name in ("isend", "irecv"))
     batch = [SimpleNamespace(op=isend, peer=1, group=None), SimpleNamespace(op=irecv, peer=3)]
-    calls._reader(dist.batch_isend_irecv, calls.KINDS[calls.BATCH])(None, (batch,), {})
+    collectives._reader(dist.batch_isend_irecv, collectives.KINDS[collectives.BATCH])(
+        None, (batch,), {}
+    )
     assert told == [
         ("send", (3,)), ("recv", (-1,)), ("all_reduce", ()), ("broadcast", ()),
-        (calls.BATCH, (1, 3)),
+        (collectives.BATCH, (1, 3)),
     ]  # fmt: skip

@@ -9,8 +9,8 @@ from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Clipped, Edited
-from ddpdoctor.probe import edits
-from ddpdoctor.probe.taken import Taken
+from ddpdoctor.probe.training.snapshot import Taken
+from ddpdoctor.probe.watchers.gradients import manual_edits
 
 CLIP, UNSCALE = "clip_grad_norm_", "unscale_"
 EVERYWHERE, ITS_OWN = LINE, OTHER
@@ -83,8 +83,8 @@ def test_the_call_that_changes_these_gradients_is_named():
 def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
     told = []
     active = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
-    monkeypatch.setattr(edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
     models, steps = [], []
     for number in range(2):
         parameter = torch.nn.Parameter(torch.ones(2))
@@ -93,15 +93,15 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
         models.append(type("Model", (), one)())
         holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
         steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
-    edits._backward_ends(active, SimpleNamespace(error=None, models=models, site=-1))
+    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=models, site=-1))
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
-    edits._changing()
+    manual_edits._changing()
     gradients[0].mul_(factor)
-    edits._changed(active, (CLIP, ITS_OWN), None, None)
+    manual_edits._changed(active, (CLIP, ITS_OWN), None, None)
     for step in steps:
-        edits._step_begins(active, step)
+        manual_edits._step_begins(active, step)
     assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]
     assert [e.changers for e in told] == [changers, {}]
 

@@ -8,8 +8,8 @@ from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from replicas import LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Loaded, ScalerStep
-from ddpdoctor.findings import Steps
-from ddpdoctor.probe import hyperparameters
+from ddpdoctor.probe.watchers.gradients import hyperparameters
+from ddpdoctor.report.findings import Steps
 
 
 def scale(call, value, skipped=False, set_site=-1):

@@ -2,15 +2,16 @@
 
 import msgspec
 import pytest
-from ddpdoctor.checks.drift._groups import united
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from recordings import make_run, steps
 from replicas import LINE, OTHER, STEP, digests, replica
 
+from ddpdoctor.analysis.replicas.group_findings import united
 from ddpdoctor.events import Edited, Hyperparameters, ScalerStep
-from ddpdoctor.findings import Finding, Location, Severity, Steps
+from ddpdoctor.report.findings import Finding, Severity, Steps
+from ddpdoctor.run import Location
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [50, 6, 7, 8], 2: [90, 8, 7, 6]}

@@ -18,7 +18,6 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, run_of
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Hyperparameters,
     Loaded,
@@ -29,10 +28,12 @@ from ddpdoctor.events import (
     encode,
 )
 from ddpdoctor.events.amp import next_told_at, told_at
-from ddpdoctor.findings import Steps
-from ddpdoctor.probe import hyperparameters, optimizers
-from ddpdoctor.probe.hyperparameters import _values
-from ddpdoctor.probe.resolving import item_set_in_frames
+from ddpdoctor.probe.source.call_resolver import item_set_in_frames
+from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.watchers.gradients import hyperparameters
+from ddpdoctor.probe.watchers.gradients.hyperparameters import _values
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Steps
 
 
 def rate(step, lr, **options):

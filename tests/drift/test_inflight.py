@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import autograd, exchanges, inflight
-from ddpdoctor.probe.exchanges import Exchange
-from ddpdoctor.probe.moments import Issued
-from ddpdoctor.ring import State
+from ddpdoctor.probe.collectives.call_hooks import Issued
+from ddpdoctor.probe.training import backwards
+from ddpdoctor.probe.watchers.manual_sync import exchanges, pending_works
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange
+from ddpdoctor.storage.call_ring import State
 
 GRADIENTS = [torch.ones(100), torch.ones(10)]
 OWN = Exchange(0, 100, GRADIENTS[0].untyped_storage().data_ptr())
@@ -29,8 +30,8 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inflight._flights.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(autograd, "since", lambda step: True)
+    pending_works._flights.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(backwards, "since", lambda step: True)
 
 
 def steps(
@@ -46,20 +47,22 @@ def steps(
     ring = SimpleNamespace(state=lambda number: state)
     active: Any = SimpleNamespace(step=step, site=lambda: 3)
     monkeypatch.setattr(exchanges, "latest", lambda: (carries,))
-    monkeypatch.setattr(inflight, "tape", lambda active: SimpleNamespace(ring=ring))
-    inflight._issued(active, Issued(7, (Work(done),)))
-    inflight.step_begins(GRADIENTS)
+    monkeypatch.setattr(pending_works, "tape", lambda active: SimpleNamespace(ring=ring))
+    pending_works._issued(active, Issued(7, (Work(done),)))
+    pending_works.step_begins(GRADIENTS)
     step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))
-    inflight._step_ends(active, step_of)
-    assert not inflight._flights.issued and not inflight._flights.running, "nothing is kept"
-    assert inflight.steps(0) == (0, -1), "another optimizer"
-    return inflight.steps(1)[0]
+    pending_works._step_ends(active, step_of)
+    assert not pending_works._flights.issued and not pending_works._flights.running, (
+        "nothing is kept"
+    )
+    assert pending_works.steps(0) == (0, -1), "another optimizer"
+    return pending_works.steps(1)[0]
 
 
 @pytest.mark.parametrize("carries", [OWN, FLAT])
 def test_an_exchange_that_runs_on(monkeypatch: pytest.MonkeyPatch, carries: Exchange) -> None:
     assert steps(monkeypatch, carries) == 1
-    assert inflight.steps(1) == (1, 3)
+    assert pending_works.steps(1) == (1, 3)
 
 
 def test_what_is_logged_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +78,4 @@ def test_a_step_that_waits_for_it_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_later_steps_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps(monkeypatch, OWN, step=inflight.STEPS) == 0
+    assert steps(monkeypatch, OWN, step=pending_works.STEPS) == 0

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ddpdoctor.probe import loads  # noqa: E402
+from ddpdoctor.probe.watchers.gradients import state_loading  # noqa: E402
 
 
 class Active:
@@ -22,13 +22,13 @@ class Active:
 
 
 def loaded(monkeypatch, held, wrapped):
-    monkeypatch.setattr(loads._loads, "early", [])
-    monkeypatch.setattr(loads._loads, "depth", 0)
-    monkeypatch.setattr(loads.models, "count", lambda: 0)
+    monkeypatch.setattr(state_loading._loads, "early", [])
+    monkeypatch.setattr(state_loading._loads, "depth", 0)
+    monkeypatch.setattr(state_loading.models, "count", lambda: 0)
     active, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
-    token = loads._into_optimizer(active, (optimizer, {}), {})
-    loads._done(active, token, None, None)
-    loads._wrapped(active, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
+    token = state_loading._into_optimizer(active, (optimizer, {}), {})
+    state_loading._done(active, token, None, None)
+    state_loading._wrapped(active, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
     return active.emitted
 
 
@@ -46,16 +46,16 @@ def test_the_optimizer_of_another_model(monkeypatch):
 def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(2))
     model = SimpleNamespace(number=3, parameters=[lambda: weight])
-    monkeypatch.setattr(loads._loads, "depth", 0)
-    monkeypatch.setattr(loads.models, "count", lambda: 1)
-    monkeypatch.setattr(loads.models, "live", lambda: [model])
-    monkeypatch.setattr(loads.drift, "look_whole", lambda model: None)
+    monkeypatch.setattr(state_loading._loads, "depth", 0)
+    monkeypatch.setattr(state_loading.models, "count", lambda: 1)
+    monkeypatch.setattr(state_loading.models, "live", lambda: [model])
+    monkeypatch.setattr(state_loading.drift, "look_whole", lambda model: None)
     active, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    outer = loads._into_scheduler(active, (scheduler, {}), {})
-    inner = loads._into_scheduler(active, (scheduler, {}), {})
-    loads._done(active, inner, None, None)
-    loads._done(active, outer, None, None)
+    outer = state_loading._into_scheduler(active, (scheduler, {}), {})
+    inner = state_loading._into_scheduler(active, (scheduler, {}), {})
+    state_loading._done(active, inner, None, None)
+    state_loading._done(active, outer, None, None)
     (event,) = active.emitted
     assert (event.what, event.model, event.site) == ("scheduler", 3, 7)
 
@@ -63,9 +63,11 @@ def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
 def test_every_kind_of_load_is_told_once():
     patched = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loads, "around", lambda owner, name, **_: patched.append((owner, name)))
-        patch.setattr(loads.moments.wrapped, "subscribe", lambda *args, **kwargs: None)
-        loads.install()
+        patch.setattr(
+            state_loading, "around", lambda owner, name, **_: patched.append((owner, name))
+        )
+        patch.setattr(state_loading.moments.wrapped, "subscribe", lambda *args, **kwargs: None)
+        state_loading.install()
     assert len(patched) == len(set(patched))
     kinds = {owner for owner, name in patched if name == "load_state_dict"}
     assert {torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.LRScheduler} <= kinds

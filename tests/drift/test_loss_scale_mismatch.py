@@ -9,8 +9,8 @@ from recordings import steps
 from replicas import LINE, run_of
 
 from ddpdoctor.events import BatchSeen, Edited
-from ddpdoctor.findings import Severity, Steps
-from ddpdoctor.probe.losses import _look, _tell_batch
+from ddpdoctor.probe.watchers.gradients.loss_scaling import _look, _tell_batch
+from ddpdoctor.report.findings import Severity, Steps
 
 
 def batch(forward, size, reduction="sum", weight=1.0):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from ddpdoctor.events.drift import full
-from ddpdoctor.probe import pace
-from ddpdoctor.probe.pace import LEAST, SHARE, Pace
+from ddpdoctor.probe.recording import sampling
+from ddpdoctor.probe.recording.sampling import LEAST, SHARE, Pace
 
 STEP_NS = 20_000_000  # a budget of 1 % is 200 microseconds
 
@@ -15,7 +15,7 @@ def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
     """Steps of 20 ms in which the rest of the doctor takes `others_ns`."""
     active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
-    monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
     watched = Pace(active, tensors)
     spent = 0
     for step in range(steps):
@@ -24,7 +24,7 @@ def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
         stride = watched.stride_at(step, 2, 1)
         if stride:
             looked = -(-tensors // stride) * 2
-            cost = pace.FIXED_NS + int(pace.TENSOR_NS) * looked
+            cost = sampling.FIXED_NS + int(sampling.TENSOR_NS) * looked
             watched.spent(cost, looked)
             active.own_ns += cost
             spent += cost
@@ -53,7 +53,7 @@ def test_every_tensor_comes_round_however_little_is_left(monkeypatch):
 
     active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
-    monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
     watched = Pace(active, 64)
     seen: set[int] = set()
     for step in range(100, 100 + 64 * 64):
@@ -71,7 +71,7 @@ def test_a_step_that_is_passed_over_is_none_that_would_be_looked_at(monkeypatch,
     def looks(ask):
         active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
         clock = [1]
-        monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: clock[0])
+        monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
         watched = Pace(active, tensors=64)
         found = []
         for step in range(3000):
@@ -83,6 +83,6 @@ def test_a_step_that_is_passed_over_is_none_that_would_be_looked_at(monkeypatch,
 
     every = looks(lambda watched, step: True)
     assert looks(lambda watched, step: not watched.passes(step)) == every
-    assert any(full(step) for step in every if step > pace.FIRST_STEPS)
+    assert any(full(step) for step in every if step > sampling.FIRST_STEPS)
     _, watched = paced(monkeypatch, others_ns=others_ns)
     assert not any(watched.passes(step) for step in range(200_000) if full(step))

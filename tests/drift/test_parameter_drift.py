@@ -8,11 +8,11 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import steps
 from replicas import LINE, OTHER, STEP, digests, equal, run_of, sketch
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
 from ddpdoctor.events.drift import UNHELD, chosen
-from ddpdoctor.findings import Severity, Steps
-from ddpdoctor.probe import edits, hyperparameters, loads
+from ddpdoctor.probe.watchers.gradients import hyperparameters, manual_edits, state_loading
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Severity, Steps
 
 SAME = {0: [1, 2, 3, 4], 1: [5, 6, 7, 8], 2: [9, 8, 7, 6]}
 APART = {0: [1, 2, 3, 4], 1: [5, 6, 70, 8], 2: [9, 8, 70, 6]}
@@ -405,7 +405,7 @@ def test_an_optimizer_that_searches_by_the_loss_of_its_closure(evaluations):
     assert "own part" not in finding.cause
 
 
-@pytest.mark.parametrize("lost", [hyperparameters.LOST, edits.LOST, loads.LOST])
+@pytest.mark.parametrize("lost", [hyperparameters.LOST, manual_edits.LOST, state_loading.LOST])
 def test_what_was_not_observed_may_explain_it(lost):
     trouble = ProbeTrouble(at=0, part="a.hook", error="TypeError()", lost=lost)
     rows = [digests("parameters", SAME), digests("parameters", APART)]
@@ -415,7 +415,7 @@ def test_what_was_not_observed_may_explain_it(lost):
 
 
 def test_clipping_does_not_edit_parameters():
-    from ddpdoctor.checks.drift._edited import _spot
+    from ddpdoctor.analysis.replicas.manual_edits import _spot
 
     clip = Clipped(at=0, function="clip_grad_norm_", step=0, call=0, site=LINE)
     rank = run_of({n: [clip] for n in range(2)}).ranks[0]

@@ -9,7 +9,7 @@ from replicas import LINE, OTHER, digests, equal, run_of
 
 from ddpdoctor.events import Edited, Loaded
 from ddpdoctor.events.drift import chosen
-from ddpdoctor.probe import edits
+from ddpdoctor.probe.watchers.gradients import manual_edits
 
 BEFORE, APART = 6, 10
 """A step before which all are equal, and the first before which they differ."""
@@ -87,19 +87,19 @@ def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
 
 def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     told = []
-    monkeypatch.setattr(edits, "_edits", edits._Edits())
+    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     model = type("Model", (), {"number": 0})()
-    followed = edits._followed(model)
+    followed = manual_edits._followed(model)
     followed.sites["parameters", False] = (LINE, OTHER)
     active = type("Active", (), {"emit": told.append, "step": 3})()
     holding = type("Holding", (), {"model": model, "optimizer": 0})()
 
     def taken(number, version):
-        one = edits.Taken([0], [], sampled=True)
+        one = manual_edits.Taken([0], [], sampled=True)
         one.numbers, one.versions = [number], [version]
         return one
 
     for step, number in ((3, 7), (4, 8)):
-        edits._tell(active, step, holding, "parameters", taken(7, 1), taken(number, 2))
+        manual_edits._tell(active, step, holding, "parameters", taken(7, 1), taken(number, 2))
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
     assert followed.wanted["parameters"] == 0

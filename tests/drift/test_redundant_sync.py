@@ -5,7 +5,7 @@ from recordings import site
 from replicas import LINE, OTHER, WRAP, run_of
 
 from ddpdoctor.events import SyncPattern
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.findings import Severity
 
 
 def pattern(step=0, synced=4, once=4, line=LINE, exposed=0.01, **fields):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import sync
+from ddpdoctor.probe.watchers.gradients import gradient_sync
 
 ANY: Any = SimpleNamespace(began=0.0, site=0, untouched={})
 
@@ -19,37 +19,39 @@ class Model(SimpleNamespace):
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    sync._syncs.clear()
+    gradient_sync._syncs.clear()
     yield Model(number=0, running=0, ddp=lambda: None)
-    sync._syncs.clear()
+    gradient_sync._syncs.clear()
 
 
 def backward(model: Any, synced: bool = True) -> None:
-    known = sync._syncs[model]
-    sync._contribute(known, ANY, sync.Contribution(0, synced, frozenset((0,))), own_forward=True)
+    known = gradient_sync._syncs[model]
+    gradient_sync._contribute(
+        known, ANY, gradient_sync.Contribution(0, synced, frozenset((0,))), own_forward=True
+    )
 
 
 def step(model: Any, optimizer: int) -> None:
     held: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    sync._step_ends(ANY, SimpleNamespace(holdings=[held]))  # type: ignore[arg-type]
+    gradient_sync._step_ends(ANY, SimpleNamespace(holdings=[held]))  # type: ignore[arg-type]
 
 
 def test_what_was_averaged_is_so_for_all_that_apply_it(model: Any) -> None:
     backward(model)
-    assert sync.averaged(model, 0) and sync.averaged(model, 1)
+    assert gradient_sync.averaged(model, 0) and gradient_sync.averaged(model, 1)
     step(model, 0)
-    assert sync.averaged(model, 1)
-    assert sync.averaged(model, 0) is None, "nothing new since its own step"
-    assert sync.averaged(model) is None
+    assert gradient_sync.averaged(model, 1)
+    assert gradient_sync.averaged(model, 0) is None, "nothing new since its own step"
+    assert gradient_sync.averaged(model) is None
     step(model, 1)
-    assert sync.averaged(model, 1) is None
+    assert gradient_sync.averaged(model, 1) is None
     backward(model)
-    assert sync.averaged(model, 0)
+    assert gradient_sync.averaged(model, 0)
 
 
 def test_what_was_not_averaged_is_not(model: Any) -> None:
-    sync._syncs[model].flag = False
+    gradient_sync._syncs[model].flag = False
     backward(model)
     backward(model, synced=False)
     step(model, 0)
-    assert sync.averaged(model, 1) is False
+    assert gradient_sync.averaged(model, 1) is False

@@ -5,7 +5,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import steps
 from replicas import STEP, digests, run_of
 
-from ddpdoctor.findings import Steps
+from ddpdoctor.report.findings import Steps
 
 COUNT = 6
 

@@ -13,7 +13,9 @@ from recordings import make_run, site, steps
 from replicas import BACKWARD, LINE, OTHER, STEP, digests, replica, run_of
 
 from ddpdoctor.events import CommHook, Edited, KeptBack, Replica, SyncPattern
-from ddpdoctor.probe import autograd, keptback, sync
+from ddpdoctor.probe.training import backwards
+from ddpdoctor.probe.watchers.gradients import gradient_sync
+from ddpdoctor.probe.watchers.graph import fsdp_no_sync
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -223,7 +225,7 @@ def test_what_the_program_exchanges_in_a_backward_averages_nothing(armed, expect
     look = SimpleNamespace(
         model=model, communicated=True, expected=expected, group=object(), touched=True
     )
-    autograd._credit([look])
+    backwards._credit([look])
     assert look.communicated is credited
 
 
@@ -242,26 +244,26 @@ def test_gradients_that_fully_shard_never_reduces(later):
 def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypatch):
     whole, part = mock.Mock(grad="whole"), mock.Mock(grad=None)
     shard = mock.Mock(sharded_param=part, _unsharded_param=whole, unsharded_accumulated_grad=None)
-    known = mock.Mock(notes={keptback.Waiting: keptback.Waiting([shard])})
-    monkeypatch.setattr(keptback.optimizers, "known", lambda: [known])
-    keptback.install()
-    keptback._following.wake()
+    known = mock.Mock(notes={fsdp_no_sync.Waiting: fsdp_no_sync.Waiting([shard])})
+    monkeypatch.setattr(fsdp_no_sync.optimizers, "known", lambda: [known])
+    fsdp_no_sync.install()
+    fsdp_no_sync._following.wake()
     events = []
     active = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
 
     def step(number):
-        keptback._step_begins(active, mock.Mock(number=number, known=known))
+        fsdp_no_sync._step_begins(active, mock.Mock(number=number, known=known))
 
     step(0)
     step(1)
     part.grad = "zeros of torch's own, to make the state"
     step(2)
-    assert events == [(0, False)] and keptback._following[0].awake
+    assert events == [(0, False)] and fsdp_no_sync._following[0].awake
     whole.grad, part.grad = None, "reduced"
     step(3)
     step(4)
     assert events == [(0, False), (3, True)] and not known.notes
-    assert not keptback._following[0].awake, "nothing is left to wait for"
+    assert not fsdp_no_sync._following[0].awake, "nothing is left to wait for"
 
 
 @pytest.mark.parametrize(
@@ -279,18 +281,18 @@ def test_gradients_taken_after_the_last_backward(monkeypatch, backward, changed,
     only: then the gradients stay what the backward made."""
     gradients = [(2, 0) if changed else (1, 0)] if backward is not False or changed else [(0, -1)]
     model = mock.Mock(number=0, gradients=lambda: gradients)
-    known = sync.Sync(model)
+    known = gradient_sync.Sync(model)
     if backward is not False:
-        made = sync.Contribution(BACKWARD, not backward, frozenset([0]))
+        made = gradient_sync.Contribution(BACKWARD, not backward, frozenset([0]))
         made.reason, made.blame = backward, OTHER
         known.contributions, known.after = [made], [(1, 0)]
     known.functional = LINE
-    monkeypatch.setattr(sync, "_syncs", {model: known})
-    monkeypatch.setattr(sync, "exposed_seconds", lambda ddp: 0.0)
-    monkeypatch.setattr(sync.exchanges, "carried", lambda: 0)
+    monkeypatch.setattr(gradient_sync, "_syncs", {model: known})
+    monkeypatch.setattr(gradient_sync, "exposed_seconds", lambda ddp: 0.0)
+    monkeypatch.setattr(gradient_sync.exchanges, "carried", lambda: 0)
     told = []
     holding = mock.Mock(model=model, optimizer=0, positions=[], parameters=lambda positions: [])
-    sync._judge(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
+    gradient_sync._judge(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
     assert [e.reason for e in told] == ([reason] if backward is not False or changed else [])
     assert [e.site for e in told if e.reason] == [LINE if "grad" in reason else OTHER][
         : bool(reason)
@@ -306,23 +308,23 @@ def test_the_line_of_no_sync_only_where_it_is_open(monkeypatch):
             yield
 
     found = mock.Mock(code=None, line=7)
-    monkeypatch.setattr(sync, "setting_in_frames", lambda *given: found)
+    monkeypatch.setattr(gradient_sync, "setting_in_frames", lambda *given: found)
     active = mock.Mock(site=lambda: 3)
     active.sites.number = lambda code, line: line
     wrapper = Wrapper()
-    assert sync._off_site(active, wrapper) == 7
-    token = sync._no_sync(active, (wrapper,), {})
+    assert gradient_sync._off_site(active, wrapper) == 7
+    token = gradient_sync._no_sync(active, (wrapper,), {})
     with contextlib.ExitStack() as stack:
         context = wrapper.no_sync()
-        sync._no_sync_made(active, token, context, None)
+        gradient_sync._no_sync_made(active, token, context, None)
         stack.enter_context(context)
-        assert sync._off_site(active, wrapper) == 3
-    assert sync._off_site(active, wrapper) == 7
-    assert sync._off_site(active, wrapper, now=False) == 3
+        assert gradient_sync._off_site(active, wrapper) == 3
+    assert gradient_sync._off_site(active, wrapper) == 7
+    assert gradient_sync._off_site(active, wrapper, now=False) == 3
     del context
-    assert sync._off_site(active, wrapper) == 7
-    sync._set_sites[wrapper] = -1
-    assert sync._off_site(active, wrapper) == 3, "nothing else is known to do it"
+    assert gradient_sync._off_site(active, wrapper) == 7
+    gradient_sync._set_sites[wrapper] = -1
+    assert gradient_sync._off_site(active, wrapper) == 3, "nothing else is known to do it"
 
 
 @pytest.mark.parametrize(("reason", "words"), [("no_sync", "= True"), ("forward only", "before")])

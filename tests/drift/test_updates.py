@@ -6,10 +6,10 @@ from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from test_unshared import found_with, run_with, states
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Hyperparameters
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Severity
 
 PARTED = (1, 3)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.digests import ABSENT, numbers
-from ddpdoctor.probe.flags import Flag
-from ddpdoctor.probe.rows import Waiting
+from ddpdoctor.probe.recording.device_flags import Flag
+from ddpdoctor.probe.tensors.digests import ABSENT, numbers
+from ddpdoctor.probe.tensors.pending_digests import Waiting
 
 
 class Event:

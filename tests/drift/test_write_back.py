@@ -5,27 +5,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddpdoctor.probe import drift, exchanges, schemes
-from ddpdoctor.probe.moments import Call
+from ddpdoctor.probe.collectives.call_hooks import Call
+from ddpdoctor.probe.watchers.gradients import replica_digests
+from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism
 
 
 @pytest.fixture
 def watch(monkeypatch):
     """Of two parameters, in a window that an optimizer's step has begun."""
     monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(schemes, "_schemes", schemes._Schemes())
+    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
-    monkeypatch.setattr(drift, "_drift", drift._Drift())
-    monkeypatch.setattr(drift, "Pace", lambda *_: None)
-    monkeypatch.setattr(drift, "_tell_replica", lambda *_: None)
+    monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
+    monkeypatch.setattr(replica_digests, "Pace", lambda *_: None)
+    monkeypatch.setattr(replica_digests, "_tell_replica", lambda *_: None)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
     model = SimpleNamespace(number=0, pending=0, forward_step=3)
     monkeypatch.setattr(exchanges.models, "live", lambda: [model])
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0, 1], parameters=lambda at: [made[i] for i in at]
     )
-    return drift._watch(active, holding)
+    return replica_digests._watch(active, holding)
 
 
 active = SimpleNamespace(step=3, not_observed=lambda *_: None)
@@ -38,13 +39,13 @@ def parameters(watch):
 def hand_over(*tensors, op="all_reduce"):
     call = Call(op, 0, False, tensors)
     exchanges._called(active, call)
-    drift._called(active, call)
+    replica_digests._called(active, call)
 
 
 def step(watch):
     """The next backward, and the optimizer's step after it. Whether the model is left out."""
     exchanges._backward_ends(active, None)
-    drift._look_for_local_steps(active, watch)
+    replica_digests._look_for_local_steps(active, watch)
     exchanges._step_ends(active, None)
     return bool(watch.left_out)
 
@@ -114,12 +115,14 @@ def test_what_is_written_only_just_before_the_step(watch):
     exchanges._backward_ends(active, None)
     for parameter, copy in zip(parameters(watch), copies, strict=True):
         assign(parameter, copy / 2)
-    drift._look_for_local_steps(active, watch)
+    replica_digests._look_for_local_steps(active, watch)
     assert watch.left_out
 
 
 def test_where_it_is_not_known_what_they_were_the_model_is_left_out(watch, monkeypatch):
-    monkeypatch.setattr(drift, "digest", lambda *_: None)  # a CUDA graph is being recorded
+    monkeypatch.setattr(
+        replica_digests, "digest", lambda *_: None
+    )  # a CUDA graph is being recorded
     one_by_one(parameters(watch), lambda *_: None)
     assert step(watch)
 
@@ -127,14 +130,14 @@ def test_where_it_is_not_known_what_they_were_the_model_is_left_out(watch, monke
 def test_nothing_waits_for_a_device(watch, monkeypatch):
     """What it has not answered yet is asked for again, at the end in any case."""
 
-    class Late(drift.Waiting):
+    class Late(replica_digests.Waiting):
         def ready(self, *, wait=False):
             return wait
 
-    monkeypatch.setattr(drift, "Waiting", Late)
+    monkeypatch.setattr(replica_digests, "Waiting", Late)
     one_by_one(parameters(watch), assign)
     assert not step(watch)
-    drift._look_for_local_steps(active, watch, last=True)
+    replica_digests._look_for_local_steps(active, watch, last=True)
     assert watch.left_out
 
 
@@ -146,7 +149,7 @@ def in_a_hook(watch, monkeypatch, write, group=0):
     with monkeypatch.context() as inside:
         inside.setattr(exchanges.autograd, "running", lambda: True)
         call = Call("all_reduce", group, False, (torch.ones(watch.size),))
-        drift._called(active, call)
+        replica_digests._called(active, call)
         exchanges._called(active, call)
         for parameter in parameters(watch):
             write(parameter, parameter.detach() / 2)
@@ -157,7 +160,7 @@ def in_a_hook(watch, monkeypatch, write, group=0):
 def hooked(watch, monkeypatch):
     exchanges.hook_seen(False)
     monkeypatch.setattr(exchanges.groups, "others", lambda group: {0: {1, 2, 3}, 1: {1}}[group])
-    monkeypatch.setattr(drift, "group_ranks", lambda _: (0, 1, 2, 3))
+    monkeypatch.setattr(replica_digests, "group_ranks", lambda _: (0, 1, 2, 3))
     watch.holding.model.ddp = lambda: SimpleNamespace(process_group=None)
     return watch
 
@@ -165,13 +168,15 @@ def hooked(watch, monkeypatch):
 def test_a_hook_that_averages_gradients_leaves_the_parameters_alone(hooked, monkeypatch):
     digests = []
     monkeypatch.setattr(
-        drift, "digest", lambda *of, known=drift.digest: digests.append(of) or known(*of)
+        replica_digests,
+        "digest",
+        lambda *of, known=replica_digests.digest: digests.append(of) or known(*of),
     )
-    for _ in range(3 * drift.ENOUGH_UNCHANGED):
+    for _ in range(3 * replica_digests.ENOUGH_UNCHANGED):
         assert not in_a_hook(hooked, monkeypatch, lambda *_: None)
         for parameter in parameters(hooked):
             parameter.data.add_(1)  # the optimizer
-    assert len(digests) == 2 * drift.ENOUGH_UNCHANGED, "then it is known"
+    assert len(digests) == 2 * replica_digests.ENOUGH_UNCHANGED, "then it is known"
     one_by_one(parameters(hooked), assign)
     assert step(hooked), "an exchange by hand is looked at as ever"
 
@@ -189,5 +194,5 @@ def test_a_hook_that_exchanges_among_some_ranks_only(hooked, monkeypatch):
 
 def test_torchs_own_hooks_are_not_looked_at(hooked, monkeypatch):
     exchanges._window.hooks = {True}
-    monkeypatch.setattr(drift, "digest", lambda *_: pytest.fail("digested"))
+    monkeypatch.setattr(replica_digests, "digest", lambda *_: pytest.fail("digested"))
     assert not in_a_hook(hooked, monkeypatch, lambda *_: None, group=1)

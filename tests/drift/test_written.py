@@ -11,14 +11,14 @@ from replicas import digests, run_of
 
 from ddpdoctor.events import Edited, Rewritten
 from ddpdoctor.events.pack import pack, unpack
-from ddpdoctor.findings import Finding, Severity, Steps
+from ddpdoctor.report.findings import Finding, Severity, Steps
 
 
 def told(edits: dict[int, Any], looks: list[int], decay_from: int = 1000) -> list[Any]:
     """What is told of two parameters that an optimizer steps, edited before some steps; with
     weight decay it writes twice per step."""
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import writes
+    from ddpdoctor.probe.training import write_counts
 
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     holding: Any = SimpleNamespace(
@@ -28,12 +28,12 @@ def told(edits: dict[int, Any], looks: list[int], decay_from: int = 1000) -> lis
         parameters=lambda positions: parameters,
     )
     seen: list[Any] = []
-    known, active = writes.Writes(), SimpleNamespace(emit=seen.append)
+    known, active = write_counts.Writes(), SimpleNamespace(emit=seen.append)
     for step in range(max(looks) + 1):
         with torch.no_grad():
             edits.get(step, lambda each: None)(parameters)
             if step in looks:
-                writes.look(active, holding, known, step)  # type: ignore[arg-type]
+                write_counts.look(active, holding, known, step)  # type: ignore[arg-type]
             for parameter in parameters:
                 for _ in range(1 + (step >= decay_from)):
                     parameter.add_(1)

@@ -81,7 +81,7 @@ def test_a_gradient_whose_memory_was_given_back_is_not_read():
 
     import torch
 
-    from ddpdoctor.probe.clearing import _any_value
+    from ddpdoctor.probe.watchers.gradients.zero_grad import _any_value
 
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
@@ -94,11 +94,11 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
     """What is told of an optimizer whose gradients are cleared before some steps."""
     import torch
 
-    from ddpdoctor.probe import clearing
-    from ddpdoctor.probe.moments import Subscriptions
+    from ddpdoctor.probe.recording.hooks import Subscriptions
+    from ddpdoctor.probe.watchers.gradients import zero_grad
 
-    monkeypatch.setattr(clearing._Watching, "watched", [])
-    monkeypatch.setattr(clearing._Watching, "subscriptions", Subscriptions())
+    monkeypatch.setattr(zero_grad._Watching, "watched", [])
+    monkeypatch.setattr(zero_grad._Watching, "subscriptions", Subscriptions())
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     told, known = [], SimpleNamespace(notes={}, number=0)
@@ -110,14 +110,14 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
         )  # fmt: skip
         if clears(number):
             optimizer.zero_grad()
-        clearing._backward_begins(active, backward)
+        zero_grad._backward_begins(active, backward)
         (parameter * parameter).sum().backward()
-        clearing._backward_ends(active, backward)
-        clearing._step_begins(active, step)
+        zero_grad._backward_ends(active, backward)
+        zero_grad._step_begins(active, step)
         if step.due:
-            clearing._step_due(active, step)
+            zero_grad._step_due(active, step)
         optimizer.step()
-        clearing._step_ends(active, step)
+        zero_grad._step_ends(active, step)
     return [(e.step, e.carried) for e in told]
 
 

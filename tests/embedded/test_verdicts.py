@@ -9,9 +9,16 @@ import pytest
 from recordings import make_run, steps, write_folder
 
 from ddpdoctor.events import ExceptionRaised
-from ddpdoctor.registry import find
+from ddpdoctor.monitor.stop_agreement import (
+    END_OF_BLOCK,
+    LEFT,
+    Judge,
+    Place,
+    Request,
+    is_meeting_point,
+)
+from ddpdoctor.report.registry import find
 from ddpdoctor.run import Recording
-from ddpdoctor.verdicts import END_OF_BLOCK, LEFT, Judge, Place, Request, is_meeting_point
 
 
 def test_ranks_meet_after_the_first_calls_and_at_powers_of_two() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.embedded.watcher import Orders, Watcher
-from ddpdoctor.standing import Standing
+from ddpdoctor.embedded.monitor_process import Orders, Watcher
+from ddpdoctor.monitor.stall_detector import Standing
 
 
 class Stalled:

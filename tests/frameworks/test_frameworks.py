@@ -18,7 +18,7 @@ from sampling import Sample, differences, launched, read
 
 from ddpdoctor.events import TorchLoaded
 from ddpdoctor.run import load
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.run_folder import RunFolder
 
 HERE = Path(__file__).parent / "programs"
 PROGRAMS = sorted(HERE.glob("*.py"))

@@ -9,9 +9,9 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import START, Tape, run_of
 
 from ddpdoctor.events import Enclosing, Event, ExceptionRaised, RankExiting
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"
 

@@ -21,8 +21,8 @@ from ddpdoctor.events import (
     StackFrame,
     StallSeen,
 )
-from ddpdoctor.ring import Phase, State
 from ddpdoctor.run import Run, load
+from ddpdoctor.storage.call_ring import Phase, State
 
 CWD = "/home/user/project"
 
@@ -147,7 +147,7 @@ class Tape:
         return self
 
     def write_ring(self, path: Path) -> None:
-        with mock.patch("ddpdoctor.ring.time.monotonic") as clock:
+        with mock.patch("ddpdoctor.storage.call_ring.time.monotonic") as clock:
             clock.return_value = last = START
             writer = ring_of(self.rank, path)
             for group, index, signature, site, peer, state, began, ended in self.calls:

@@ -9,8 +9,8 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, Tape, run_of, tapes
 
 from ddpdoctor.events import Enclosing, Way
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.storage.call_ring import State
 
 ACT = Enclosing(8, "for it in range(n):", exits=(Way(11, "if self.solved:", 13, 14),))
 ROUNDS = (6, "for round in range(rounds):")

@@ -10,8 +10,8 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, run_of, tapes
 
 from ddpdoctor.events import Enclosing, Event, ExceptionPassed, Way
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.storage.call_ring import State
 
 HEAD = "for i in range(40):"
 TURN = "if i % 10 == 9:"

@@ -7,7 +7,7 @@ from ddpdoctor.checks.hang.first_failure import FirstFailure
 from recordings import CWD, make_run, site, steps
 
 from ddpdoctor.events import Event, ExceptionRaised, FileRead, FileWritten, Frame
-from ddpdoctor.findings import Finding
+from ddpdoctor.report.findings import Finding
 
 SAVED, READ = site(1, "train.py", 28, "torch.save(state, path)"), site(2, "train.py", 58)
 

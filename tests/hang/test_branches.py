@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddpdoctor.checks.hang._branches import unbranched
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec.structs import replace
 from recordings import site
 from tapes import START, run_of, tapes
 
-from ddpdoctor.events import (
-    CallSite,
-    Enclosing,
-    Place,
-    Site,
-    Wrapped,
-)
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.analysis.control_flow.branches import unbranched
+from ddpdoctor.events import CallSite, Enclosing, Place, Site, Wrapped
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 ON_ZERO = ((7, "if rank == 0:"),)
 

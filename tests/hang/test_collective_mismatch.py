@@ -23,9 +23,9 @@ from ddpdoctor.events import (
     Way,
     Wrapped,
 )
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 ON_ZERO = ((7, "if rank == 0:"),)
 

@@ -10,9 +10,9 @@ from recordings import site
 from tapes import START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Stopped, Worker
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import Phase, State
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import Phase, State
 
 
 def found(run: Run) -> list[Finding]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checks.hang._failures import failure
+from ddpdoctor.analysis.waiting.failures import failure
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
@@ -25,11 +25,13 @@ from ddpdoctor.events import (
     SpawnEnded,
     ThreadFailed,
 )
-from ddpdoctor.probe import groups, moments, passing, process, spawned
-from ddpdoctor.probe.patching import restore
-from ddpdoctor.probe.recorder import Recorder, current
+from ddpdoctor.probe.collectives import process_groups
+from ddpdoctor.probe.recording import hooks
+from ddpdoctor.probe.recording.patching import restore
+from ddpdoctor.probe.recording.recorder import Recorder, current
+from ddpdoctor.probe.watchers.process import caught_exceptions, exits, spawned_processes
 from ddpdoctor.run import Rank
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
@@ -44,9 +46,9 @@ def events(active: Recorder) -> list[Event]:
 
 
 def test_a_group_is_gone_from_when_it_is_destroyed(active: Recorder) -> None:
-    token = groups._destroying(active, (), {})
+    token = process_groups._destroying(active, (), {})
     begun = time.monotonic()
-    groups._destroyed(active, token, None, None)
+    process_groups._destroyed(active, token, None, None)
     (event,) = (e for e in events(active) if isinstance(e, GroupDestroyed))
     assert event.at <= begun
 
@@ -59,14 +61,14 @@ def test_a_hook_of_the_programs_own_hides_no_exception(
     active: Recorder, monkeypatch: pytest.MonkeyPatch, name: str, file: str, ended: bool
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     try:
         exec(compile("def f():\n    1 / 0\nf()", file, "exec"), {"__name__": name})
     except ZeroDivisionError as error:
         assert error.__traceback__ is not None
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         monkeypatch.setattr(sys, "last_traceback", error.__traceback__.tb_next, raising=False)
-    process._leaving()
+    exits._leaving()
     raised = [e for e in events(active) if isinstance(e, ExceptionRaised)]
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert [(e.kind, e.frames[-1].line) for e in raised] == [("ZeroDivisionError", 2)] * ended
@@ -78,9 +80,9 @@ def test_a_thread_that_fails_is_told_and_ends_nothing(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     monkeypatch.setattr(current, "recorder", active)
-    process._wrap_thread_excepthook()
+    exits._wrap_thread_excepthook()
     try:
         for error in (OSError("no space"), SystemExit(3)):
             thread = threading.Thread(target=_raise, args=(error,), name="prefetch")
@@ -88,7 +90,7 @@ def test_a_thread_that_fails_is_told_and_ends_nothing(
             thread.join()
     finally:
         restore()
-    process._leaving()
+    exits._leaving()
     (failed,) = (e for e in events(active) if isinstance(e, ThreadFailed))
     assert (failed.thread, failed.kind, failed.message) == ("prefetch", "OSError", "no space")
     assert failed.frames[-1].function == "_raise"
@@ -105,16 +107,16 @@ def test_an_exit_from_a_thread_ends_that_thread_only(
     active: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     monkeypatch.setattr(current, "recorder", active)
-    process._wrap_exits()
+    exits._wrap_exits()
     try:
         thread = threading.Thread(target=lambda: sys.exit(77))
         thread.start()
         thread.join()
     finally:
         restore()
-    process._leaving()
+    exits._leaving()
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert (leaving.how, leaving.status) == ("return", None)
 
@@ -124,9 +126,9 @@ def test_what_an_exit_prints_is_kept(
     active: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
-    process._note_exit(active, status)
-    process._leaving()
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
+    exits._note_exit(active, status)
+    exits._leaving()
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     assert leaving.message == said
 
@@ -158,17 +160,17 @@ def test_what_is_handled_where_a_process_exits(
     status: int,
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     monkeypatch.setattr(sys, "exit", _leave)
     monkeypatch.setattr(os, "_exit", _leave)
-    process._wrap_exits()
+    exits._wrap_exits()
     text = f"import os, sys\ntry: 1 / 0\nexcept ArithmeticError: {function}({status})"
     try:
         with pytest.raises(_Left):
             exec(compile(text, "train.py", "exec"), {"__name__": module})
     finally:
         restore()
-    process._leaving()
+    exits._leaving()
     raised = [e for e in events(active) if isinstance(e, ExceptionRaised)]
     (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
     expected = [("ZeroDivisionError", 2, caught)] * status
@@ -182,16 +184,16 @@ def test_what_was_handled_as_an_exception_was_raised(
     active: Recorder, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     text = f"try:\n    1 / 0\nexcept Exception as error:\n    raise OSError('boom'){cause}"
     with pytest.raises(OSError, match="boom") as caught:
         exec(compile(text, "train.py", "exec"), {})
-    process.note_exception(caught.value, caught.tb)
+    exits.note_exception(caught.value, caught.tb)
     (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
     assert (raised.kind, raised.frames[-1].line) == ("OSError", 4)
     assert raised.first is not None
     assert (raised.first.kind, raised.first.frames[-1].line) == ("ZeroDivisionError", 2)
-    assert process._first(active, ValueError()) is None
+    assert exits._first(active, ValueError()) is None
 
 
 class Mute(Exception):
@@ -203,10 +205,10 @@ def test_an_exception_that_cannot_say_what_it_is_has_a_name_and_a_line(
     active: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
     with pytest.raises(Mute) as caught:
         raise Mute
-    process.note_exception(caught.value, caught.tb)
+    exits.note_exception(caught.value, caught.tb)
     (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
     assert raised.kind.endswith("Mute") and raised.frames
     assert raised.message == "<its __str__ failed>"
@@ -248,26 +250,26 @@ def test_what_was_told_of_before_a_process_exits(
     named: bool,
 ) -> None:
     monkeypatch.setattr(current, "recorder", active)
-    monkeypatch.setattr(process, "_ending", process._Ending())
-    monkeypatch.setattr(process, "_newest", lambda active: len(calls))
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
+    monkeypatch.setattr(exits, "_newest", lambda active: len(calls))
     monkeypatch.setattr(sys, "exit", _leave)
     calls: list[int] = []
     known = {
         "log": logging.getLogger("train"), "traceback": traceback, "sys": sys, "active": active,
         "call": lambda: calls.append(1),
-        "wait": lambda: monkeypatch.setattr(process, "_JUST_BEFORE_S", 0.0),
+        "wait": lambda: monkeypatch.setattr(exits, "_JUST_BEFORE_S", 0.0),
     }  # fmt: skip
-    process._wrap_exits()
-    process.listen()
-    passing.install()
+    exits._wrap_exits()
+    exits.listen()
+    caught_exceptions.install()
     text = HANDLED.format(tell=tell, more=more, status=status)
     try:
         with pytest.raises(_Left):
             exec(compile(text, "train.py", "exec"), known)
     finally:
         restore()
-        moments.forget()
-    process._leaving()
+        hooks.forget()
+    exits._leaving()
     raised = [(e.kind, e.caught) for e in events(active) if isinstance(e, ExceptionRaised)]
     assert raised == [("ZeroDivisionError", True)] * named
 
@@ -275,10 +277,10 @@ def test_what_was_told_of_before_a_process_exits(
 CHILD = """
 import multiprocessing, os, sys
 from pathlib import Path
-from ddpdoctor.probe import process
-from ddpdoctor.probe.patching import restore
-from ddpdoctor.probe.recorder import Recorder, set_recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.watchers.process import exits as process
+from ddpdoctor.probe.recording.patching import restore
+from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.storage.run_folder import EventWriter
 
 def main(ends):
     folder = Path(".").resolve()
@@ -346,9 +348,10 @@ def test_the_function_of_a_process_leaves_well_in_spite_of_what_it_caught(tmp_pa
 SCRIPT = """
 import signal, sys
 from pathlib import Path
-from ddpdoctor.probe import moments, process
-from ddpdoctor.probe.recorder import Recorder, set_recorder
-from ddpdoctor.runfolder import EventWriter
+from ddpdoctor.probe.recording import hooks
+from ddpdoctor.probe.watchers.process import exits as process
+from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.storage.run_folder import EventWriter
 
 folder = Path(".").resolve()
 active = Recorder(EventWriter(folder / "rank-0.jsonl"), folder, "rank-0", {})
@@ -414,7 +417,7 @@ def test_the_backend_where_nobody_chose_one(
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: name)
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: config)
-    assert groups._backend(None) == told
+    assert process_groups._backend(None) == told
 
 
 @pytest.mark.parametrize("code", [-15, -9, 7, None])
@@ -433,7 +436,7 @@ def test_which_of_the_spawned_processes_ended_first(
         raise module.ProcessExitedException("gone", 0, 7, code)
 
     monkeypatch.setattr(module.ProcessContext, "join", join)
-    spawned.watch_spawned(module)
+    spawned_processes.watch_spawned(module)
     try:
         with pytest.raises(module.ProcessException):
             module.ProcessContext.join(SimpleNamespace(processes=processes))

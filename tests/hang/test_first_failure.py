@@ -22,9 +22,9 @@ from ddpdoctor.events import (
     RankExiting,
     Relayed,
 )
-from ddpdoctor.findings import Finding, Severity
-from ddpdoctor.probe.relayed import relayed
-from ddpdoctor.probe.sites import Sites
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.watchers.process.worker_exceptions import relayed
+from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"

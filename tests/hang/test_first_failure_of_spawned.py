@@ -10,15 +10,11 @@ from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import PID, WALL, make_run, started
 from tapes import START
 
-from ddpdoctor.events import (
-    ProcessEnded,
-    SpawnFailed,
-    StackFrame,
-)
-from ddpdoctor.findings import Finding
-from ddpdoctor.probe import spawned
+from ddpdoctor.events import ProcessEnded, SpawnFailed, StackFrame
+from ddpdoctor.probe.watchers.process import spawned_processes
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run, load
-from ddpdoctor.runfolder import EventWriter, RunFolder
+from ddpdoctor.storage.run_folder import EventWriter, RunFolder
 
 CLOSED = "[../pair.cc:553] Connection closed by peer [127.0.0.1]:22410"
 
@@ -73,14 +69,14 @@ def test_what_a_spawned_process_raises_that_is_no_rank(
     monkeypatch.setenv("DDPDOCTOR_DIR", str(tmp_path))
     if owner:
         monkeypatch.setenv("DDPDOCTOR_OWNER", owner)
-    monkeypatch.setattr(spawned, "recorder", lambda: None)
+    monkeypatch.setattr(spawned_processes, "recorder", lambda: None)
     node = EventWriter(tmp_path / "node-0.jsonl")
 
     def fails(index: int) -> None:
         raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        spawned._Noted(fails)(2)
+        spawned_processes._Noted(fails)(2)
     node.close()
     (facts,) = load([RunFolder(tmp_path)]).nodes.values()
     events = facts.of(SpawnFailed)

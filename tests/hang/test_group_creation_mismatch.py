@@ -9,11 +9,11 @@ from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import START, Tape, run_of, stall
 
-from ddpdoctor.diagnose import fold
 from ddpdoctor.events import RankExiting, Signature, StepDone
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.diagnose import fold
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 NEW = -2
 

@@ -10,7 +10,7 @@ from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMisma
 from ddpdoctor.checks.hang.stall import Stall
 from tapes import START, run_of, stall, tapes
 
-from ddpdoctor.ring import State
+from ddpdoctor.storage.call_ring import State
 
 LOOP = ((12, "for x in xs:"), (11, "if rank == 0:"))
 

@@ -10,7 +10,7 @@ from types import CodeType, FrameType, SimpleNamespace
 import pytest
 import torch.distributed  # what is called is looked up there
 
-from ddpdoctor.probe import keyed
+from ddpdoctor.probe.source import loop_keys
 
 assert torch.distributed
 
@@ -106,26 +106,26 @@ def test_what_chooses(
     called: CodeType | None,
     names: tuple[str, ...],
 ) -> None:
-    assert keyed.keys(codes[function], line(at), called) == names
+    assert loop_keys.keys(codes[function], line(at), called) == names
 
 
-def key_in(known: keyed.Keyed, name: object) -> str:
+def key_in(known: loop_keys.Keyed, name: object) -> str:
     return known.key(sys._getframe())
 
 
 def test_the_key_is_read_where_the_loop_runs() -> None:
-    known = keyed.Keyed(key_in.__code__, ("other", "name"))
+    known = loop_keys.Keyed(key_in.__code__, ("other", "name"))
     inner = SimpleNamespace(f_code=None, f_back=sys._getframe())
     assert key_in(known, "loss") == "name = 'loss'"
     assert known.key(inner) == ""  # type: ignore[arg-type]
 
 
 def test_a_loop_over_something_else_is_left_alone() -> None:
-    known = keyed.Keyed(key_in.__code__, ("name",))
+    known = loop_keys.Keyed(key_in.__code__, ("name",))
     assert not any(key_in(known, 7) or known.over for _ in range(3))
     assert key_in(known, 7) == "" and known.over
-    known = keyed.Keyed(key_in.__code__, ("name",))
-    known.sites = {str(n): n for n in range(keyed.KEYS + 1)}
+    known = loop_keys.Keyed(key_in.__code__, ("name",))
+    known.sites = {str(n): n for n in range(loop_keys.KEYS + 1)}
     assert known.over
 
 
@@ -134,4 +134,4 @@ def frames() -> list[FrameType]:
 
 
 def test_a_call_in_no_loop() -> None:
-    assert keyed.keyed(frames()) is None
+    assert loop_keys.keyed(frames()) is None

@@ -16,11 +16,11 @@ from replicas import run_of as drift_run
 from tapes import START, Tape
 from tapes import run_of as hang_run
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import Digests, Event, SyncPattern
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 CHECKS = [
     ParameterDrift(), GradientDrift(), CollectiveMismatch(), RankExitedEarly(), UnsyncedStep(),

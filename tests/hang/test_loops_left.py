@@ -24,9 +24,9 @@ from ddpdoctor.events import (
     Site,
     Way,
 )
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 
 def found(run: Run) -> list[Finding]:

@@ -10,11 +10,11 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, Tape, run_of, tapes
 
 from ddpdoctor.events import Enclosing, Way
-from ddpdoctor.findings import Finding
-from ddpdoctor.probe import statements
-from ddpdoctor.probe.choices import conditions
-from ddpdoctor.ring import State
+from ddpdoctor.probe.source import statements
+from ddpdoctor.probe.source.conditional_calls import conditions
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 LOOP = (5, "for i in range(50):")
 

@@ -11,11 +11,11 @@ from ddpdoctor.checks.hang.rank_missing import RankMissing
 from ddpdoctor.checks.hang.stall import Stall
 from tapes import START, Tape, run_of, stall, stood, tapes
 
-from ddpdoctor.diagnose import fold
 from ddpdoctor.events import CallBlock, CallRun, Event, StepDone
-from ddpdoctor.findings import Finding, Steps
-from ddpdoctor.ring import Phase, State
+from ddpdoctor.report.diagnose import fold
+from ddpdoctor.report.findings import Finding, Steps
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import Phase, State
 
 CHECKS = CollectiveMismatch(), CollectiveShapeMismatch(), RankMissing(), Stall()
 

@@ -11,7 +11,6 @@ from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import CWD, started, steps
 from tapes import START, WALL, Tape, run_of, stood
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
@@ -24,11 +23,12 @@ from ddpdoctor.events import (
     SpawnEnded,
     StallSeen,
 )
-from ddpdoctor.findings import Confidence, Finding, Severity
-from ddpdoctor.launch.ending import outcome
-from ddpdoctor.ring import State
+from ddpdoctor.launch.outcome import outcome
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Confidence, Finding, Severity
 from ddpdoctor.run import Rank, Run, load
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.call_ring import State
+from ddpdoctor.storage.run_folder import RunFolder
 
 
 def found(run: Run) -> list[Finding]:

@@ -23,8 +23,8 @@ from ddpdoctor.events import (
     Site,
     Way,
 )
-from ddpdoctor.ring import State
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 
 def test_the_victim_caught_its_error_and_left_with_a_status(tmp_path: Path) -> None:

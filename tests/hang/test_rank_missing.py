@@ -22,9 +22,9 @@ from ddpdoctor.events import (
     StallOver,
     ThreadFailed,
 )
-from ddpdoctor.findings import Confidence, Finding, Steps
-from ddpdoctor.ring import Phase, State
+from ddpdoctor.report.findings import Confidence, Finding, Steps
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import Phase, State
 
 
 def found(run: Run) -> list[Finding]:

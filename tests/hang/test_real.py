@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from sampling import inherited
 
-from ddpdoctor import registry
 from ddpdoctor.events import ExceptionRaised
-from ddpdoctor.postmortem import open_run
-from ddpdoctor.runfolder import Lines
+from ddpdoctor.report import registry
+from ddpdoctor.report.postmortem import open_run
+from ddpdoctor.storage.run_folder import Lines
 
 HANGS = """
 import torch, torch.distributed as dist

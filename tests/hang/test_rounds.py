@@ -23,9 +23,9 @@ from ddpdoctor.events import (
     Site,
     Way,
 )
-from ddpdoctor.findings import Steps
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Steps
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 
 def test_a_shorter_loop(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.events import SignalSent
-from ddpdoctor.probe import signals
-from ddpdoctor.probe.patching import restore
-from ddpdoctor.probe.recorder import Recorder, current
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.recording.patching import restore
+from ddpdoctor.probe.recording.recorder import Recorder, current
+from ddpdoctor.probe.watchers.process import sent_signals
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     active = Recorder(writer, tmp_path, "rank-0", {})
     monkeypatch.setattr(current, "recorder", active)
-    signals.install()
+    sent_signals.install()
     yield active
     restore()
     writer.close()
@@ -44,11 +44,11 @@ def test_one_that_the_program_handles_is_not(active: Recorder) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     try:
-        for _ in range(2 * signals.MOST_TOLD):
+        for _ in range(2 * sent_signals.MOST_TOLD):
             os.kill(os.getpid(), signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(seen) == 2 * signals.MOST_TOLD
+    assert len(seen) == 2 * sent_signals.MOST_TOLD
     os.kill(os.getpid(), 0)
     assert sent(active) == []
     os.kill(os.getpid(), signal.SIGURG)

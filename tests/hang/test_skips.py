@@ -11,16 +11,9 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import site
 from tapes import START, run_of, tapes
 
-from ddpdoctor.events import (
-    EpochBegan,
-    EpochEnded,
-    Event,
-    ExceptionPassed,
-    LoaderSeen,
-    RankExiting,
-)
-from ddpdoctor.findings import Finding
-from ddpdoctor.ring import State
+from ddpdoctor.events import EpochBegan, EpochEnded, Event, ExceptionPassed, LoaderSeen, RankExiting
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.storage.call_ring import State
 
 LOOP = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
 

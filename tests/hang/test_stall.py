@@ -11,10 +11,10 @@ from recordings import ring_of, started, torch_loaded
 from tapes import CWD, START, Tape, run_of, stall, stood
 
 from ddpdoctor.events import CommHook, Enclosing, GroupDestroyed, InitEntered, Site, StackFrame, Way
-from ddpdoctor.findings import Confidence, Finding, Severity
-from ddpdoctor.ring import State
+from ddpdoctor.report.findings import Confidence, Finding, Severity
 from ddpdoctor.run import Run, load
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.call_ring import State
+from ddpdoctor.storage.run_folder import RunFolder
 
 
 def found(run: Run) -> list[Finding]:

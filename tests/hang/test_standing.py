@@ -11,7 +11,6 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import PID, ring_of, write_folder
 from tapes import Tape
 
-from ddpdoctor import machine, standing
 from ddpdoctor.config import Options
 from ddpdoctor.events import (
     Event,
@@ -22,10 +21,11 @@ from ddpdoctor.events import (
     StallSeen,
     encode,
 )
-from ddpdoctor.findings import Check, Finding, Severity
-from ddpdoctor.ring import Phase, State
+from ddpdoctor.monitor import stall_detector, system
+from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Rank, Recording, Run
-from ddpdoctor.runfolder import EventWriter, RunFolder
+from ddpdoctor.storage.call_ring import Phase, State
+from ddpdoctor.storage.run_folder import EventWriter, RunFolder
 
 
 class Clock:
@@ -58,7 +58,7 @@ class Bench:
         self.rings = [ring_of(rank, path) for rank, path in folder.rank_files()]
         self.written: list[Event] = []
         self.recording = Recording(folder)
-        self.standing = standing.Standing(
+        self.standing = stall_detector.Standing(
             Options(**options),  # type: ignore[arg-type]
             self.written.append,
             lambda: checks,
@@ -74,8 +74,8 @@ class Bench:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(standing, "time", made)
-    monkeypatch.setattr(machine, "catches", lambda pid, number: False)
+    monkeypatch.setattr(stall_detector, "time", made)
+    monkeypatch.setattr(system, "catches", lambda pid, number: False)
     return made
 
 
@@ -172,7 +172,7 @@ def test_who_leaves_is_given_the_time_to_end(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections close with its process, and the others fail by themselves."""
-    monkeypatch.setattr("ddpdoctor.ring.time", clock)
+    monkeypatch.setattr("ddpdoctor.storage.call_ring.time", clock)
     bench = Bench(tmp_path, RankExitedEarly())
     _, path = bench.folder.rank_files()[1]
     with path.open("ab") as file:
@@ -203,11 +203,11 @@ def test_only_who_does_not_answer_is_sent_a_signal(
         if rank.rank == 0 and rank.path is not None:
             rank.path.with_suffix(".stacks.txt").write_text(CRASHED)
 
-    monkeypatch.setattr(standing, "_question", question)
-    monkeypatch.setattr(machine, "catches", lambda pid, number: True)
-    monkeypatch.setattr(machine, "has_open", lambda pid, path: True)
+    monkeypatch.setattr(stall_detector, "_question", question)
+    monkeypatch.setattr(system, "catches", lambda pid, number: True)
+    monkeypatch.setattr(system, "has_open", lambda pid, path: True)
     monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append((pid, number)))
     bench.rings[0].begin(0, 1, 0, 0, -1)
     assert wait(bench, clock, 10) == "stuck"
     assert asked == [0, 1]
-    assert signalled == [(PID + 1, standing.STACK_SIGNAL)]
+    assert signalled == [(PID + 1, stall_detector.STACK_SIGNAL)]

@@ -10,25 +10,27 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site, decode
-from ddpdoctor.probe import answers, patching, statements, tape, threads
-from ddpdoctor.probe.recorder import Recorder, set_recorder
-from ddpdoctor.ring import State, read_ring
-from ddpdoctor.runfolder import EventWriter, Lines
+from ddpdoctor.probe.collectives import call_log, stack_server
+from ddpdoctor.probe.recording import patching, threads
+from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.probe.source import statements
+from ddpdoctor.storage.call_ring import State, read_ring
+from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tape.Tape]:
-    monkeypatch.setattr(answers, "listen", lambda active, ring: None)
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[call_log.Tape]:
+    monkeypatch.setattr(stack_server, "listen", lambda active, ring: None)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    yield tape.Tape(Recorder(writer, tmp_path, "rank-0", {}))
+    yield call_log.Tape(Recorder(writer, tmp_path, "rank-0", {}))
     writer.close()
 
 
-def events(made: tape.Tape) -> list[Event]:
+def events(made: call_log.Tape) -> list[Event]:
     return list(Lines(made.active.writer.path).events())
 
 
-def test_equal_steps_become_one_run(made: tape.Tape) -> None:
+def test_equal_steps_become_one_run(made: call_log.Tape) -> None:
     for step in range(1, 501):
         made.ring.mark(made.collective(0, "all_reduce", 1), State.DONE)
         made.ring.mark(made.collective(0, "barrier", 2), State.DONE)
@@ -41,7 +43,7 @@ def test_equal_steps_become_one_run(made: tape.Tape) -> None:
     assert len(runs) <= 2
 
 
-def test_groups_are_counted_apart(made: tape.Tape) -> None:
+def test_groups_are_counted_apart(made: call_log.Tape) -> None:
     for group in (0, 1, 0, 0, 1):
         made.collective(group, "barrier", 1)
     ring = read_ring(made.active.directory / "rank-0.ring")
@@ -49,7 +51,7 @@ def test_groups_are_counted_apart(made: tape.Tape) -> None:
     assert [(c.group, c.index) for c in ring.calls] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
 
 
-def test_what_was_no_call_gives_its_number_back(made: tape.Tape) -> None:
+def test_what_was_no_call_gives_its_number_back(made: call_log.Tape) -> None:
     made.collective(0, "barrier", 1)
     made.void(made.collective(0, "DDP backward", 2))
     made.collective(0, "barrier", 3)
@@ -61,7 +63,7 @@ def test_what_was_no_call_gives_its_number_back(made: tape.Tape) -> None:
     assert block.codes == (0, 1, 0, 3)
 
 
-def test_calls_of_models_are_told_apart(made: tape.Tape) -> None:
+def test_calls_of_models_are_told_apart(made: call_log.Tape) -> None:
     for model in (0, 1, 0, -1):
         made.of_model(0, "DDP backward", None, model, time.monotonic())
     made.flush()
@@ -71,8 +73,8 @@ def test_calls_of_models_are_told_apart(made: tape.Tape) -> None:
     assert block.codes[::2] == (0, 1, 0, 2)
 
 
-def test_the_records_are_bounded(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "RUNS_KEPT", 50)
+def test_the_records_are_bounded(made: call_log.Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_log, "RUNS_KEPT", 50)
     for step in range(1, 400):
         made.collective(0, "barrier", step % 7)
         made.step_ended(step, time.monotonic())
@@ -190,7 +192,7 @@ def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
     assert statements.ways_before("<stdin>", 10) == ()
 
 
-def test_a_batch_is_known_by_its_other_sides(made: tape.Tape) -> None:
+def test_a_batch_is_known_by_its_other_sides(made: call_log.Tape) -> None:
     for sends in ((1,), (1,), ()):
         made.point_to_point(0, "batch_isend_irecv", 1, -1, sends, (3,))
     signed = [e for e in events(made) if isinstance(e, Signature)]
@@ -235,7 +237,7 @@ def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
     ]
 
 
-def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tape.Tape) -> None:
+def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: call_log.Tape) -> None:
     set_recorder(made.active)
     try:
         threads.install()
@@ -251,7 +253,7 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: tap
     assert (sites, called.places, called.thread) == ([called.id] * 2, (), "saver_0")
 
 
-def test_lines_that_hand_on_what_they_were_given(made: tape.Tape) -> None:
+def test_lines_that_hand_on_what_they_were_given(made: call_log.Tape) -> None:
     pytest.importorskip("torch.distributed")
 
     def all_reduce(*given: object) -> int:

@@ -10,7 +10,7 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, Tape, run_of, tapes
 
 from ddpdoctor.events import Enclosing, Event, StepDone
-from ddpdoctor.findings import Finding, Steps
+from ddpdoctor.report.findings import Finding, Steps
 from ddpdoctor.run import Run
 
 LOSS, COUNT = 8, 18

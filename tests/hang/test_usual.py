@@ -8,7 +8,7 @@ import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, Tape, run_of
 
-from ddpdoctor.ring import State
+from ddpdoctor.storage.call_ring import State
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from recordings import PID, START, WALL, make_run
 from tapes import Tape, run_of, stood
 
 from ddpdoctor import render
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
@@ -21,9 +20,10 @@ from ddpdoctor.events import (
     Stopped,
     TorchLoaded,
 )
-from ddpdoctor.findings import Report, Severity
 from ddpdoctor.render.live import snapshot
-from ddpdoctor.ring import Phase, State
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Report, Severity
+from ddpdoctor.storage.call_ring import Phase, State
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(28, True), (0.4, False)])

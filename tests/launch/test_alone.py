@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import alone, meetings, optimizers
+from ddpdoctor.probe.collectives import sync_points
+from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.watchers.process import no_process_group
 
 Between = Callable[[Any, int], object]
 
@@ -58,10 +60,10 @@ def seen(
 ) -> list[tuple[str, ...]]:
     """The layers told of, of a loop with something after each step, or before it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(alone, "OTHER_LAYERS", ())
-    monkeypatch.setattr(alone, "_following", SimpleNamespace(wake=lambda awake: None))
-    monkeypatch.setattr(alone, "_alone", alone._Alone())
-    monkeypatch.setattr(meetings, "_meetings", meetings._Meetings())
+    monkeypatch.setattr(no_process_group, "OTHER_LAYERS", ())
+    monkeypatch.setattr(no_process_group, "_following", SimpleNamespace(wake=lambda awake: None))
+    monkeypatch.setattr(no_process_group, "_alone", no_process_group._Alone())
+    monkeypatch.setattr(sync_points, "_meetings", sync_points._Meetings())
     told: list[Any] = []
     active: Any = SimpleNamespace(
         step=0, affordable=lambda: True, emit=lambda event, vital: told.append(event)
@@ -73,18 +75,18 @@ def seen(
     for number in range(6):
         optimizer.zero_grad()
         model(torch.randn(5, 4)).pow(2).mean().backward()
-        alone._backward_ends(active, None)  # type: ignore[arg-type]
+        no_process_group._backward_ends(active, None)  # type: ignore[arg-type]
         before(model, number)
         step: Any = SimpleNamespace(optimizer=known.reference, known=known, site=1, closure=False)
         step.due = True
         known.step = step
-        alone._step_begins(active, step)
-        alone._step_due(active, step)
+        no_process_group._step_begins(active, step)
+        no_process_group._step_due(active, step)
         optimizer.step()
-        alone._step_ends(active, step)
+        no_process_group._step_ends(active, step)
         active.step += 1
         after(model, number)
-    alone._leaving(active, None)
+    no_process_group._leaving(active, None)
     assert not told[0].layers
     return [event.layers for event in told[1:]]
 
@@ -103,23 +105,25 @@ def test_a_gradient_times_a_number_is_from_nobody_else(
 
 @pytest.mark.parametrize("after", [average, average_data])
 def test_parameters_that_somebody_sent(monkeypatch: pytest.MonkeyPatch, after: Between) -> None:
-    assert seen(monkeypatch, after) == [(alone.PARAMETERS,)]
+    assert seen(monkeypatch, after) == [(no_process_group.PARAMETERS,)]
 
 
 def test_gradients_that_somebody_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (alone.GRADIENTS,) in seen(monkeypatch, before=mean_gradient)
+    assert (no_process_group.GRADIENTS,) in seen(monkeypatch, before=mean_gradient)
 
 
 def test_a_store_that_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(model: Any, step: int) -> None:
         if step == 5:
-            meetings._meetings.stored_at = time.monotonic()
+            sync_points._meetings.stored_at = time.monotonic()
 
-    assert seen(monkeypatch, wait) == [(alone.STORE,)]
+    assert seen(monkeypatch, wait) == [(no_process_group.STORE,)]
 
 
 def test_shared_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seen(monkeypatch, lambda model, step: model.share_memory()) == [(alone.SHARED,)]
+    assert seen(monkeypatch, lambda model, step: model.share_memory()) == [
+        (no_process_group.SHARED,)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_its_first_step_makes_a_process_a_rank_that_says_so(
     monkeypatch.setattr(optimizers, "_first_step", [])
     monkeypatch.setattr(optimizers.current, "recorder", None)
     asked: list[object] = []
-    alone.activate_with(lambda *given: asked.append(given))
+    no_process_group.activate_with(lambda *given: asked.append(given))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):

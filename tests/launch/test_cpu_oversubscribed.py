@@ -8,7 +8,7 @@ from ddpdoctor.checks.launch.cpu_oversubscribed import CpuOversubscribed
 from recordings import HOST, PID, START, make_run, monitor, site, started, steps
 
 from ddpdoctor.events import Event, LoaderSeen, RankSample, ThreadsSeen
-from ddpdoctor.findings import Finding, FixKind
+from ddpdoctor.report.findings import Finding, FixKind
 from ddpdoctor.run import Run
 
 

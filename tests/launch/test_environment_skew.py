@@ -9,7 +9,7 @@ from ddpdoctor.checks.launch.environment_skew import EnvironmentSkew
 from recordings import make_run, site, started, torch_loaded
 
 from ddpdoctor.events import Event, InitEntered, ProgramSeen
-from ddpdoctor.probe.environment import lines_that_set
+from ddpdoctor.probe.source.source_text import lines_that_set
 
 
 def program(files: dict[str, str], **versions: str) -> Event:

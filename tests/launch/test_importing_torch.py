@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sampling import inherited, run
 
-from ddpdoctor.coverage import unobserved
 from ddpdoctor.launch.environment import PACKAGE
+from ddpdoctor.report.coverage import unobserved
 from ddpdoctor.run import load
-from ddpdoctor.runfolder import RunFolder
+from ddpdoctor.storage.run_folder import RunFolder
 
 TRAIN = """
 import os

@@ -11,14 +11,8 @@ from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
 from msgspec.structs import replace
 from recordings import START, make_run, site, started
 
-from ddpdoctor.events import (
-    Event,
-    InitEntered,
-    NodeSample,
-    RankExiting,
-    StallSeen,
-)
-from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.events import Event, InitEntered, NodeSample, RankExiting, StallSeen
+from ddpdoctor.report.findings import Confidence, Finding
 
 ELASTIC = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2",
            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
@@ -113,7 +107,7 @@ def test_the_program_does_not_wait_long() -> None:
 
 ADOPTING = """
 import ctypes, os, subprocess
-from ddpdoctor import machine
+from ddpdoctor.monitor import system as machine
 print(machine.orphans())
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; exec sleep 60"], stdout=subprocess.PIPE)

@@ -8,7 +8,6 @@ from ddpdoctor.checks.launch.rank_mismatch import RankMismatch
 from msgspec.structs import replace
 from recordings import START, WALL, make_run, site, started, steps
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
@@ -19,7 +18,8 @@ from ddpdoctor.events import (
     StallSeen,
     Wrapped,
 )
-from ddpdoctor.findings import Confidence, Finding, Severity
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Confidence, Finding, Severity
 
 PLACE = "localhost:29500"
 

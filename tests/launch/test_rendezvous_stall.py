@@ -8,7 +8,6 @@ from ddpdoctor.checks.launch.rendezvous_stall import RendezvousStall
 from msgspec.structs import replace
 from recordings import CWD, PID, START, make_run, site, started
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     Event,
     ExceptionRaised,
@@ -20,7 +19,8 @@ from ddpdoctor.events import (
     StackFrame,
     StallSeen,
 )
-from ddpdoctor.findings import Confidence, Finding
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Confidence, Finding
 from ddpdoctor.run import Run
 
 

@@ -7,7 +7,7 @@ from gpus import gpu_run
 from recordings import make_run
 
 from ddpdoctor.events import DataParallelMade, Event
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.findings import Severity
 
 
 def made(*devices: int) -> Event:

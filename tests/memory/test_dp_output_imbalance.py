@@ -9,14 +9,8 @@ from ddpdoctor.checks.memory.dp_output_imbalance import DpOutputImbalance
 from gpus import GB, gpu_run, held
 from recordings import make_run
 
-from ddpdoctor.events import (
-    DataParallelMade,
-    DeviceMemory,
-    Event,
-    Gathered,
-    GatheredTensor,
-)
-from ddpdoctor.findings import Finding
+from ddpdoctor.events import DataParallelMade, DeviceMemory, Event, Gathered, GatheredTensor
+from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
 
 
@@ -92,7 +86,7 @@ def test_not_used() -> None:
 
 def test_outputs_are_named_by_the_way_to_them() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import dataparallel
+    from ddpdoctor.probe.watchers.graph import data_parallel
 
     class Recorded(list[Any]):
         step = 5
@@ -100,10 +94,10 @@ def test_outputs_are_named_by_the_way_to_them() -> None:
         def emit(self, event: Event, *, vital: bool = False) -> None:
             self.append(event)
 
-    active, known = Recorded(), dataparallel.Known(0, (0, 1))
+    active, known = Recorded(), data_parallel.Known(0, (0, 1))
     output = {"logits": torch.zeros(8, 10), "states": (torch.zeros(8, 4), torch.zeros(8, 2))}
     for _ in range(3):  # the same again is not told again
-        dataparallel._gathered(active, (known, 0), output, None)  # type: ignore[arg-type]
+        data_parallel._gathered(active, (known, 0), output, None)  # type: ignore[arg-type]
     (event,) = active
     assert [t.name for t in event.tensors] == ["['logits']", "['states'][0]", "['states'][1]"]
     assert event.size_bytes == 4 * 8 * 16

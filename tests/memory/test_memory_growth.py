@@ -14,7 +14,8 @@ from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
 from recordings import START, make_run, site, steps
 
 from ddpdoctor.events import EpochEnded, Event, LoaderSeen, MemoryHeld, MemorySample
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.probe.recording import names_in_frames
+from ddpdoctor.report.findings import Finding, Severity
 
 MB = 1 << 20
 
@@ -194,13 +195,15 @@ class Keeper:
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import holders
-    from ddpdoctor.probe.sites import Sites
+    from ddpdoctor.probe.recording.code_locations import Sites
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
     sites = Sites(lambda event: None)
 
-    def census() -> dict[int, holders.Held]:
-        return holders.census(None if everywhere else holders.at_hand(sys._getframe(1), sites))
+    def census() -> dict[int, memory_holders.Held]:
+        return memory_holders.census(
+            None if everywhere else memory_holders.at_hand(sys._getframe(1), sites)
+        )
 
     keeper = Keeper()
     weight = torch.ones(3, requires_grad=True)
@@ -212,7 +215,7 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
     after = census()
     (key,) = [k for k in after if k in before and after[k].length - before[k].length == 20]
     assert after[key].graphs
-    one = holders.name_of(key, sys._getframe(), sites)
+    one = names_in_frames.name_of(key, sys._getframe(), sites)
     assert one is not None
     assert one.name == "keeper.kept"
     assert adds(one) == "self.kept.append(thing)"
@@ -221,8 +224,8 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
 @pytest.mark.parametrize("deep", [False, True])
 def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import holders
-    from ddpdoctor.probe.sites import Sites
+    from ddpdoctor.probe.recording.code_locations import Sites
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
     class Task(torch.nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -242,8 +245,8 @@ def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> No
     key = id(task.outputs)
     del task, layers
     sites = Sites(lambda event: None)
-    assert key in holders.census(holders.at_hand(sys._getframe(), sites))
-    one = holders.name_of(key, sys._getframe(), sites, holders.DEEPEST_NAME)
+    assert key in memory_holders.census(memory_holders.at_hand(sys._getframe(), sites))
+    one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
     assert one is not None
     assert one.name == f"trainer.first.module{'[1]' if deep else ''}.outputs"
     assert one.owner is Task and trainer.rest is None
@@ -262,28 +265,28 @@ class Sums:
 
 def test_what_grows_under_a_key_is_added_to_under_any() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import holders
-    from ddpdoctor.probe.sites import Sites
+    from ddpdoctor.probe.recording.code_locations import Sites
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
     sums, mean = Sums(), 0.0
     for _ in range(20):
         sums.see(mean=torch.zeros(3), other=1)
         mean += 0.5
     sites = Sites(lambda event: None)
-    (key,) = holders.census([sums.kinds["mean"]])
-    one = holders.name_of(key, sys._getframe(), sites, holders.DEEPEST_NAME)
+    (key,) = memory_holders.census([sums.kinds["mean"]])
+    one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
     assert one is not None and one.name == "sums.kinds['mean']"
     assert adds(one) == "self.kinds[kind].append(value)"
-    *_, function = holders.place_that_grows(one, sites)
+    *_, function = memory_holders.place_that_grows(one, sites)
     assert function == "see"
 
 
 def adds(one: Any) -> str:
     """The line that adds to it."""
-    from ddpdoctor.probe import holders
-    from ddpdoctor.probe.sites import Sites
+    from ddpdoctor.probe.recording.code_locations import Sites
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
-    file, line, _ = holders.place_that_grows(one, Sites(lambda event: None))
+    file, line, _ = memory_holders.place_that_grows(one, Sites(lambda event: None))
     return linecache.getline(file, line).strip()
 
 
@@ -300,13 +303,13 @@ class Result:
 ])  # fmt: skip
 def test_an_entry_is_as_large_as_all_of_its_own_tensors(entry: Callable[..., object]) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
     kept = [entry(torch.zeros(()), torch.zeros(1000)) for _ in range(16)]
-    (held,) = holders.census([kept]).values()
+    (held,) = memory_holders.census([kept]).values()
     assert held.entry_bytes == 4004
     everyones = torch.zeros(1000)
-    (held,) = holders.census([[(torch.zeros(()), everyones) for _ in range(16)]]).values()
+    (held,) = memory_holders.census([[(torch.zeros(()), everyones) for _ in range(16)]]).values()
     assert held.entry_bytes == 4
 
 
@@ -323,10 +326,10 @@ class HostileList(list[object]):
 
 def test_objects_are_looked_at_without_running_their_code() -> None:
     pytest.importorskip("torch")
-    from ddpdoctor.probe import holders
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
     entries: list[object] = [Hostile(), HostileList(), Hostile, Severity.ERROR]
-    assert holders.census([[entry] * 16 for entry in entries]) == {}
+    assert memory_holders.census([[entry] * 16 for entry in entries]) == {}
 
 
 class Meter:
@@ -345,10 +348,10 @@ class Logger:
 
 
 def long_chain() -> tuple[Any, int]:
-    from ddpdoctor.probe import holders
-    from ddpdoctor.probe.sites import Sites
+    from ddpdoctor.probe.recording.code_locations import Sites
+    from ddpdoctor.probe.watchers.memory import memory_holders
 
-    return holders.long_chain(sys._getframe(1), Sites(lambda event: None))
+    return memory_holders.long_chain(sys._getframe(1), Sites(lambda event: None))
 
 
 def test_a_sum_that_drags_its_graphs_along() -> None:
@@ -402,15 +405,17 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
     monkeypatch: pytest.MonkeyPatch, each: tuple[int, int], gained: int, told: bool
 ) -> None:
     pytest.importorskip("torch")
-    from ddpdoctor.probe import holders, memory
+    from ddpdoctor.probe.watchers.memory import memory, memory_holders
 
     found: list[tuple[int, int]] = []
     steps, forwards = (50 * n for n in each)
     kept = [0]
     monkeypatch.setattr(memory, "_memory", memory._Memory())
     monkeypatch.setattr(memory.forwards, "count", lambda: forwards)
-    monkeypatch.setattr(holders, "census", lambda *_: {1: holders.Held(kept[0], True, "list")})
-    monkeypatch.setattr(holders, "name_of", lambda *_: None)
+    monkeypatch.setattr(
+        memory_holders, "census", lambda *_: {1: memory_holders.Held(kept[0], True, "list")}
+    )
+    monkeypatch.setattr(memory_holders, "name_of", lambda *_: None)
     monkeypatch.setattr(memory, "_tell", lambda *told: found.append(told[3:]))
     for _ in range(2):
         active: Any = SimpleNamespace(step=steps, sites=None)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ddpdoctor import machine
 from ddpdoctor.launch.devices import visible_gpus
+from ddpdoctor.monitor import system
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,9 +18,9 @@ pytestmark = [
 
 def test_nvml_and_torch_speak_of_the_same_device() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.checks.memory._devices import plain
+    from ddpdoctor.analysis.process.devices import plain
 
-    gpus = machine.Gpus()
+    gpus = system.Gpus()
     names = {plain(uuid) for uuid in gpus.uuids}
     assert plain(str(torch.cuda.get_device_properties(0).uuid)) in names
     assert gpus.driver and len(gpus.memory) == len(gpus.names)
@@ -30,7 +30,7 @@ def test_nvml_and_torch_speak_of_the_same_device() -> None:
 def test_nvml_lists_this_process() -> None:
     torch = pytest.importorskip("torch")
     kept = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
-    gpus = machine.Gpus()
+    gpus = system.Gpus()
     held = gpus.by_process()
     gpus.close()
     if not held:
@@ -43,7 +43,7 @@ def test_nvml_lists_this_process() -> None:
 
 def test_a_context_is_found_where_it_is() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.torch_private import has_context
+    from ddpdoctor.probe.recording.torch_compat import has_context
 
     torch.ones(1, device="cuda:0")
     assert has_context(0)
@@ -51,7 +51,7 @@ def test_a_context_is_found_where_it_is() -> None:
 
 def test_flags_are_read_later_without_waiting() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.numerics import Flag
+    from ddpdoctor.probe.watchers.numerics.numerics import Flag
 
     bad = torch.full((4,), float("nan"), device="cuda")
     flag = Flag(torch.logical_not(torch.isfinite(bad).all()))
@@ -63,7 +63,7 @@ def test_flags_are_read_later_without_waiting() -> None:
 
 def test_growth_on_the_device_is_what_the_allocator_says() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.memory import _device
+    from ddpdoctor.probe.watchers.memory.memory import _device
 
     before = _device()[0]
     kept = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")

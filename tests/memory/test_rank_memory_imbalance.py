@@ -6,7 +6,7 @@ from ddpdoctor.checks.memory.rank_memory_imbalance import RankMemoryImbalance
 from recordings import START, make_run
 
 from ddpdoctor.events import Event, MemorySample, Tensor, Wrapped
-from ddpdoctor.findings import Finding
+from ddpdoctor.report.findings import Finding
 
 MB = 1 << 20
 

@@ -7,7 +7,7 @@ from gpus import gpu_run, uses
 from recordings import make_run
 
 from ddpdoctor.events import Event, GroupReady
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.findings import Severity
 
 
 def group(backend: str) -> Event:

@@ -13,8 +13,8 @@ from wraps import codes, group, rank
 
 from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern
 from ddpdoctor.events.drift import UNHELD
-from ddpdoctor.probe import bypass
-from ddpdoctor.probe.resolving import call_in_frames
+from ddpdoctor.probe.source.call_resolver import call_in_frames
+from ddpdoctor.probe.watchers.graph import wrapper_bypass
 
 CHECK = DdpBypassed()
 
@@ -97,9 +97,9 @@ def test_nothing_recorded():
 
 def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
     judged = []
-    monkeypatch.setattr(bypass, "_judge", lambda active, step: judged.append(step.closure))
+    monkeypatch.setattr(wrapper_bypass, "_judge", lambda active, step: judged.append(step.closure))
     for closure in (True, False):
-        bypass._step_begins(None, SimpleNamespace(closure=closure))
+        wrapper_bypass._step_begins(None, SimpleNamespace(closure=closure))
     assert judged == [False]
 
 
@@ -144,12 +144,12 @@ def test_gradients_that_the_program_itself_applies():
 def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
     told, looks = [], iter([[1], [2], [2], [3], [4]])
     model = SimpleNamespace(parameters=[], sampled=[], ddp=lambda: model)
-    known, suspect = bypass.Bypass(), bypass.Suspect(0, 51, {}, 0)
-    monkeypatch.setattr(bypass, "_tell", lambda *args: told.append(args[4:]))
-    monkeypatch.setattr(bypass, "digests", lambda tensors: next(looks))
-    monkeypatch.setattr(bypass.exchanges, "values_exchanged", lambda parameters: False)
+    known, suspect = wrapper_bypass.Bypass(), wrapper_bypass.Suspect(0, 51, {}, 0)
+    monkeypatch.setattr(wrapper_bypass, "_tell", lambda *args: told.append(args[4:]))
+    monkeypatch.setattr(wrapper_bypass, "digests", lambda tensors: next(looks))
+    monkeypatch.setattr(wrapper_bypass.exchanges, "values_exchanged", lambda parameters: False)
     for _ in range(5):
-        bypass._follow_by_hand(None, model, known, suspect)
+        wrapper_bypass._follow_by_hand(None, model, known, suspect)
     assert told == [(UNHELD, 3)]
 
 
@@ -161,20 +161,20 @@ def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(
         ("_follow_by_hand", None),
         ("_arm", None),
     ):
-        monkeypatch.setattr(bypass, name, lambda *args, value=value: value)
-    monkeypatch.setattr(bypass.exchanges, "gradients_exchanged", lambda parameters: False)
-    monkeypatch.setattr(bypass, "_known", {})
+        monkeypatch.setattr(wrapper_bypass, name, lambda *args, value=value: value)
+    monkeypatch.setattr(wrapper_bypass.exchanges, "gradients_exchanged", lambda parameters: False)
+    monkeypatch.setattr(wrapper_bypass, "_known", {})
     parameter, active = Mock(), Mock(step=1)
     model = Mock(parameters=[lambda: parameter], expected=[], forwards=0, forward_step=1)
     model.forwards_in_step = 1  # a call has to be known
-    known = bypass._known[model] = bypass.Bypass()
+    known = wrapper_bypass._known[model] = wrapper_bypass.Bypass()
     for passed, line in ((67, 68), (49, 56)):
         known.passed = passed
         backward = Mock(number=line, site=line, unannounced=[(model, False)])
-        bypass._backward_astray(active, backward)
+        wrapper_bypass._backward_astray(active, backward)
     known.calls[56] = 50  # as the source seemed to say
     optimizer = Mock(param_groups=[{"params": [parameter]}])
-    bypass._judge(active, Mock(optimizer=lambda: optimizer, number=3))
+    wrapper_bypass._judge(active, Mock(optimizer=lambda: optimizer, number=3))
     (event,) = (call.args[0] for call in active.emit.call_args_list)
     assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
 
@@ -202,7 +202,7 @@ class Chooses:
 
 def plain(model, x):
     kinds = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "own")
-    frame = bypass._caller(SimpleNamespace(sites=kinds), sys._getframe())
+    frame = wrapper_bypass._caller(SimpleNamespace(sites=kinds), sys._getframe())
     return frame and frame.f_code.co_name
 
 
@@ -218,6 +218,6 @@ def plain(model, x):
 )
 def test_who_chose_to_call_the_model_is_not_who_was_given_it(monkeypatch, call, named):
     net, wrapper = torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)
-    monkeypatch.setattr(bypass._Trap, "modules", weakref.WeakSet([net]))
-    monkeypatch.setattr(bypass._Trap, "model", SimpleNamespace(ddp=lambda: wrapper))
+    monkeypatch.setattr(wrapper_bypass._Trap, "modules", weakref.WeakSet([net]))
+    monkeypatch.setattr(wrapper_bypass._Trap, "model", SimpleNamespace(ddp=lambda: wrapper))
     assert call(Chooses(wrapper, net)) == named

@@ -10,8 +10,8 @@ from recordings import make_run, site, steps
 from wraps import codes, group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
-from ddpdoctor.probe import discarded
-from ddpdoctor.probe.moments import Call
+from ddpdoctor.probe.collectives.call_hooks import Call
+from ddpdoctor.probe.watchers.manual_sync import unused_allreduce
 
 CHECK = ModelNotWrapped()
 
@@ -65,7 +65,7 @@ def test_two_looks_prove_nothing():
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(discarded, "_window", discarded._Window())
+    monkeypatch.setattr(unused_allreduce, "_window", unused_allreduce._Window())
     net = torch.nn.Linear(5, 3)
     net(torch.randn(4, 5)).sum().backward()
     return list(net.parameters())
@@ -74,8 +74,8 @@ def model(monkeypatch):
 def shared(op, tensors, parameters, *more, step=0):
     active = SimpleNamespace(step=step, site=lambda: 4)
     for each in (*tensors, *more):
-        discarded._called(active, Call(op, 0, False, (each,)))
-    return discarded.share(active, parameters)
+        unused_allreduce._called(active, Call(op, 0, False, (each,)))
+    return unused_allreduce.share(active, parameters)
 
 
 def test_copies_have_the_norm_of_what_is_applied(model):
@@ -102,7 +102,7 @@ def test_what_is_gathered_stays_as_it_is(model):
 def test_other_steps_are_not_looked_at(model):
     assert shared("all_reduce", [p.grad.clone() for p in model], model, step=9) == (0.0, -1)
     assert shared("all_reduce", [p.grad.clone() for p in model], model, step=16) != (0.0, -1)
-    assert discarded.share(SimpleNamespace(step=17), model) == (0.0, -1)
+    assert unused_allreduce.share(SimpleNamespace(step=17), model) == (0.0, -1)
 
 
 def test_parameters_of_another_size_are_no_copies(model):

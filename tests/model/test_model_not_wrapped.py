@@ -8,7 +8,6 @@ from recordings import make_run, site, steps
 from replicas import digests, replica
 from wraps import codes, group, parameters
 
-from ddpdoctor.diagnose import diagnose
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
@@ -21,7 +20,8 @@ from ddpdoctor.events import (
     UnwrappedState,
 )
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Severity
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Severity
 
 CHECK = ModelNotWrapped()
 

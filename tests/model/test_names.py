@@ -9,7 +9,9 @@ from recordings import make_run, site
 from wraps import rank, wrap
 
 from ddpdoctor.events import Bypassed, Named, Wrapped
-from ddpdoctor.probe import models, naming
+from ddpdoctor.probe.training import wrapped_models
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.graph import model_names
 from ddpdoctor.run import title_of
 
 FIRST, SECOND = wrap(model=0), wrap(model=1)
@@ -54,11 +56,11 @@ def test_the_advice_calls_the_wrapper_as_the_program_does():
 def test_a_wrapper_is_named_where_it_is_trained(monkeypatch):
     told = []
     generator = torch.nn.Linear(1, 1)
-    model = models.Model(0, generator, list(generator.parameters()), [0, 1])
+    model = Model(0, generator, list(generator.parameters()), [0, 1])
     monkeypatch.setattr(model, "ddp", lambda: generator)
-    monkeypatch.setattr(models, "live", lambda: [model])
-    monkeypatch.setattr(naming, "_named", set())
+    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(model_names, "_named", set())
     sites = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
     active = SimpleNamespace(sites=sites, emit=told.append)
-    naming._step_due(active, SimpleNamespace(number=0))
+    model_names._step_due(active, SimpleNamespace(number=0))
     assert [(e.model, e.name) for e in told] == [(0, "generator")]

@@ -7,7 +7,7 @@ from recordings import make_run
 from wraps import codes, rank, unused, use
 
 from ddpdoctor.events import SearchCost, SyncPattern
-from ddpdoctor.findings import Confidence
+from ddpdoctor.report.findings import Confidence
 
 CHECK = NeedlessFindUnusedParameters()
 ASKED = {"find_unused": True}

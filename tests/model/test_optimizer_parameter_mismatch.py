@@ -13,9 +13,10 @@ from wraps import LAYERS, codes, rank, wrap
 from ddpdoctor.events import OptimizerSeen, Ownership, Replica, Tensor
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.events.pack import pack
-from ddpdoctor.findings import Severity, Steps
-from ddpdoctor.probe import models, optimizers, ownership
-from ddpdoctor.probe.models import Model
+from ddpdoctor.probe.training import optimizers, wrapped_models
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.graph import optimizer_coverage
+from ddpdoctor.report.findings import Severity, Steps
 
 CHECK = OptimizerParameterMismatch()
 
@@ -122,9 +123,11 @@ def test_what_is_missing_is_farther_from_the_loss(monkeypatch, arrived, missing,
     net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
     model.names = list("abcd")
-    monkeypatch.setattr(models, "live", lambda: [model])
-    monkeypatch.setattr(ownership, "ready_indices", lambda _: ["abcd".index(n) for n in arrived])
-    assert ownership._outer(0, "abcd", set(missing)) is outer
+    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(
+        optimizer_coverage, "ready_indices", lambda _: ["abcd".index(n) for n in arrived]
+    )
+    assert optimizer_coverage._outer(0, "abcd", set(missing)) is outer
 
 
 def test_adapters_that_were_put_in_after_the_optimizer_was_built():
@@ -203,30 +206,32 @@ def test_whose_parameters_an_optimizer_holds_that_another_one_holds_too(monkeypa
         second.add_param_group({"params": [b.bias]})
     every = [second] if case == "trained by itself" else [first, second]
     monkeypatch.setattr(optimizers, "made", lambda: every)
-    monkeypatch.setattr(models, "live", lambda: [model])
-    whose, _ = ownership._of_another(second, b)
+    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    whose, _ = optimizer_coverage._of_another(second, b)
     assert whose == (3 if case == "same" else -1)
     mine = {id(p): p for p in b.parameters()}
-    assert ownership._holder(second, mine) is second, "of two alike the one that steps"
+    assert optimizer_coverage._holder(second, mine) is second, "of two alike the one that steps"
 
 
 def test_parameters_that_are_unfrozen_later(monkeypatch):
     begun = []
-    monkeypatch.setattr(ownership, "_tell", lambda _, watch, *more: begun.append(watch.begun))
+    monkeypatch.setattr(
+        optimizer_coverage, "_tell", lambda _, watch, *more: begun.append(watch.begun)
+    )
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     net[0].requires_grad_(False)
     optimizer = torch.optim.SGD(net[1].parameters())
-    held, watch = {id(p): p for p in net[1].parameters()}, ownership.Watch(0)
+    held, watch = {id(p): p for p in net[1].parameters()}, optimizer_coverage.Watch(0)
     for number in (0, 8, 16, 32):
         net[0].requires_grad_(number > 8)
         net(torch.ones(1, 2)).sum().backward()
         step = SimpleNamespace(number=number, optimizer=lambda: optimizer)
-        ownership._compare(SimpleNamespace(step=number), net, watch, held, step)
+        optimizer_coverage._compare(SimpleNamespace(step=number), net, watch, held, step)
     assert begun == [{"0.weight": 16, "0.bias": 16}]
 
 
 def test_a_model_is_looked_at_in_its_own_first_steps():
-    watch = ownership.Watch(0, began=45)
+    watch = optimizer_coverage.Watch(0, began=45)
     assert [step for step in range(45, 80) if watch.is_due(step)] == [45, 46, 47, 49, 53, 61, 77]
 
 
@@ -234,11 +239,13 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
     """What is told missing, where every so many steps a new optimizer takes the last one's place.
     `choose` gives the parameters of each."""
     told = []
-    monkeypatch.setattr(ownership, "_tell", lambda *args: told.append((args[0].step, args[3])))
-    monkeypatch.setattr(ownership, "_watches", {})
-    monkeypatch.setattr(ownership, "_sharded_roots", list)
+    monkeypatch.setattr(
+        optimizer_coverage, "_tell", lambda *args: told.append((args[0].step, args[3]))
+    )
+    monkeypatch.setattr(optimizer_coverage, "_watches", {})
+    monkeypatch.setattr(optimizer_coverage, "_sharded_roots", list)
     model = Model(0, net, list(net.parameters()), [])
-    monkeypatch.setattr(models, "live", lambda: [model])
+    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
     for number in range(count):
         if number % every == 0:
             mine = list(choose(number // every))
@@ -250,9 +257,9 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
         net.zero_grad()
         net(torch.ones(1, 2)).sum().backward()
         model.backward_step = number
-        ownership._backward_ends(active, SimpleNamespace(models=[model]))
+        optimizer_coverage._backward_ends(active, SimpleNamespace(models=[model]))
         step = SimpleNamespace(number=number % every, optimizer=lambda o=optimizer: o)
-        ownership._step_due(active, step)
+        optimizer_coverage._step_due(active, step)
         optimizer.step()
     return told
 
@@ -267,7 +274,7 @@ def test_an_optimizer_in_the_place_of_another_is_looked_at_in_its_first_steps(mo
 
 
 def test_what_an_optimizer_from_before_the_examination_held():
-    watch = ownership.Watch(0)
+    watch = optimizer_coverage.Watch(0)
     watch.first, watch.missing = {"held": (1, 1), "by_hand": (2, 1)}, {"by_hand": (3, 2)}
     watch.renew(30)
     assert watch.first == {"by_hand": (2, 1)}
@@ -293,16 +300,16 @@ def test_the_steps_of_an_optimizer_in_the_place_of_another(beside, expected):
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_an_optimizer_whose_trained_model_is_gone(monkeypatch, gone):
-    monkeypatch.setattr(ownership, "in_some_module", lambda parameter: not gone)
+    monkeypatch.setattr(optimizer_coverage, "in_some_module", lambda parameter: not gone)
     old, new = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     held, mine = list(old.parameters()), {id(p) for p in new.parameters()}
     optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
     old(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert ownership._stale(optimizer, mine) == (held if gone else [])
+    assert optimizer_coverage._stale(optimizer, mine) == (held if gone else [])
     optimizer.add_param_group({"params": list(new.parameters())})
-    assert ownership._stale(optimizer, mine) == []
+    assert optimizer_coverage._stale(optimizer, mine) == []
 
 
 def test_idle_parameters_alone_are_no_fault():
@@ -313,8 +320,8 @@ def test_idle_parameters_alone_are_no_fault():
 def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     """Their values at two steps of another optimizer say nothing of what happens in between."""
     told = []
-    monkeypatch.setattr(ownership, "_tell", lambda *args: told.append(args[3]))
-    monkeypatch.setattr(ownership, "_watches", {})
+    monkeypatch.setattr(optimizer_coverage, "_tell", lambda *args: told.append(args[3]))
+    monkeypatch.setattr(optimizer_coverage, "_watches", {})
     monkeypatch.setattr(optimizers, "held", dict)
     active = SimpleNamespace(step=0)
     module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
@@ -322,11 +329,11 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     model = Model(0, module, list(module.parameters()), [0])
     step = SimpleNamespace(number=0, optimizer=lambda: torch.optim.SGD([other], lr=0.1))
     module(torch.ones(1, 2)).sum().backward()
-    ownership._backward_ends(active, SimpleNamespace(models=[model]))
+    optimizer_coverage._backward_ends(active, SimpleNamespace(models=[model]))
     if by_hand:
         module.weight.data.add_(module.weight.grad, alpha=-0.1)
     for _ in range(2):
-        ownership._compare(active, module, ownership._watches[model], {}, step)
+        optimizer_coverage._compare(active, module, optimizer_coverage._watches[model], {}, step)
     assert told == ([] if by_hand else [["weight"]])
 
 
@@ -336,10 +343,10 @@ def test_of_several_optimizers_the_one_that_holds_most_of_the_model(monkeypatch)
     most = torch.optim.SGD([net[0].weight, net[1].bias])
     monkeypatch.setattr(optimizers, "made", lambda: [few, most])
     mine = {id(p): p for p in net.parameters()}
-    assert ownership._holder(few, mine) is most
+    assert optimizer_coverage._holder(few, mine) is most
     few.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    assert ownership._holder(most, mine) is few
-    assert ownership._holder(few, {0: torch.nn.Parameter(torch.zeros(7))}) is few
+    assert optimizer_coverage._holder(most, mine) is few
+    assert optimizer_coverage._holder(few, {0: torch.nn.Parameter(torch.zeros(7))}) is few
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -350,4 +357,4 @@ def test_where_none_holds_any_of_the_model_it_is_the_one_with_a_copy(monkeypatch
     of_copy = torch.optim.Adam(copy.parameters())
     monkeypatch.setattr(optimizers, "made", lambda: [others, of_copy])
     mine = {id(p): p for p in net.parameters()}
-    assert ownership._holder(others, mine) is (of_copy if same else others)
+    assert optimizer_coverage._holder(others, mine) is (of_copy if same else others)

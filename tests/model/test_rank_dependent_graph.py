@@ -2,15 +2,15 @@
 
 import msgspec
 import pytest
-from ddpdoctor.checks.model import _models as models
-from ddpdoctor.checks.model._models import Part
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, site, steps
 from wraps import WRAP, codes, rank, skipped, unused, use, wrap
 
+from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrapped_models import Part
 from ddpdoctor.events import Submodule, Tensor
-from ddpdoctor.findings import Steps
+from ddpdoctor.report.findings import Steps
 
 
 def find(ranks, **more):

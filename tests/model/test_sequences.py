@@ -10,7 +10,7 @@ from wraps import group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack
-from ddpdoctor.probe import exchanges, schemes
+from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism
 
 CHECK = ModelNotWrapped()
 LOOKS = (0, 1, 2, 4, 8)
@@ -77,11 +77,11 @@ def test_parts_that_may_be_meant_to_differ(kwargs):
 
 def test_all_to_all_is_counted_inside_and_outside_of_backwards(monkeypatch):
     monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(schemes, "_schemes", schemes._Schemes())
+    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    assert schemes.swaps() == ()
+    assert parallelism.swaps() == ()
     for running, kind in ((False, torch.float), (True, torch.float), (False, torch.long)):
         monkeypatch.setattr(exchanges.autograd, "running", lambda value=running: value)
         tensors = (torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind))
         exchanges._called(SimpleNamespace(step=9), exchanges.Call("all_to_all", 0, False, tensors))
-    assert schemes.swaps() == (1, 1)
+    assert parallelism.swaps() == (1, 1)

@@ -9,8 +9,8 @@ from recordings import make_run, site, steps
 from wraps import parameters
 
 from ddpdoctor.events import GroupReady, Unwrapped, UnwrappedState
-from ddpdoctor.probe import exchanges
-from ddpdoctor.probe.exchanges import Exchange
+from ddpdoctor.probe.watchers.manual_sync import exchanges
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange
 
 CHECK = ModelNotWrapped()
 LOOKS = (0, 1, 2, 4, 8)

@@ -11,7 +11,8 @@ from recordings import make_run
 from wraps import codes, rank
 
 from ddpdoctor.events import StaticGraphBroken as Record
-from ddpdoctor.probe import models, reduction
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.graph import reducer_errors
 
 CHECK = StaticGraphBroken()
 
@@ -75,9 +76,9 @@ def test_an_output_that_never_reaches_the_loss():
 def test_what_the_first_backward_reached_without_a_gradient(
     monkeypatch, given, untouched, promised
 ):
-    monkeypatch.setattr(reduction, "_silent", reduction.Counter())
-    monkeypatch.setattr(reduction, "_hollow", {})
-    model: Any = models.Model(0, torch.nn.Linear(1, 1), [], [])
+    monkeypatch.setattr(reducer_errors, "_silent", reducer_errors.Counter())
+    monkeypatch.setattr(reducer_errors, "_hollow", {})
+    model: Any = Model(0, torch.nn.Linear(1, 1), [], [])
     model.static_graph = True
     told: list[Record] = []
     active: Any = SimpleNamespace(emit=lambda event, vital: told.append(event))
@@ -88,7 +89,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     second = SimpleNamespace(looks=[], synced=set(), untouched={0: untouched})
     for backward in (first, second):
         more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1, "nested": 0}
-        reduction._backward_ends(active, SimpleNamespace(**vars(backward), **more))
+        reducer_errors._backward_ends(active, SimpleNamespace(**vars(backward), **more))
     assert [(e.kind, e.promised) for e in told] == [("silent", promised)]
 
 

@@ -1,6 +1,6 @@
 """torch's own words on an unfinished reduction, which name the parameters of a late step."""
 
-from ddpdoctor.probe.torch_private import without_gradient
+from ddpdoctor.probe.recording.torch_compat import without_gradient
 
 ENDING = """
 Parameters which did not receive grad for rank 1: b.bias, b.weight

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ddpdoctor.probe import unspent  # noqa: E402
-from ddpdoctor.probe.torch_private import graph  # noqa: E402
+from ddpdoctor.probe.recording.torch_compat import graph  # noqa: E402
+from ddpdoctor.probe.watchers.graph import unused_outputs  # noqa: E402
 
 ACTIVE: Any = SimpleNamespace(
     sites=SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
@@ -35,7 +35,7 @@ def told(net: Net, unused: tuple[int, ...], first: int) -> tuple[int, ...]:
     model: Any = SimpleNamespace(
         first_node=first, parameters=[weakref.ref(p) for p in net.parameters()]
     )
-    return unspent.unspent(ACTIVE, model, unused)
+    return unused_outputs.unspent(ACTIVE, model, unused)
 
 
 def test_an_output_that_is_not_in_the_loss() -> None:

@@ -8,9 +8,9 @@ from recordings import make_run, steps
 from wraps import codes, rank, skipped, unused, use
 
 from ddpdoctor.events import OptimizerSeen, Wrapped
-from ddpdoctor.findings import Severity
-from ddpdoctor.probe.models import Model
-from ddpdoctor.probe.unused import CallWatch
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch
+from ddpdoctor.report.findings import Severity
 
 ALL = ("body", "head", "aux")
 
@@ -188,7 +188,7 @@ def test_no_model_no_verdict():
 
 
 def test_torchs_own_error_is_folded():
-    from ddpdoctor.findings import Finding
+    from ddpdoctor.report.findings import Finding
 
     (mine,) = find(unused([4, 5]))
     other = Finding(

@@ -7,7 +7,7 @@ from types import CodeType
 
 import pytest
 
-from ddpdoctor.probe.resolving import Found, assignment_in_frames
+from ddpdoctor.probe.source.call_resolver import Found, assignment_in_frames
 
 
 class Net:

@@ -13,9 +13,9 @@ from wraps import codes, rank, wrap
 
 from ddpdoctor.events import Submodule, ZeroGradients
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.probe import optimizers
-from ddpdoctor.probe import zeros as watcher
-from ddpdoctor.probe.holdings import Holding
+from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.training.records import Holding
+from ddpdoctor.probe.watchers.gradients import zero_gradients as watcher
 
 CHECK = ZeroGradient()
 

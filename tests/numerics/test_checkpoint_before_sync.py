@@ -12,8 +12,8 @@ from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSyn
 from recordings import CWD, make_run, site, steps
 
 from ddpdoctor.events import Event, ExceptionRaised, FileLocked, FileRead, FileWritten, Frame
-from ddpdoctor.findings import Confidence, Finding
-from ddpdoctor.probe import files
+from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.report.findings import Confidence, Finding
 
 PATH = "/home/user/project/best.pt"
 

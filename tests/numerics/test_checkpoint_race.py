@@ -11,8 +11,10 @@ from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started, steps
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
-from ddpdoctor.findings import Finding, Location, Severity
-from ddpdoctor.probe import files, sources
+from ddpdoctor.probe.source import source_text
+from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.report.findings import Finding, Severity
+from ddpdoctor.run import Location
 
 PATH = "/home/user/project/last.pt"
 END = 1100.0
@@ -112,7 +114,7 @@ def test_which_statements_only_clear(tmp_path: Path) -> None:
     file.write_text(CLEARS)
     code = compile(CLEARS, str(file), "exec")
     lines = range(1, len(CLEARS.splitlines()) + 1)
-    assert [n for n in lines if sources.only_opens(code, n)] == [2, 4, 11]
+    assert [n for n in lines if source_text.only_opens(code, n)] == [2, 4, 11]
 
 
 def test_a_file_per_epoch_is_one_finding() -> None:

@@ -16,7 +16,7 @@ import pytest
 @pytest.mark.parametrize("operation", ["log", "div", "sqrt", "exp"])
 def test_followed_through_a_graph(operation: str) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     out = model(torch.ones(2, 4))
@@ -33,7 +33,7 @@ def test_followed_through_a_graph(operation: str) -> None:
 
 def test_of_a_table_that_is_also_the_last_layer_the_nearest_is_told() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     table, last = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
     last.weight = table.weight
@@ -45,7 +45,7 @@ def test_of_a_table_that_is_also_the_last_layer_the_nearest_is_told() -> None:
 
 def test_a_shortcut_to_a_later_operation_does_not_hide_the_first() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     inner, outer = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
     x = inner(torch.ones(2, 4))
@@ -61,7 +61,7 @@ def test_a_shortcut_to_a_later_operation_does_not_hide_the_first() -> None:
 
 def test_what_changes_no_numbers_did_not_make_them() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     x = torch.nn.Linear(4, 4)(torch.ones(2, 4)) + torch.nan
     for passed in (x.relu(), x.view(-1).tanh(), x.t().reshape(8).unsqueeze(0).sigmoid()):
@@ -90,13 +90,14 @@ class Spectrum:
 
 def test_a_constant_was_made_before_it_came_into_the_graph(monkeypatch: Any) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import nonfinite_origin, sites
+    from ddpdoctor.probe.recording import code_locations
+    from ddpdoctor.probe.watchers.numerics import nonfinite_origin
 
     net = Spectrum.made()
     names = {id(p): [n] for n, p in net.named_parameters()}
     origin = nonfinite_origin.trace(net(torch.zeros(2, 4)).sum(), names)
     assert (origin.operation, origin.entered, origin.module) == ("", "addmm", "first")
-    monkeypatch.setattr(sites, "classify", lambda file: "user")
+    monkeypatch.setattr(code_locations, "classify", lambda file: "user")
     place = nonfinite_origin.line_of_maker(net, "first")
     assert place is not None and "x.log()" in linecache.getline(*place[:2])
     assert nonfinite_origin.line_of_maker(net, "last") == place
@@ -146,7 +147,7 @@ def helped(tmp_path: Path, monkeypatch: Any) -> Callable[[str], Any]:
 
 
 def test_the_line_of_an_operation_in_what_the_forward_calls(helped: Callable[[str], Any]) -> None:
-    from ddpdoctor.probe.nonfinite_origin import line_of_maker, line_of_operation
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import line_of_maker, line_of_operation
 
     place = line_of_operation("log", helped("exp"), None)
     assert place is not None and place[1:] == (8, "inner")
@@ -245,7 +246,7 @@ def test_the_lines_between_the_forward_and_the_backward(
     tmp_path: Path, monkeypatch: Any, loss: str, lines: str, expected: set[int]
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.nonfinite_origin import lines_from
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import lines_from
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     text = AFTER.replace("{loss}", loss).replace("{lines}", lines or "pass")
@@ -267,7 +268,7 @@ def test_the_lines_between_the_forward_and_the_backward(
 def test_a_module_without_parameters_made_it_before_one_with_them(before: Any) -> None:
     from torch.nn import Linear, Sequential
 
-    from ddpdoctor.probe.nonfinite_origin import line_of_maker
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import line_of_maker
 
     def line(model: Any, name: str) -> int:
         place = line_of_maker(model, name)
@@ -285,7 +286,7 @@ def test_a_module_without_parameters_made_it_before_one_with_them(before: Any) -
 
 
 def test_the_module_in_whose_forward_a_line_is(before: Any) -> None:
-    from ddpdoctor.probe import nonfinite_sites
+    from ddpdoctor.probe.watchers.numerics import nonfinite_sites
 
     def name(net: Any, line: int) -> str:
         sites = SimpleNamespace(line=lambda site, code: site)
@@ -305,7 +306,7 @@ def test_the_module_in_whose_forward_a_line_is(before: Any) -> None:
 def test_where_the_forward_made_it_and_the_line_is_not_known(
     monkeypatch: Any, number: int, line: int
 ) -> None:
-    from ddpdoctor.probe import nonfinite_origin, nonfinite_sites
+    from ddpdoctor.probe.watchers.numerics import nonfinite_origin, nonfinite_sites
 
     monkeypatch.setattr(nonfinite_origin, "line_of_loss", lambda frame, root: 40)
     sites = SimpleNamespace(number=lambda code, line: line, line=lambda site, code: -1)
@@ -319,7 +320,7 @@ def test_a_graph_is_followed_without_running_the_program_again() -> None:
     torch = pytest.importorskip("torch")
     from torch.utils.checkpoint import checkpoint
 
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
     runs = []
@@ -337,8 +338,8 @@ def test_a_graph_is_followed_without_running_the_program_again() -> None:
 
 def test_memory_that_was_given_back_is_not_read() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.digests import readable
-    from ddpdoctor.probe.nonfinite_origin import finite, trace
+    from ddpdoctor.probe.tensors.digests import finite, readable
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     weight = torch.nn.Parameter(torch.full((64, 64), float("nan")))
     loss = (torch.ones(2, 64) @ weight).sum()
@@ -353,7 +354,7 @@ def test_memory_that_was_given_back_is_not_read() -> None:
 
 def test_a_part_of_its_memory_is_enough() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.digests import readable
+    from ddpdoctor.probe.tensors.digests import readable
 
     assert readable(torch.zeros(3).expand(1000, 3))
     assert readable(torch.zeros(10)[2:4])
@@ -363,8 +364,8 @@ def test_a_part_of_its_memory_is_enough() -> None:
 @pytest.mark.parametrize("operation", ["sqrt", "pow", "acos", "of its own"])
 def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import derivatives
-    from ddpdoctor.probe.nonfinite_origin import trace
+    from ddpdoctor.probe.training import autograd_grad
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     class Own(torch.autograd.Function):
         @staticmethod
@@ -385,12 +386,12 @@ def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> N
     model = torch.nn.Linear(2, 1)
     x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
     energy = model(made(x).view(-1)[:2]).sum()
-    derivatives.forget()
-    first = derivatives.begins((), {"create_graph": True})
+    autograd_grad.forget()
+    first = autograd_grad.begins((), {"create_graph": True})
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    derivatives.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
+    autograd_grad.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
     origin = trace(force.pow(2).sum() + energy, {id(p): [n] for n, p in model.named_parameters()})
-    derivatives.forget()
+    autograd_grad.forget()
     assert origin.derivative_site == 7
     assert origin.operation == ("" if operation == "of its own" else operation)
     assert not origin.parameter
@@ -398,11 +399,11 @@ def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> N
 
 def test_calls_that_make_no_graph_leave_nothing() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import derivatives
+    from ddpdoctor.probe.training import autograd_grad
 
-    derivatives.forget()
+    autograd_grad.forget()
     for args, kwargs in (((), {}), ((1, 2, None, True, False), {}), ((), {"create_graph": False})):
-        first = derivatives.begins(args, kwargs)
-        derivatives.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
-    assert not derivatives._taken
-    assert derivatives.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1
+        first = autograd_grad.begins(args, kwargs)
+        autograd_grad.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
+    assert not autograd_grad._taken
+    assert autograd_grad.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1

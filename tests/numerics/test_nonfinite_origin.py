@@ -12,7 +12,7 @@ from recordings import make_run, site, steps
 from wraps import wrap
 
 from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep, Sketch
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 
 def bad(kind: str, step: int, **fields: object) -> Event:
@@ -60,7 +60,7 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     inputs = torch.ones(4, 2)
     inputs[3, 1] = float(value)
@@ -92,7 +92,7 @@ def test_parameters_that_exploded(largest: float, norm: float, told: bool) -> No
 
 def test_the_largest_parameter() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import nonfinite_origin
+    from ddpdoctor.probe.watchers.numerics import nonfinite_origin
 
     plain = [torch.tensor([1.0, -3.0]), torch.ones(2, dtype=torch.int64), torch.empty(0)]
     assert nonfinite_origin.largest(plain) == 3.0
@@ -114,7 +114,7 @@ def test_what_one_rank_was_given_comes_before_the_loss_of_another(kind: str) -> 
 
 def test_statistics_that_a_forward_in_training_only_writes() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.numerics import _buffers_read
+    from ddpdoctor.probe.watchers.numerics.numerics import _buffers_read
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].register_buffer("scale", torch.ones(2))
@@ -147,7 +147,8 @@ def test_a_gradient_whose_rank_is_not_known() -> None:
 
 def test_what_the_optimizer_keeps_tells_that_a_gradient_brought_it() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics, optimizers
+    from ddpdoctor.probe.training import optimizers
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     for kind, value, brought in (("RMSprop", "nan", True), ("Adam", "inf", True), ("SGD", "", 0)):
         weight = torch.nn.Parameter(torch.ones(3))
@@ -163,7 +164,7 @@ def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
     """What is told of one backward after another, each with its (parameter, loss)."""
     import torch
 
-    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     told: list[Any] = []
     active = SimpleNamespace(step=1, emit=lambda event, vital: told.append(event))
@@ -212,7 +213,7 @@ def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan)
@@ -258,8 +259,8 @@ def test_own_gradients_are_looked_at_in_every_branch(
     monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics
-    from ddpdoctor.probe.models import Model
+    from ddpdoctor.probe.training.tracked_model import Model
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     class Flow(torch.nn.Module):
         def __init__(self) -> None:
@@ -357,8 +358,8 @@ def test_the_template_is_about_what_the_derivative_is_of() -> None:
 
 def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics
-    from ddpdoctor.probe.models import Model
+    from ddpdoctor.probe.training.tracked_model import Model
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
@@ -399,8 +400,8 @@ def test_a_constant_that_comes_in_after_the_forward(
     monkeypatch: pytest.MonkeyPatch, spoilt: str, kept: bool
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import nonfinite_origin, numerics
-    from ddpdoctor.probe.models import Model
+    from ddpdoctor.probe.training.tracked_model import Model
+    from ddpdoctor.probe.watchers.numerics import nonfinite_origin, numerics
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -433,7 +434,7 @@ def test_the_line_that_lets_it_in() -> None:
     torch = pytest.importorskip("torch")
     import sys
 
-    from ddpdoctor.probe.nonfinite_origin import line_after
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import line_after
 
     width = 3 * 4
     frame = sys._getframe()

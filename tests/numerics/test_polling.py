@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe.polling import polled_before
+from ddpdoctor.probe.source.file_polling import polled_before
 
 
 def load(path: object) -> bool:

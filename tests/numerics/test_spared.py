@@ -26,9 +26,9 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe import numerics
-    from ddpdoctor.probe.accumulators import GradientHooks
-    from ddpdoctor.probe.models import Model
+    from ddpdoctor.probe.training.accumulate_grad import GradientHooks
+    from ddpdoctor.probe.training.tracked_model import Model
+    from ddpdoctor.probe.watchers.numerics import numerics
 
     net = torch.nn.Linear(2, 3)
     named = dict(net.named_parameters())

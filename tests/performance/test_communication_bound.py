@@ -7,7 +7,7 @@ from ddpdoctor.checks.performance.communication_bound import CommunicationBound
 from recordings import make_run, site, started
 
 from ddpdoctor.events import Event, Pace, StepDone, SyncPattern, SyncTimes, Wrapped
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 MB = 1 << 20
 

@@ -8,7 +8,7 @@ from readers import found, loader, run_of
 from recordings import started, steps
 
 from ddpdoctor.events import Event
-from ddpdoctor.findings import Finding
+from ddpdoctor.report.findings import Finding
 
 
 def part(waits: list[float], step_s: float = 0.1, workers: int = 0) -> list[Event]:

@@ -10,8 +10,8 @@ from readers import found, prologue, run_of
 from recordings import make_run, steps
 
 from ddpdoctor.events import BatchSeen, EpochBegan, Event, ForwardInput, OptimizerSeen
-from ddpdoctor.findings import Finding, Steps
-from ddpdoctor.probe import inputs
+from ddpdoctor.probe.watchers.data import forward_inputs
+from ddpdoctor.report.findings import Finding, Steps
 
 
 def given(sizes: list[int], rows: int = 0) -> list[Event]:
@@ -100,7 +100,7 @@ def test_only_the_last_batch() -> None:
 def looked_at(forwards: int, larger: Container[int]) -> list[Finding]:
     """Rank 1 has the larger batch in some forwards, of which the probe looks at some."""
     every = [given([size if n in larger else 4 for n in range(forwards)]) for size in (4, 12)]
-    sampled = [[e for n, e in enumerate(events) if inputs.sampled(n)] for events in every]
+    sampled = [[e for n, e in enumerate(events) if forward_inputs.sampled(n)] for events in every]
     return found(ImbalancedBatches(), run_of(*sampled))
 
 

@@ -6,7 +6,7 @@ from ddpdoctor.checks.performance.slow_backend import SlowBackend
 from recordings import make_run, site, torch_loaded
 
 from ddpdoctor.events import DeviceUsed, Event, GroupReady, Wrapped
-from ddpdoctor.findings import Finding
+from ddpdoctor.report.findings import Finding
 
 
 def rank(

@@ -11,7 +11,7 @@ from ddpdoctor.checks.performance.straggler import Straggler
 from recordings import make_run, site
 
 from ddpdoctor.events import Event, GroupReady, LoaderSeen, Pace, Wrapped
-from ddpdoctor.findings import Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 
 SITES = [
     site(1, "train.py", 10, "for batch in loader:"),

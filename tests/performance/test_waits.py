@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ddpdoctor.events.pace import PHASES
-from ddpdoctor.probe import models, waits
-from ddpdoctor.ring import Phase
+from ddpdoctor.probe.training import wrapped_models
+from ddpdoctor.probe.watchers.timing import idle_time
+from ddpdoctor.storage.call_ring import Phase
 
 TRAINED, EVALUATED = 1, 2
 """Lines that load."""
@@ -24,10 +25,10 @@ TRIAL = ["trial", "tried"]
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = SimpleNamespace(training=True)
-    monkeypatch.setattr(models, "live", lambda: [SimpleNamespace(inner=lambda: module)])
-    waits._time.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(wrapped_models, "live", lambda: [SimpleNamespace(inner=lambda: module)])
+    idle_time._time.__init__()  # type: ignore[misc]
     yield module
-    waits._time.__init__()  # type: ignore[misc]
+    idle_time._time.__init__()  # type: ignore[misc]
 
 
 def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]:
@@ -35,29 +36,29 @@ def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]
     those in capitals without gradients."""
     active: Any = None
     now = 0
-    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
-    waits._time.look(now)
-    backward, step = waits._enters(Phase.BACKWARD), waits._enters(Phase.OPTIMIZER)
+    monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: now))
+    idle_time._time.look(now)
+    backward, step = idle_time._enters(Phase.BACKWARD), idle_time._enters(Phase.OPTIMIZER)
     for now, moment in enumerate([*moments, "step", "done"], 1):
         name, _, site = moment.lower().partition(" ")
         of = SimpleNamespace(site=int(site or 9), grad_enabled=name not in TRIAL)
         with torch.set_grad_enabled(moment.islower()):
             if name == "load":
-                waits._loads(active, of)
+                idle_time._loads(active, of)
             elif name in ("forward", "trial"):
-                waits._forward_begins(active, of)
+                idle_time._forward_begins(active, of)
             elif name in ("out", "tried"):
-                waits._forward_ends(active, of)
+                idle_time._forward_ends(active, of)
             elif name == "backward":
                 backward(active, of)
             elif name == "step":
                 step(active, of)
             elif name == "done":
-                waits._time.settle(now)
+                idle_time._time.settle(now)
             else:
-                waits._leaves(active, of)
+                idle_time._leaves(active, of)
     names = [*PHASES, *(f"after {phase}" for phase in PHASES)]
-    return {n: int(s) for n, s in zip(names, waits._time.spent, strict=True) if s}
+    return {n: int(s) for n, s in zip(names, idle_time._time.spent, strict=True) if s}
 
 
 USUAL = {
@@ -74,7 +75,7 @@ def test_validation_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*without * 3, *TRAINING])
     assert found == {**USUAL, "after optimizer": 7}
-    assert waits._time.sites[0] == TRAINED
+    assert idle_time._time.sites[0] == TRAINED
 
 
 def test_validation_whose_forwards_alone_are_without_gradients(
@@ -82,21 +83,21 @@ def test_validation_whose_forwards_alone_are_without_gradients(
 ) -> None:
     found = spent(monkeypatch, [*[*EVALUATION, *TRIAL] * 2, *TRAINING])
     assert found == {**USUAL, "after optimizer": 9}
-    assert waits._time.sites[0] == TRAINED
+    assert idle_time._time.sites[0] == TRAINED
 
 
 def test_validation_of_the_bare_model(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.training = False
-    waits._time.look(0)
-    waits._loads(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
-    assert waits._time.tried
+    idle_time._time.look(0)
+    idle_time._loads(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
+    assert idle_time._time.tried
 
 
 def test_validation_between_a_batch_and_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*TRAINING[:2], *without * 2, *TRAINING[2:]])
     assert found == {**USUAL, "after data": 5}
-    assert waits._time.sites[0] == TRAINED
+    assert idle_time._time.sites[0] == TRAINED
 
 
 def test_batches_that_are_all_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

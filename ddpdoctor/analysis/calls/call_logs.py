@@ -1,0 +1,437 @@
+"""The calls of every rank, group by group, aligned by their number in the group."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import takewhile
+
+from ...events import CallBlock, CallRun, CallSite, GroupReady, Signature, StepDone, Wrapped
+from ...run import Call, Location, Rank, Run, State
+from .shared_helpers import callers, helpers
+
+NEW_GROUPS = -2
+"""The pseudo group in whose order groups are made (see the probe's tape)."""
+
+UNKNOWN = -1
+"""Of a call of which no more than its number is on record (the end of a record was lost)."""
+
+What = tuple[object, ...]
+Text = tuple[str, ...]
+Spots = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """A process group as all its ranks know it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str = ""
+
+    def __str__(self) -> str:
+        if self.name == "new_group":
+            return "the order in which groups are made"
+        return "the default group" if self.name == "0" else f"group {self.name} {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """One call of one rank.
+
+    Attributes:
+        what: everything that must agree between the ranks.
+        text: the lines that led to it, as written, innermost first; spots: which these are;
+            key: as in `CallSite`.
+        call: its slot in the ring, while it was there.
+        helpers: how many callers up the line stands that tells this call from others: those
+            beneath are in helpers.
+    """
+
+    rank: Rank
+    index: int
+    signature: Signature
+    site: CallSite | None
+    step: int
+    what: What
+    text: Text
+    call: Call | None = None
+    helpers: int = 0
+    spots: Spots = ()
+    key: str = ""
+
+    @property
+    def location(self) -> Location | None:
+        return self.location_at(0)
+
+    @property
+    def caller(self) -> Location | None:
+        """The line that called the helper it is made in; None where it is in none."""
+        return self.location_at(self.helpers) if self.helpers else None
+
+    @property
+    def handed(self) -> int:
+        """How many callers up the line stands that made what is passed: those beneath hand it
+        on."""
+        places = self.site.places if self.site else ()
+        lines = takewhile(lambda place: place.hands_on, places)
+        return min(sum(1 for _ in lines), max(len(places) - 1, 0))
+
+    def location_at(self, depth: int) -> Location | None:
+        """The line `depth` callers up."""
+        if self.site is None or (depth and depth >= len(self.site.places)):
+            return None
+        return self.rank.location(self.site.places[depth].site if depth else self.site.line)
+
+    @property
+    def model(self) -> int | None:
+        """Of a call of one wrapped model: how many were wrapped in its group before, which is the
+        same on every rank; None where that is not known."""
+        wrapped = [w for w in self.rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
+        mine = next((w for w in wrapped if w.model == self.signature.model), None)
+        wrapped = [w for w in wrapped if mine is not None and w.group == mine.group]
+        if mine is None or any(w.adopted or w.options.get("init_sync") is False for w in wrapped):
+            return None
+        return wrapped.index(mine)
+
+    @property
+    def place(self) -> str:
+        """`all_reduce (train.py:88)`, `barrier (utils.py:7, called from train.py:88)`."""
+        return f"{self.signature.op} ({self.where})" if self.where else self.signature.op
+
+    @property
+    def where(self) -> str:
+        """Its line and, where that is in a helper, whose; empty where it has none."""
+        here, caller = self.location, self.caller
+        if here is None or caller is None:
+            return str(here or "")
+        by = f":{caller.line}" if caller.file == here.file else str(caller)
+        return f"{here}, called from {by}"
+
+
+@dataclass
+class Segment:
+    """`repeat` times the same calls, from index `first` on.
+
+    Attributes:
+        tokens: of calls and what their lines read, `UNKNOWN` where these need not be the other
+            ranks'; places: of calls and their lines themselves, the same.
+    """
+
+    first: int
+    whats: tuple[int, ...]
+    tokens: tuple[int, ...]
+    places: tuple[int, ...]
+    codes: tuple[tuple[int, int], ...]
+    repeat: int = 1
+    step: int = -1
+    every: int = 0
+    call: Call | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.whats) * self.repeat
+
+
+@dataclass
+class Log:
+    """The calls of one rank in one group."""
+
+    rank: Rank
+    group: int
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def issued(self) -> int:
+        """How many calls the rank has begun in this group."""
+        return self.segments[-1].end if self.segments else 0
+
+    def number_at(self, index: int) -> int:
+        """Of the first segment that ends after that call."""
+        return bisect_right(self.segments, index, key=lambda s: s.end)
+
+    def segment_at(self, index: int) -> Segment | None:
+        number = self.number_at(index)
+        found = self.segments[number] if number < len(self.segments) else None
+        return found if found is not None and found.first <= index else None
+
+
+class Book:
+    """The logs of all ranks, by group."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.logs: dict[GroupKey, dict[int, Log]] = {}
+        self._whats: dict[What, int] = {}
+        self._tokens: dict[tuple[What, Text], int] = {}
+        self._places: dict[tuple[What, Spots, str], int] = {}
+        self._known: dict[int, dict[tuple[int, int], Made]] = {}
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+        self._callers = callers(run)
+        for rank in run.ranks.values():
+            self._read(rank)
+
+    def at(self, log: Log, index: int) -> Made | None:
+        """The call with that number, where it is on record."""
+        made = self.meant(log, index)
+        if made is None or made.call is not None:
+            return made
+        return replace(made, call=_in_ring(log, index))
+
+    def meant(self, log: Log, index: int) -> Made | None:
+        """The same without a look into the ring."""
+        segment = log.segment_at(index)
+        if segment is None:
+            return None
+        times, place = divmod(index - segment.first, len(segment.codes))
+        if segment.whats[place] == UNKNOWN:
+            return None
+        known = self._made(log.rank, *segment.codes[place], log.group)
+        taken = segment.step + times * segment.every
+        step = self._step(log.rank, taken) if log.rank.steps else -1
+        return replace(known, index=index, step=step, call=segment.call)
+
+    def point_to_point(self, rank: Rank, call: Call) -> Made:
+        """A call that has no number in its group."""
+        known = self._made(rank, call.signature, call.site, call.group)
+        return replace(known, step=call.step, call=call)
+
+    def window(self, log: Log, first: int, count: int) -> Iterator[Made]:
+        for index in range(first, first + count):
+            made = self.at(log, index)
+            if made is None:
+                return
+            yield made
+
+    def key(self, rank: Rank, group: int) -> GroupKey | None:
+        """What all ranks know a group of this rank by."""
+        if group == NEW_GROUPS:
+            return GroupKey("new_group", tuple(range(self.run.world_size)))
+        ready = next((g for g in rank.of(GroupReady) if g.group == group and g.member), None)
+        return GroupKey(ready.name, ready.ranks, ready.backend) if ready else None
+
+    def steps_of(self, rank: Rank) -> int:
+        """All steps that a rank took, as they are told."""
+        known = self._taken(rank)
+        return known[-1][1] if known else rank.steps
+
+    def _step(self, rank: Rank, taken: int) -> int:
+        """After so many steps of all optimizers together: how many they are as they are told."""
+        known = self._taken(rank)
+        own = known[min(bisect_left(known, (taken, 0)), len(known) - 1)][1] if known else taken
+        return min(taken, own)
+
+    def _taken(self, rank: Rank) -> list[tuple[int, int]]:
+        if rank.rank not in self._steps:
+            self._steps[rank.rank] = _steps(rank)
+        return self._steps[rank.rank]
+
+    def _read(self, rank: Rank) -> None:
+        blocks = {b.id: b.codes for b in rank.of(CallBlock)}
+        by_group: dict[int, Log] = {}
+        for run in rank.of(CallRun):
+            codes = blocks.get(run.block)
+            if codes:
+                self._add(by_group, rank, run, codes)
+        for call in rank.ring.calls if rank.ring else ():
+            if call.index < 0 or call.state is State.VOID:
+                continue
+            log = by_group.setdefault(call.group, Log(rank, call.group))
+            if call.index >= log.issued:
+                self._append(log, call.index, ((call.signature, call.site),), 1, call.step, 0, call)
+        for group, log in by_group.items():
+            key = self.key(rank, group)
+            if key is not None:
+                self.logs.setdefault(key, {})[rank.rank] = log
+
+    def _add(self, logs: dict[int, Log], rank: Rank, run: CallRun, codes: tuple[int, ...]) -> None:
+        log = logs.setdefault(run.group, Log(rank, run.group))
+        pairs = tuple(zip(codes[::2], codes[1::2], strict=False))
+        last = log.segments[-1] if log.segments else None
+        if (
+            last
+            and (last.codes, last.end, last.every) == (pairs, run.first, run.every)
+            and last.step + last.repeat * last.every == run.step
+        ):
+            last.repeat += run.repeat
+            return
+        self._append(log, run.first, pairs, run.repeat, run.step, run.every, None)
+
+    def _append(
+        self,
+        log: Log,
+        first: int,
+        codes: tuple[tuple[int, int], ...],
+        repeat: int,
+        step: int,
+        every: int,
+        call: Call | None,
+    ) -> None:
+        made = [self._made(log.rank, signature, site, log.group) for signature, site in codes]
+        whats = tuple(
+            UNKNOWN
+            if m.signature.id == UNKNOWN
+            else self._whats.setdefault(m.what, len(self._whats))
+            for m in made
+        )
+        tokens = tuple(
+            UNKNOWN
+            if what == UNKNOWN or not _by_lines(m)
+            else self._tokens.setdefault((m.what, m.text), len(self._tokens))
+            for m, what in zip(made, whats, strict=True)
+        )
+        places = tuple(
+            UNKNOWN
+            if token == UNKNOWN
+            else self._places.setdefault((m.what, m.spots, m.key), len(self._places))
+            for m, token in zip(made, tokens, strict=True)
+        )
+        log.segments.append(Segment(first, whats, tokens, places, codes, repeat, step, every, call))
+
+    def _made(self, rank: Rank, signature: int, site: int, group: int) -> Made:
+        """What stands behind two numbers of a rank, without index."""
+        known = self._known.setdefault(rank.rank, {})
+        if (signature, site) not in known:
+            meant = next((s for s in rank.of(Signature) if s.id == signature), None)
+            where = next((s for s in rank.of(CallSite) if s.id == site), None)
+            meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
+            text = lines(rank, where)
+            known[signature, site] = Made(
+                rank,
+                -1,
+                meant,
+                where,
+                -1,
+                _what(meant, self.key(rank, group)),
+                text,
+                helpers=helpers(rank, where, self._callers),
+                spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
+                key=where.key if where else "",
+            )
+        return known[signature, site]
+
+
+@lru_cache(maxsize=1)
+def book(run: Run) -> Book:
+    """The book of a run; the checks of the family share one."""
+    return Book(run)
+
+
+def first_difference(
+    a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]], start: int = 0
+) -> int | None:
+    """The first index from `start` on at which two ranks' calls differ, as far as both are on
+    record."""
+    xs, ys = _rest(a, part, start), _rest(b, part, start)
+    x, y = next(xs, None), next(ys, None)
+    while x is not None and y is not None:
+        if x.first == y.first and x.values == y.values:
+            times = min(x.repeat, y.repeat)
+            x, y = x.past(times) or next(xs, None), y.past(times) or next(ys, None)
+            continue
+        for index in range(max(x.first, y.first, start), min(x.end, y.end)):
+            here, there = x.values[index - x.first], y.values[index - y.first]
+            if here != there and UNKNOWN not in (here, there):
+                return index
+        end_x, end_y = x.end, y.end
+        if end_x <= end_y:
+            x = x.past(1) or next(xs, None)
+        if end_y <= end_x:
+            y = y.past(1) or next(ys, None)
+    return None
+
+
+def _steps(rank: Rank) -> list[tuple[int, int]]:
+    """Steps of all optimizers together, and of the one that had taken the most by then; of each of
+    those that follow each other."""
+    told = rank.of(StepDone)
+    last = {e.optimizer: e.at for e in told}
+    found, every, before, most = [(0, 0)], 0, 0, 0
+    begun: set[int] = set()
+    for event in told:
+        if event.optimizer not in begun and all(last[o] < event.at for o in begun):
+            before, most = before + most, 0
+        begun.add(event.optimizer)
+        every, most = every + event.count, max(most, event.step + 1)
+        found.append((every, before + most))
+    return found if len(last) > 1 else []
+
+
+@dataclass(frozen=True)
+class _Part:
+    """`repeat` times the same values; `end`: of the first time."""
+
+    first: int
+    values: tuple[int, ...]
+    repeat: int
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.values)
+
+    def past(self, times: int) -> _Part | None:
+        """What is left after so many times."""
+        if self.repeat <= times:
+            return None
+        return _Part(self.first + times * len(self.values), self.values, self.repeat - times)
+
+
+def _rest(log: Log, part: Callable[[Segment], tuple[int, ...]], start: int) -> Iterator[_Part]:
+    """What a log holds from the time on that `start` is in."""
+    for number in range(log.number_at(start), len(log.segments)):
+        segment = log.segments[number]
+        values = part(segment)
+        whole = _Part(segment.first, values, segment.repeat)
+        yield whole.past(max(0, start - segment.first) // len(values)) or whole
+
+
+def _by_lines(made: Made) -> bool:
+    """Whether its lines say which call it is: a callback of a communication hook has none where one
+    of the backend's threads runs it."""
+    return bool(made.text) and not (made.site is not None and made.site.shadows)
+
+
+def _in_ring(log: Log, index: int) -> Call | None:
+    ring = log.rank.ring
+    if ring is None:
+        return None
+    return next(
+        (
+            c
+            for c in reversed(ring.calls)
+            if c.group == log.group and c.index == index and c.state is not State.VOID
+        ),
+        None,
+    )
+
+
+def _what(signature: Signature, key: GroupKey | None) -> What:
+    numel = signature.numel
+    if (
+        signature.op in ("all_gather", "gather", "scatter")
+        and key is not None
+        and "gloo" not in key.backend
+    ):
+        numel = -1  # NCCL takes tensors of different sizes
+    return (
+        signature.op,
+        numel,
+        signature.dtype,
+        signature.device,
+        signature.reduce_op,
+        signature.root,
+        signature.ranks,
+    )
+
+
+def lines(rank: Rank, site: CallSite | None) -> Text:
+    """The lines that led to a call, as written, innermost first."""
+    found = _spots(rank, site)
+    return tuple(spot.source.strip() or f"{spot.file}:{spot.line}" for spot in found)
+
+
+def _spots(rank: Rank, site: CallSite | None) -> list[Location]:
+    found = (rank.location(place.site) for place in (site.places if site else ()))
+    return [spot for spot in found if spot is not None]

@@ -1,0 +1,52 @@
+"""Statements whose text says that only some ranks enter them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+
+from ...events import Enclosing
+
+ON_RANK = re.compile(
+    r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
+    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
+    r"|\bprimary\b",
+)
+PAST = "past "
+_STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
+
+
+def on_rank(inside: tuple[Enclosing, ...]) -> list[Enclosing]:
+    """Those of these statements whose text says that only some ranks enter them."""
+    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
+    return [e for e in heads if ON_RANK.search(unquoted(e.text))]
+
+
+def unquoted(text: str) -> str:
+    """A statement without the strings that name no key: `mode == "rank0"` says nothing of ranks."""
+    return _STRING.sub(lambda found: found[0] if found["key"] else "", text)
+
+
+def part_on_rank(text: str) -> tuple[str, str] | None:
+    """Of a condition on several things (`if step % n == 0 and rank == 0:`, `past if step % n or
+    rank:`) the one that asks for the rank, and the rest; None where that is not clear."""
+    code = text.removeprefix(PAST)
+    statement: ast.stmt | None = None
+    with contextlib.suppress(SyntaxError, ValueError):
+        statement = ast.parse(f"{code} pass" if code.endswith(":") else code).body[0]
+    if not isinstance(statement, ast.If) or not isinstance(test := statement.test, ast.BoolOp):
+        return None
+    past = text.startswith(PAST)
+    if isinstance(test.op, ast.Or) is not past:
+        return None
+    parts = [_written(code, value) for value in test.values]
+    ranked = [part for part in parts if ON_RANK.search(unquoted(part))]
+    rest = [part for part in parts if part not in ranked]
+    return (ranked[0], f" {'or' if past else 'and'} ".join(rest)) if len(ranked) == 1 else None
+
+
+def _written(code: str, value: ast.expr) -> str:
+    text = ast.get_source_segment(code, value) or ""
+    loose = isinstance(value, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr))
+    return f"({text})" if loose else text

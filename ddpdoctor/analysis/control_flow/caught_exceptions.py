@@ -1,0 +1,137 @@
+"""What a rank caught, so that it left something out that the others did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...events import ExceptionPassed
+from ...run import Location, Rank
+from ..calls.call_logs import Made
+from ..waiting.failures import LOST_PEER
+
+
+def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Location] = ()) -> str:
+    """`rank 1 caught ValueError: bad sample (data.py:12) in the forward of step 7`, of exceptions
+    that the other ranks did not have; empty where none was seen: those that are raised outside of
+    what is watched are not, unless a handler logs them. Of these, only those of the handlers among
+    these `ways` count."""
+    theirs = {_key(rank, event) for rank in others for event in rank.of(ExceptionPassed)}
+    for rank in ranks:
+        mine = {
+            _key(rank, e): e
+            for e in reversed(rank.of(ExceptionPassed))
+            if not LOST_PEER.search(e.message) and (e.tried < 0 or handler(rank, e, ways))
+        }
+        own = [e for key, e in reversed(mine.items()) if key not in theirs]
+        if own and rank.exception is None:
+            return caught_text(rank, own)
+    return ""
+
+
+def caught_text(rank: Rank, events: Sequence[ExceptionPassed]) -> str:
+    """The same of exceptions in their order."""
+    first, more = events[0], len(events) - 1
+    spot = rank.location(first.site)
+    return (
+        f"rank {rank.rank} caught {first.text}"
+        + (f" ({spot})" if spot else "")
+        + f" {_PLACE[first.where]} step {first.step}"
+        + (f" and {more} more" if more else "")
+    )
+
+
+def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Location | None:
+    """Which of these ways to cut a round short is the handler that was seen to have it."""
+    if event.where != "handler":
+        return None
+    tried = rank.location(event.tried)
+    return next(
+        (
+            way
+            for way in sorted(ways, key=lambda w: w.line)
+            if tried and (way.file, way.function) == (tried.file, tried.function)
+            if way.source.startswith("except") and tried.line < way.line
+        ),
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """An exception led a rank to a call.
+
+    Attributes:
+        head: the `finally` or handler that the call is in.
+    """
+
+    rank: Rank
+    head: Location
+    event: ExceptionPassed
+
+    @property
+    def cause(self) -> str:
+        """`rank 0 came to `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`."""
+        spot = self.rank.location(self.event.site)
+        head = f"`{self.head.source}` ({self.head})"
+        return (
+            f"rank {self.rank.rank} came to {head} after {self.event.text}"
+            f"{f' ({spot})' if spot else ''}"
+        )
+
+    @property
+    def fix(self) -> str:
+        if self.head.source.startswith("finally"):
+            return (
+                "make no collective in `finally`, which runs on the way out of an exception, too: "
+                "move it behind the `try`, so that a rank that fails ends instead"
+            )
+        return (
+            f"make no collective under `{self.head.source}`, where only a rank that fails comes: "
+            "let it end there, or share with `all_reduce` behind the `try` that one has failed"
+        )
+
+
+def way_out(made: Made) -> WayOut | None:
+    """What led to a call, where it is in a `finally` or a handler and an exception is the last that
+    the rank met before."""
+    rank, call = made.rank, made.call
+    if call is None or rank.ring is None:
+        return None
+    before = max((c.ended for c in rank.ring.last_calls if c.number < call.number), default=0.0)
+    passed = [e for e in rank.of(ExceptionPassed) if e.at <= call.began and e.where != "handler"]
+    if not passed or passed[-1].at < before or LOST_PEER.search(passed[-1].message):
+        return None
+    found = (WayOut(rank, head, passed[-1]) for head in _heads(made))
+    return next((out for out in found if _leads_to(out)), None)
+
+
+def _heads(made: Made) -> Iterator[Location]:
+    """The `finally` and the handlers around a call."""
+    for place in made.site.places if made.site else ():
+        spot = made.rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith(("finally:", "except")):
+                yield Location(spot.file, around.line, spot.function, around.text)
+
+
+def _leads_to(out: WayOut) -> bool:
+    """Whether it is that exception which led there: where it is not known what it came out of, any
+    leads to a `finally`."""
+    tried = out.rank.location(out.event.tried)
+    if tried is None:
+        return out.head.source.startswith("finally")
+    same = (tried.file, tried.function) == (out.head.file, out.head.function)
+    return same and tried.line < out.head.line and out.event.kind != "StopIteration"
+
+
+_PLACE = {
+    "forward": "in the forward of",
+    "backward": "in the backward of",
+    "data": "where it loads the batch for",
+    "handler": "in",
+}
+
+
+def _key(rank: Rank, event: ExceptionPassed) -> tuple[str, str, int]:
+    return event.kind, str(rank.location(event.site)), event.step

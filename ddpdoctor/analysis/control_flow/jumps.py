@@ -1,0 +1,239 @@
+"""The statements that cut a round of a loop short, or end it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ...events import CALLERS, CallSite, Enclosing, ExceptionPassed, Place, Way
+from ...run import Location, Rank
+from ..calls.call_logs import Made
+from ..calls.rank_conditions import ON_RANK
+from .branches import opener
+from .caught_exceptions import handler
+from .loop_rounds import until_call
+
+Key = tuple[str, int, str]
+"""File, line and function of a loop's head."""
+
+SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
+"""A loop that has as many rounds on every rank."""
+OF_MODEL = re.compile(
+    r"for .+ in .*\b(?:params?|param_groups|grads|(?:named_)?(?:parameters|buffers|modules))\b.*:"
+)
+"""A loop over parts of a model."""
+_ENDLESS = re.compile(r"while (?:True|1):|for .+ in (?:itertools\.)?count\(.*\):")
+
+
+def loops_around(
+    rank: Rank, site: CallSite | None
+) -> Iterator[tuple[Key, Location, int, Enclosing]]:
+    for depth, place in enumerate(site.places if site else ()):
+        spot = rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith(("for ", "while ")):
+                head = Location(spot.file, around.line, spot.function, around.text)
+                yield (spot.file, around.line, spot.function), head, depth, around
+
+
+def in_same_run(rank: Rank, site: CallSite | None, still: Made, loop: Key) -> bool:
+    """Whether a call is in that loop, as another one is, and the same lines led to both: a function
+    that is called from two places has its loop twice."""
+    theirs = [_led_by(still.rank, still.site, d) for d in _depths(still.rank, still.site, loop)]
+    return any(
+        all(a == b for a, b in zip(_led_by(rank, site, depth), callers, strict=False))
+        for depth in _depths(rank, site, loop)
+        for callers in theirs
+    )
+
+
+def _depths(rank: Rank, site: CallSite | None, loop: Key) -> list[int]:
+    """How many callers up from a call that loop is."""
+    return [depth for key, _, depth, _ in loops_around(rank, site) if key == loop]
+
+
+def _led_by(rank: Rank, site: CallSite | None, depth: int) -> list[Location | None]:
+    """The lines above so many callers."""
+    return [rank.location(place.site) for place in (site.places if site else ())[depth + 1 :]]
+
+
+def places(made: Made) -> tuple[Place, ...]:
+    return made.site.places if made.site else ()
+
+
+def ways_around(made: Made, ends: bool = False) -> tuple[Location, ...]:
+    """The statements that can leave a call out of a round of the loops around it, also those that
+    end a loop where it `ends`."""
+    found = []
+    for _, head, depth, around in loops_around(made.rank, made.site):
+        spot, place = made.location_at(depth), places(made)[depth]
+        found += [
+            Location(head.file, way.line, head.function, way.text)
+            for way in (*around.ways, *(around.exits if ends else ()))
+            if spot is not None and leaves_out(way, spot.line, place)
+        ]
+    return tuple(found)
+
+
+def ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
+    """The statements that leave out a call in a loop, and whether one ends the loop."""
+    key = (loop.file, loop.line, loop.function)
+    inside = [
+        (depth, site, around)
+        for site in made.rank.of(CallSite)
+        for at, _, depth, around in loops_around(made.rank, site)
+        if at == key
+    ]
+    places = [site.places[depth] for depth, site, _ in inside]
+    calls = [(s.line, p) for p in places if (s := made.rank.location(p.site)) is not None]
+    found = {
+        way.line: Location(loop.file, way.line, loop.function, way.text)
+        for _, _, around in inside
+        for way in around.ways
+        if any(leaves_out(way, line, place) for line, place in calls)
+    }
+    return tuple(found.values()), any(around.exits for _, _, around in inside)
+
+
+def leaves_out(way: Way, line: int, place: Place) -> bool:
+    """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
+    other_arm = any(
+        arm.opener <= way.line < arm.line
+        for arm in place.inside
+        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
+    )
+    return way.first <= line <= way.last and not other_arm
+
+
+def depth_in(made: Made, loop: Location) -> int | None:
+    """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
+    for depth, place in enumerate(places(made)):
+        spot = made.rank.location(place.site)
+        for around in place.inside:
+            if spot and (spot.file, around.line) == (loop.file, loop.line):
+                return depth
+            if around.text.startswith(("if ", "elif ", "else:", "except")):
+                return None
+    return None
+
+
+def same_function(a: Location, b: Location) -> bool:
+    return (a.file, a.function) == (b.file, b.function)
+
+
+def uneven(loop: Location) -> bool:
+    """Whether a loop may have another number of rounds on each rank."""
+    return not SAME_ON_ALL.match(loop.source) and not OF_MODEL.match(loop.source)
+
+
+def whole(made: Made, loop: Location) -> bool:
+    """Whether whoever begins a loop does all of its rounds, and the call in each."""
+    ways, broken = ways_out(made, loop)
+    here = depth_in(made, loop) is not None
+    return SAME_ON_ALL.match(loop.source) is not None and here and not ways and not broken
+
+
+def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
+    """The handler around a call, in any function, that catches what is raised there."""
+    for place in site.places if site else ():
+        spot = rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith("try:"):
+                for way in around.ways:
+                    yield Location(spot.file, way.line, spot.function, way.text)
+                if around.ways:
+                    return
+
+
+def exits(
+    leaver: Rank, last: CallSite | None, stay: Made, loop: Location, sure: bool, even: bool
+) -> tuple[Location, ...]:
+    """The statements one of which ended a loop on a rank that left it after its `last` call, while
+    another one is in a call in there; none where it may as well have been its head, unless the
+    loop is `sure` not to have ended by that, or fewer rounds of one in it, unless these are
+    `even`. Of an exception it may have caught anywhere."""
+    key = (loop.file, loop.line, loop.function)
+    ended = {
+        way.line: Location(loop.file, way.line, loop.function, way.text)
+        for site in stay.rank.of(CallSite)
+        for at, _, _, around in loops_around(stay.rank, site)
+        if at == key
+        for way in around.exits
+    }
+    begin, end = line_in(leaver, last, key), line_in(stay.rank, stay.site, key)
+    if begin is not None and end is not None:
+        same_round = begin < end
+        ended = {
+            n: way
+            for n, way in ended.items()
+            if (begin < n < end if same_round else n > begin or n < end)
+        }
+        sure = sure or same_round
+    sure = sure or _ENDLESS.match(loop.source) is not None
+    counted = even and SAME_ON_ALL.match(loop.source) is not None
+    return tuple(
+        way
+        for way in ended.values()
+        if sure or ON_RANK.search(way.source) or (counted and not _unseen(leaver, way))
+    )
+
+
+def may_end(stay: Made, loop: Location) -> Location | None:
+    """The statement under a condition that ends a loop around a call, or another one in it, where
+    there is only one."""
+    key = (loop.file, loop.line, loop.function)
+    within: dict[int, Location] = {}
+    for at, head, _, around in loops_around(stay.rank, stay.site):
+        ends = (Location(head.file, w.line, head.function, w.text) for w in around.exits)
+        within.update((end.line, end) for end in ends)
+        if at == key:
+            only = next(iter(within.values())) if len(within) == 1 else None
+            return only if only and only.source.startswith(("if ", "elif ")) else None
+    return None
+
+
+def _unseen(rank: Rank, way: Location) -> bool:
+    """Whether it is a handler that no exception was seen to come to."""
+    passed = rank.of(ExceptionPassed)
+    return way.source.startswith("except") and not any(handler(rank, e, [way]) for e in passed)
+
+
+def line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
+    """The line in a loop that leads to a call."""
+    for key, _, depth, _ in loops_around(rank, site):
+        spot = rank.location(site.places[depth].site) if site else None
+        if key == loop and spot is not None:
+            return spot.line
+    return None
+
+
+def has_left(made: Made, still: Made, loop: Key) -> bool:
+    """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
+    outside of it now."""
+    depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
+    ours, theirs = places(made), places(still)
+    here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
+    if not here and len(ours) >= CALLERS and not _elsewhere(made, still, depth):
+        return False  # it may be in the loop by a caller that is not on record
+    for n in here:
+        callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
+        if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
+            return False  # another call of the function: of the loop in this one it says nothing
+    rank, until = until_call(made)
+    return any(
+        site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
+    )
+
+
+def _elsewhere(made: Made, still: Made, depth: int) -> bool:
+    """Whether another line of a function that leads to the loop leads to a call instead."""
+    outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
+    return any(
+        spot is not None and spot not in outer and any(o and same_function(spot, o) for o in outer)
+        for spot in (made.rank.location(place.site) for place in places(made))
+    )
+
+
+def _function(made: Made, place: Place) -> tuple[str, str] | None:
+    spot = made.rank.location(place.site)
+    return (spot.file, spot.function) if spot else None

@@ -1,0 +1,1 @@
+"""What loaders delivered to each rank, compared across ranks."""

@@ -1,0 +1,208 @@
+"""The exact statement over one epoch of one loader: seen once, more than once, never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ...run import Run
+from .loaders import SCATTER, Epoch, Loader, loaders
+from .sharing_ranks import divisions
+
+NAMED = 20
+"""Indices named in a finding."""
+
+REPEATS, FEWEST_REPEATS = 24, 11
+"""Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
+
+
+@dataclass(eq=False)
+class Audit:
+    """What a set of ranks consumed in one epoch of a loader.
+
+    Attributes:
+        epochs: by rank.
+        sampled: one index in how many was compared.
+    """
+
+    number: int
+    length: int
+    epochs: dict[int, Epoch]
+
+    @cached_property
+    def sampled(self) -> int:
+        return max(e.sampled for e in self.epochs.values())
+
+    @cached_property
+    def complete(self) -> bool:
+        return all(e.exhausted for e in self.epochs.values())
+
+    @cached_property
+    def per_rank(self) -> dict[int, Counter[int]]:
+        return {r: Counter(e.of_every(self.sampled)) for r, e in self.epochs.items()}
+
+    @cached_property
+    def total(self) -> Counter[int]:
+        total: Counter[int] = Counter()
+        for counts in self.per_rank.values():
+            total.update(counts)
+        return total
+
+    @cached_property
+    def repeated(self) -> dict[int, int]:
+        """Indices seen more than once, and how often."""
+        return {i: n for i, n in sorted(self.total.items()) if n > 1}
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """Indices that more than one rank read."""
+        seen: Counter[int] = Counter()
+        for counts in self.per_rank.values():
+            seen.update(counts.keys())
+        return sorted(i for i, n in seen.items() if n > 1)
+
+    @cached_property
+    def sharing(self) -> tuple[int, ...]:
+        """The ranks that read what others read too, those that share hardly any left out."""
+        shared = set(self.shared)
+        counts = {r: len(shared & own.keys()) for r, own in self.per_rank.items()}
+        most = max(counts.values())
+        return tuple(sorted(r for r, count in counts.items() if 2 * count >= most))
+
+    @property
+    def once(self) -> int:
+        return len(self.total) - len(self.repeated)
+
+    @cached_property
+    def never(self) -> int:
+        """How many of the data set nobody read."""
+        if self.sampled == 1:
+            return max(0, self.length - len(self.total))
+        shift = 33 - self.sampled.bit_length()
+        subset = sum((i * SCATTER & 0xFFFFFFFF) >> shift == 0 for i in range(self.length))
+        return max(0, subset - len(self.total))
+
+    def unseen(self) -> list[int]:
+        """The first of those that nobody read."""
+        found = (i for i in range(self.length) if i not in self.total)
+        return [i for i, _ in zip(found, range(NAMED))] if self.sampled == 1 else []  # noqa: B905
+
+    @cached_property
+    def again_within(self) -> int:
+        """Indices that one rank read more than once."""
+        return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
+
+    @cached_property
+    def same_sets(self) -> bool:
+        first, *others = self.per_rank.values()
+        return all(o == first for o in others)
+
+    @cached_property
+    def same_order(self) -> bool:
+        ends = [e.ended for e in self.epochs.values()]
+        if any(e is None or not e.order for e in ends):
+            return False
+        return len({(e.order, e.samples) for e in ends if e is not None}) == 1
+
+    @property
+    def at(self) -> float:
+        return min(e.began.at for e in self.epochs.values())
+
+    def readers_of(self, index: int) -> list[int]:
+        return [r for r, counts in self.per_rank.items() if index in counts]
+
+    def of(self, ranks: Collection[int]) -> Audit | None:
+        """The same of some of the ranks only; None where fewer than two of them took part."""
+        epochs = {r: e for r, e in self.epochs.items() if r in ranks}
+        length = max((e.seen.length for e in epochs.values()), default=0)
+        return Audit(self.number, length, epochs) if len(epochs) > 1 else None
+
+    def duplicates(self) -> list[dict[str, object]]:
+        """Some of the repeated indices, as a table."""
+        return [
+            {"index": i, "times": n, "ranks": self.readers_of(i)}
+            for i, n in list(self.repeated.items())[:NAMED]
+        ]
+
+
+@lru_cache(maxsize=1)
+def audits(run: Run) -> tuple[tuple[Loader, frozenset[int], tuple[Audit, ...]], ...]:
+    """For every loader with indices and every set of ranks that divides the data: its epochs."""
+    found = []
+    for loader in loaders(run):
+        for ranks in divisions(run, loader):
+            made = tuple(_audits(loader, ranks))
+            if made:
+                found.append((loader, ranks, made))
+    return tuple(found)
+
+
+def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
+    readers = loader.of(ranks)
+    found = []
+    for number in range(max(len(r.epochs) for r in readers)):
+        epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indices}
+        if len(epochs) > 1:
+            length = max(e.seen.length for e in epochs.values())
+            found.append(Audit(max(e.number for e in epochs.values()), length, epochs))
+    return found
+
+
+# --- what is no overlap by mistake ---------------------------------------------------------------
+
+
+def by_chance(audit: Audit) -> bool:
+    """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
+    if _deals_repeats(audit):
+        return True
+    drawn = any(e.seen.replacement for e in audit.epochs.values())
+    return (drawn or (audit.again_within > 0 and not own_orders([audit]))) and not audit.same_order
+
+
+def _deals_repeats(audit: Audit) -> bool:
+    """Whether some of the data is dealt out as often as all of it would be once: each of these
+    samples the same number of times, on other ranks each time (repeated augmentation)."""
+    handed = sum(e.samples for e in audit.epochs.values())
+    if not audit.complete or handed > audit.length or audit.again_within or not audit.total:
+        return False
+    (times, most), *_ = Counter(audit.total.values()).most_common(1)
+    cut_at_the_end = len(audit.total) - most
+    read = {frozenset(counts) for counts in audit.per_rank.values()}
+    return times > 1 and cut_at_the_end <= len(audit.epochs) == len(read)
+
+
+def own_orders(made: Sequence[Audit]) -> bool:
+    """Whether each rank takes its share of an order of its own: together they read as many samples
+    as there are, and about as many come twice as never, but hardly any twice on one rank. Of
+    repeats that are drawn at random or stand in a common order, one in so many as there are other
+    ranks would."""
+    orders = {tuple(e.ended.order for e in a.epochs.values() if e.ended): a for a in made}
+    whole = [a for a in orders.values() if a.complete]
+    expected = sum(len(a.shared) / (len(a.epochs) - 1) for a in whole)
+    again = sum(a.again_within for a in whole)
+    return (
+        all(map(_repeats_what_it_lacks, whole))
+        and (again <= expected / 4 if expected >= REPEATS else not again)
+        and expected >= FEWEST_REPEATS
+    )
+
+
+def _repeats_what_it_lacks(audit: Audit) -> bool:
+    shared, known = len(audit.shared), audit.never + len(audit.total)
+    size = abs(sum(audit.total.values()) - known)
+    return size <= known / 10 and shared / 2 <= audit.never <= 2 * shared
+
+
+def pads(audit: Audit, batch: int) -> bool:
+    """Whether all was read, and what was read again only fills up the last batch of each rank."""
+    again = sum(audit.total.values()) - len(audit.total)
+    whole = audit.complete and not audit.never and not audit.same_sets
+    return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
+
+
+def partitioned(audit: Audit) -> bool:
+    """What the ranks read adds up to the data set, without a sampler that says it divides."""
+    slack = len(audit.epochs)
+    return audit.complete and len(audit.shared) <= slack and audit.never <= slack

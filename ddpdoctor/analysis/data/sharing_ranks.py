@@ -1,0 +1,159 @@
+"""Which ranks ought to divide a loader's data among them."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...events import ForwardInput, GroupReady, ShardedOver, StepDone, UnwrappedState, Wrapped
+from ...run import Rank, Run
+from .data_calls import only_reports_beyond, sums_over_all
+from .loaders import Loader, Reader
+
+
+def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
+    """Sets of ranks that ought to read different data: those that average gradients together.
+
+    Empty where that cannot be told: nothing is averaged, or parameters are sharded in a way that
+    may need equal inputs (tensor parallelism). Empty too where this loop averages nothing, although
+    others of the program do: each rank trains a model of its own (a reference model).
+    `begun`: as in `Loader.of`.
+    """
+    members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
+    if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
+        return []
+    wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
+    if wrapped:
+        sets = set(wrapped.values())
+    elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
+        return []
+    else:
+        sets = {frozenset(g.ranks) for r in members if (g := run.ranks[r].default_group)}
+    return [s for s in sorted(sets, key=sorted) if len(s & members) > 1]
+
+
+def _wrap_group(rank: Rank) -> frozenset[int] | None:
+    groups = {g.group: g for g in rank.of(GroupReady)}
+    found = []
+    for wrapped in rank.of(Wrapped):
+        if wrapped.wrapper == "DataParallel":
+            continue
+        group = groups.get(wrapped.group, groups.get(0) if wrapped.group < 0 else None)
+        if group is not None and group.ranks:
+            found.append(frozenset(group.ranks))
+    for sharded in rank.of(ShardedOver):
+        # Smaller groups beside those of its mesh may be there to share inputs.
+        if all(len(g) >= len(sharded.ranks) for g in groups_of(rank)):
+            found.append(frozenset(sharded.ranks))
+    return max(found, key=len, default=None)
+
+
+def trains_alone(reader: Reader) -> bool:
+    """Whether this loader's batches only train models that no wrapper was given and that the
+    program never exchanged: no other optimizer stepped in the loop over it, or the wrapped models
+    were seen to be given the batches of other loaders."""
+    rank = reader.rank
+    states = list(rank.of(UnwrappedState))
+    exchanged = {e.optimizer for e in states if e.exchanged not in ("", "gathered")}
+    alone = {e.optimizer for e in states} - exchanged
+    if not alone:
+        return False
+    loops = [(e.began.at, e.ended.at if e.ended else inf) for e in reader.epochs]
+
+    def within(at: float) -> bool:
+        return any(began < at <= ended for began, ended in loops)
+
+    stepped = {done.optimizer for done in rank.of(StepDone) if within(done.at)}
+    if not stepped & alone:
+        return False
+    given = [set(e.loaders) for e in rank.of(ForwardInput) if within(e.at)]
+    mine = {epoch.seen.loader for epoch in reader.epochs}
+    elsewhere = bool(given) and all(loaders and not loaders & mine for loaders in given)
+    return stepped <= alone or elsewhere
+
+
+def _averages(reader: Reader) -> bool:
+    """Without a wrapper: whether something is communicated in every step all the same."""
+    ended = [e.ended for e in reader.epochs if e.ended and e.ended.backwards]
+    return bool(ended) and all(
+        not e.sharded and e.collectives >= max(1, e.backwards) for e in ended
+    )
+
+
+def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool:
+    """Whether the samplers' `num_replicas` and `rank` divide the data over these ranks, or over
+    groups that the program made for it."""
+    replicas = {r.seen.replicas for r in readers}
+    if len(replicas) != 1:
+        return False
+    (size,) = replicas
+    place = {r.rank.rank: r.seen.sampler_rank for r in readers}
+    # Groups that never talk to each other do not share one division of the data.
+    apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended) or (
+        all(r.trains and only_reports_beyond(r.rank, ranks) for r in readers)
+    )
+    limit = len(ranks) if apart else size
+    return all(
+        any(_divides(g, place, size) for g in (ranks, *groups_of(reader.rank)) if len(g) <= limit)
+        or any(
+            _repeats(group, place, size, len(ranks))
+            for group in groups_of(reader.rank)
+            if size > 1 or group not in _averaging(reader.rank)
+        )
+        for reader in readers
+    )
+
+
+def divisions(run: Run, loader: Loader) -> list[frozenset[int]]:
+    """As `partners`, but for a sampler that divides the data over smaller groups on purpose: each
+    set of ranks that it divides the data over. The others share their part with one of these: the
+    stages of a pipeline, a tensor-parallel group."""
+    found: dict[frozenset[int], None] = {}
+    for ranks in partners(run, loader):
+        found.update(dict.fromkeys(_divided(loader.of(ranks)) or [ranks]))
+    return list(found)
+
+
+def _divided(readers: list[Reader]) -> list[frozenset[int]]:
+    place = {r.rank.rank: r.seen.sampler_rank for r in readers}
+    sizes = {r.seen.replicas if r.seen.distributed else -1 for r in readers}
+    size = max(sizes)
+    if len(sizes) > 1 or not 1 < size < len(readers) == size * (len(readers) // size):
+        return []
+    of = {r.rank.rank: groups_of(r.rank) for r in readers}
+    if all(any(_repeats(g, place, size, len(place)) for g in of[r]) for r in place):
+        by_place = [[r for r in sorted(place) if place[r] == n] for n in range(size)]
+        return [frozenset(ranks) for ranks in zip(*by_place, strict=False)]
+    if any(_wrap_group(r.rank) or sums_over_all(r.rank) for r in readers):
+        return []
+    found = {g for groups in of.values() for g in groups if _divides(g, place, size)}
+    apart = sum(map(len, found)) == len(place) and set().union(*found) == place.keys()
+    return sorted(found, key=sorted) if apart else []
+
+
+def groups_of(rank: Rank) -> list[frozenset[int]]:
+    """Groups that may divide or share data: those of a mesh that one model is sharded and
+    replicated over do neither by themselves."""
+    every = [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
+    for sharded in rank.of(ShardedOver):
+        for group in map(frozenset, sharded.groups):
+            # Others that are as large may be there for data (sequence parallelism).
+            if every.count(group) == 1:
+                every.remove(group)
+    return every
+
+
+def _averaging(rank: Rank) -> set[frozenset[int]]:
+    """Groups over which a wrapped model averages gradients: of nothing, where all read the same."""
+    wrapped = {e.group for e in rank.of(Wrapped)}
+    return {frozenset(g.ranks) for g in rank.of(GroupReady) if g.group in wrapped}
+
+
+def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:
+    taken = [place[r] for r in group if r in place]
+    return len(group) == size and len(set(taken)) == len(taken) and max(taken, default=size) < size
+
+
+def _repeats(group: frozenset[int], place: dict[int, int], size: int, world: int) -> bool:
+    """A group of ranks that share their part on purpose (tensor or sequence parallel)."""
+    taken = {place[r] for r in group if r in place}
+    return len(group) * size == world and len(taken) == 1

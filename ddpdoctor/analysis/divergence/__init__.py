@@ -1,0 +1,1 @@
+"""Where the ranks' calls differ, and why."""

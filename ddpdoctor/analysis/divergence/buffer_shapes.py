@@ -1,0 +1,89 @@
+"""Ranks whose buffers of one model are not shaped alike when DDP broadcasts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...events import SentBuffers, Tensor, Wrapped
+from ...run import Rank, Run
+from ..calls.call_logs import book
+
+Buffers = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The first forward in which they differ.
+
+    Attributes:
+        sent: what each rank hands to DDP; `root` is the rank whose values all get.
+        event: a rank was seen to hand over other shapes than before; rank: one that differs.
+    """
+
+    kind: str
+    root: int
+    sent: dict[int, Buffers]
+    event: SentBuffers
+    rank: Rank
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        return tuple(r for r, b in self.sent.items() if _layout(b) != _layout(self.sent[self.root]))
+
+    def shapes(self, rank: int) -> dict[str, str]:
+        """Of the buffers that another rank has in another shape, or not at all."""
+        others = [{b.name: b.shape for b in buffers} for buffers in self.sent.values()]
+        return {
+            b.name: "x".join(map(str, b.shape)) or "1"
+            for b in self.sent[rank]
+            if any(o.get(b.name) != b.shape for o in others)
+        }
+
+
+def apart(run: Run) -> Iterator[Apart]:
+    """One for every model of which ranks broadcast buffers of different shapes."""
+    known = book(run)
+    models: dict[object, dict[int, tuple[Rank, Wrapped]]] = {}
+    for rank in run.ranks.values():
+        for wrapped in rank.of(Wrapped):
+            if (key := known.key(rank, wrapped.group)) is not None:
+                models.setdefault((key, wrapped.model), {})[rank.rank] = (rank, wrapped)
+    for members in models.values():
+        parameters = {tuple((p.name, p.shape) for p in w.parameters) for _, w in members.values()}
+        if len(members) > 1 and len(parameters) == 1 and (found := _first(members)) is not None:
+            yield found
+
+
+def _first(members: dict[int, tuple[Rank, Wrapped]]) -> Apart | None:
+    """The first forward in which they differ, of those that all ranks are known to have begun."""
+    told = {
+        n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
+    }
+    reached = min(_steps(rank) for rank, _ in members.values())
+    root = min(members)
+    for event in sorted((e for es in told.values() for e in es), key=lambda e: e.forward):
+        if event.total >= reached:
+            return None
+        now = {n: _sent(w, told[n], event.forward) for n, (_, w) in members.items()}
+        odd = [n for n in now if _layout(now[n]) != _layout(now[root])]
+        if odd:
+            rank, wrapped = members[odd[0]]
+            return Apart(wrapped.kind, root, now, event, rank)
+    return None
+
+
+def _steps(rank: Rank) -> int:
+    """Of all optimizers."""
+    return max(rank.ring.step if rank.ring else 0, rank.steps)
+
+
+def _sent(wrapped: Wrapped, told: list[SentBuffers], forward: int) -> Buffers:
+    """What a rank hands to DDP in a forward."""
+    last = [e.buffers for e in told if e.forward <= forward]
+    return last[-1] if last else tuple(b for b in wrapped.buffers if not b.ignored)
+
+
+def _layout(buffers: Buffers) -> tuple[tuple[str, int], ...]:
+    return tuple((b.dtype, math.prod(b.shape)) for b in buffers)

@@ -1,0 +1,277 @@
+"""Every time that the ranks part: a mismatch that stopped nothing hides no later one, from which
+what stopped them may follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+
+from ...events import CALLERS
+from ...run import Run, State
+from ..calls.call_logs import Book, GroupKey, Log, Made, book, first_difference
+from ..control_flow.branches import arms, begins_round
+from ..control_flow.jumps import loops_around
+from ..waiting.snapshot import scene
+from .divergence import WINDOW, Parting, judge
+from .reordered_calls import turned
+
+NEAR = 4
+"""So many calls after the one in which they differ the ranks may stop because of it."""
+_FAULTS = 8
+"""So many of one group are told."""
+_TIMES = 2000
+"""So often it is looked on."""
+_REACH = 1024
+_LOOKS = 64
+"""So many differences that mean nothing are passed over at once."""
+
+Marks = tuple[object, ...]
+
+
+@lru_cache(maxsize=1)
+def partings(run: Run) -> tuple[Parting, ...]:
+    """Of every group whose ranks part, in their order; each fault once."""
+    known = book(run)
+    return tuple(
+        parting
+        for key, logs in known.logs.items()
+        if len(logs) > 1
+        for parting in _of_group(known, key, logs)
+    )
+
+
+def latest(parting: Parting, until: int) -> int:
+    """The last call in which they differed so, of those up to that one; -1 for none."""
+    return max((i for i in (parting.index, *parting.again) if i <= until), default=-1)
+
+
+def got_past(run: Run, parting: Parting) -> bool:
+    """Whether all ranks went on from there together, so that what stops them later has another
+    cause. Calls of a device may have been issued only."""
+    if not parting.width:
+        return False
+    now = scene(run)
+    reached = min(_reached(log, now.at) for log in now.known.logs[parting.key].values())
+    mine = latest(parting, reached)
+    others = (p for p in partings(run) if p.key == parting.key and p.index != parting.index)
+    if any(latest(other, reached) > mine for other in others):
+        return True
+    on_host = all(m.signature.device in ("", "cpu") for m in parting.made.values())
+    return on_host and mine >= 0 and reached >= mine + parting.width + NEAR
+
+
+def _reached(log: Log, wall: float) -> int:
+    """The first call that a rank had not done at that moment."""
+    at = wall - log.rank.wall(0.0)
+    undone = (
+        call.index
+        for call in (log.rank.ring.calls if log.rank.ring else ())
+        if call.group == log.group
+        and call.index >= 0
+        and call.state is not State.VOID
+        and (call.state is not State.DONE or call.ended > at)
+    )
+    return min(undone, default=log.issued)
+
+
+def _of_group(known: Book, key: GroupKey, logs: dict[int, Log]) -> list[Parting]:
+    found: dict[object, Parting] = {}
+    judged: dict[Marks, Parting | None] = {}
+    start = 0
+    for _ in range(_TIMES):
+        parting = _next(known, key, logs, start, judged)
+        if parting is None:
+            break
+        texts = frozenset(m.text for m in parting.made.values())
+        fault = texts, parting.differs, parting.shifted, parting.extra
+        if fault not in found and len(found) == _FAULTS:
+            break
+        found[fault] = _joined(found[fault], parting) if fault in found else parting
+        if not parting.width:
+            break
+        start = parting.index + parting.width
+    else:
+        until = max(max(p.steps) for p in found.values())
+        return [replace(p, until=until) for p in found.values()]
+    timed = (replace(p, after=_after(known, logs, p)) for p in found.values())
+    return [replace(p, over=p.after > 0 and _is_outside(known, logs, p)) for p in timed]
+
+
+def _after(known: Book, logs: dict[int, Log], parting: Parting) -> int:
+    """1 where the last of these calls comes after the last step, and none has begun another."""
+    taken = max(parting.place.step, *parting.steps, 0)
+    over = (_is_over(known, log, parting.place, taken) for log in logs.values())
+    return int(taken > 0 and all(over))
+
+
+def _is_over(known: Book, log: Log, made: Made, taken: int) -> bool:
+    """Whether a rank took so many steps and no other was begun by that call: it ended well, or its
+    model averages in every step and has not since."""
+    if known.steps_of(log.rank) != taken or log.rank.state == "finished":
+        return known.steps_of(log.rank) == taken
+    last = _averaged(known, log)
+    return last is not None and last.step == taken - 1 and not begins_round(made, last)
+
+
+def _is_outside(known: Book, logs: dict[int, Log], parting: Parting) -> bool:
+    """Whether no loop around a call, all of whose callers are on record, is one around the last
+    averaging of gradients."""
+    place = parting.place
+    last = _averaged(known, logs[place.rank.rank])
+    whole = place.site is not None and 0 < len(place.site.places) < CALLERS
+    around = _loops(last) if last is not None else set()
+    return whole and bool(around) and not parting.again and not around & _loops(place)
+
+
+def _loops(made: Made) -> set[tuple[str, int, str]]:
+    return {key for key, _, _, _ in loops_around(made.rank, made.site)}
+
+
+def _averaged(known: Book, log: Log) -> Made | None:
+    """Where DDP last averaged gradients in this group, None where that is long ago."""
+    last = (known.meant(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
+    return next((m for m in last if m and m.signature.op == "DDP backward"), None)
+
+
+def _next(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    start: int,
+    judged: dict[Marks, Parting | None],
+) -> Parting | None:
+    """The first parting from that call on.
+
+    Args:
+        judged: what was found at calls that were marked so.
+    """
+    found = _by_what_they_are(known, key, logs, start, judged)
+    until = found.index if found else None
+    return _by_their_lines(known, key, logs, start, until, judged) or found
+
+
+def _by_their_lines(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    start: int,
+    until: int | None,
+    judged: dict[Marks, Parting | None],
+) -> Parting | None:
+    """The first before that call, of those that show in nothing but the numbers of the lines."""
+    first, *others = (logs[r] for r in sorted(logs))
+    for _ in range(_LOOKS):
+        apart = (first_difference(first, o, lambda s: s.places, start) for o in others)
+        index = min((i for i in apart if i is not None), default=None)
+        if index is None or (until is not None and index >= until):
+            break
+        marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
+        if marks not in judged:
+            judged[marks] = turned(known, key, logs, index)
+        if (parting := judged[marks]) is not None:
+            return _again(known, logs, parting, index)
+        start = index + 1
+    return None
+
+
+def _by_what_they_are(
+    known: Book,
+    key: GroupKey,
+    logs: dict[int, Log],
+    start: int,
+    judged: dict[Marks, Parting | None],
+) -> Parting | None:
+    """The first that shows in what is called, or in what the lines read."""
+    first, *others = (logs[r] for r in sorted(logs))
+    hard = (first_difference(first, o, lambda s: s.whats, start) for o in others)
+    soft = (first_difference(first, o, lambda s: s.tokens, start) for o in others)
+    end = min((i for i in hard if i is not None), default=-1)
+    # A swap of calls that look alike shows in their lines before it shows in anything else.
+    places = {i for i in soft if i is not None and (i <= end or end < 0)}
+    for index in sorted(places | ({end} if end >= 0 else set())):
+        marks = _marks(known, logs, index)
+        if marks not in judged:
+            judged[marks] = _judged(known, key, logs, index, end)
+        if (parting := judged[marks]) is not None:
+            return _again(known, logs, parting, index)
+    return None
+
+
+def _again(known: Book, logs: dict[int, Log], parting: Parting, index: int) -> Parting:
+    made = known.meant(logs[parting.place.rank.rank], index)
+    return replace(parting, index=index, steps=(made.step,) if made else ())
+
+
+def _judged(
+    known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
+) -> Parting | None:
+    parting = judge(known, key, logs, index, end)
+    return parting and replace(parting, width=_width(known, logs, parting))
+
+
+def _marks(known: Book, logs: dict[int, Log], index: int) -> Marks:
+    """On which lines every rank is, and whose calls agree."""
+    made = _there(known, logs, index)
+    whats: dict[object, int] = {}
+    return tuple(
+        (m.signature.op, m.text, whats.setdefault(m.what, len(whats))) if m else None for m in made
+    )
+
+
+def _there(known: Book, logs: dict[int, Log], index: int) -> list[Made | None]:
+    return [known.meant(log, index) for log in logs.values()]
+
+
+def _joined(before: Parting, parting: Parting) -> Parting:
+    """A fault that is there again."""
+    odd = parting.odd if len(parting.odd) < len(parting.made) else ()
+    return replace(
+        before,
+        odd=tuple(sorted({*before.odd, *odd})),
+        again=(*before.again, parting.index),
+        steps=(*before.steps, *parting.steps),
+        width=before.width if parting.width else 0,
+    )
+
+
+def _width(known: Book, logs: dict[int, Log], parting: Parting) -> int:
+    """After how many calls the ranks are together again, 0 where that is not seen.
+
+    They are where all go on from one line, or one step, to the next one with the same call: none is
+    a call behind.
+    """
+    marks = zip(logs.values(), _marks(known, logs, parting.index), strict=True)
+    sides = list({mark: log for log, mark in marks if mark is not None}.values())
+    after = 1 if not parting.shifted else _swap(known, sides, parting.index)
+    first = parting.index + after
+    if parting.extra or not after:
+        return 0
+    for index in range(first, first + _REACH):
+        here = [known.meant(log, index) for log in sides]
+        before = [known.meant(log, index - 1) for log in sides]
+        moved = [not _alike(h, b) for h, b in zip(here, before, strict=True)]
+        if any(moved):
+            together = all(moved) and all(_alike(here[0], h) for h in here[1:])
+            return after if together else 0
+    return 0
+
+
+def _alike(a: Made | None, b: Made | None) -> bool:
+    if a is None or b is None:
+        return False
+    return a.step == b.step and (a.text == b.text or arms(a, b) is not None)
+
+
+def _swap(known: Book, sides: list[Log], first: int) -> int:
+    """How many calls it takes until all have made the same ones, in whatever order."""
+    counts: list[Counter[object]] = [Counter() for _ in sides]
+    for index in range(first, first + WINDOW):
+        for log, count in zip(sides, counts, strict=True):
+            made = known.meant(log, index)
+            if made is None:
+                return 0
+            count[made.what, made.text] += 1
+        if all(count == counts[0] for count in counts[1:]):
+            return index - first + 1
+    return 0

@@ -1,0 +1,240 @@
+"""Ranks that wait for each other in a ring, each in a collective of another group than the one it
+waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from ...events import CallSite, Enclosing, Place
+from ...report.findings import Related
+from ...run import Location, State, ranks_do
+from ..control_flow.branches import (
+    arms,
+    avoided,
+    branch,
+    head_of,
+    is_inside,
+    leading,
+    parts,
+    unbranched,
+)
+from ..control_flow.jumps import loops_around, may_end
+from ..waiting.snapshot import Scene, Stand
+from ..waiting.wait_graph import victims
+from .divergence import Parting
+from .loop_exits import Left, left_loop
+from .missing_calls import LeftOut, left_out
+
+FOR_EVER = "none of them can ever finish"
+
+
+@dataclass(frozen=True)
+class Branched:
+    """A call that some make under a branch, past which the others are without it.
+
+    Attributes:
+        ranks: the fewer of the two; place, head: the branch.
+    """
+
+    call: Stand
+    callers: tuple[int, ...]
+    others: list[Stand]
+    place: Place
+    head: Enclosing
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        rest = tuple(s.rank.rank for s in self.others)
+        return rest if len(rest) < len(self.callers) else self.callers
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Ranks that left a loop, and those that wait for them in it."""
+
+    left: Left
+    gone: list[Stand]
+    stay: list[Stand]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The fewer of the two; all where nothing tells."""
+        gone, stay = (tuple(s.rank.rank for s in stands) for stands in (self.gone, self.stay))
+        if len(gone) == len(stay) and not self.left.blames:
+            return tuple(sorted((*gone, *stay)))
+        return stay if len(stay) < len(gone) else gone
+
+
+def told(now: Scene, ring: list[Stand]) -> dict[str, Any]:
+    """The fields of the finding."""
+    if skipped := left_out(now, ring):
+        fields = _left_out(skipped)
+    elif found := _branched(now, ring):
+        fields = _in_a_branch(found)
+    elif beyond := _beyond(now, ring):
+        fields = _out_of_a_loop(beyond)
+    else:
+        fields = _in_any_order(now, ring)
+    waiting = [*ring, *(s for s in now.blocked if s not in ring and s.waits_for_good)]
+    where = ", ".join(f"rank {s.rank.rank} is {s.doing} of {s.key}" for s in ring)
+    fields["summary"] = f"{fields['summary']}: {where}"
+    fields["evidence"] = {
+        "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
+        "stuck": not now.failed,
+        **fields.get("evidence", {}),
+        **victims(now, waiting),
+    }
+    return fields | {
+        "subjects": tuple(sorted({s.made.signature.op for s in ring if s.made})),
+        "at": now.at - max(s.still_s for s in ring),
+    }
+
+
+def _left_out(skipped: LeftOut) -> dict[str, Any]:
+    stand, waiting = skipped.stand, skipped.waiting
+    number = f"call {waiting.call.index if waiting.call else -1} of {waiting.key}"
+    return {
+        "ranks": (stand.rank.rank,),
+        "location": waiting.location,
+        "label": f"rank {stand.rank.rank} did not make this call",
+        "related": _here([stand], waiting.location),
+        "summary": f"rank {stand.rank.rank} left out {number}",
+        "cause": f"rank {stand.rank.rank} made a call of that group before each of its last "
+        f"{skipped.rounds} calls of {stand.made.place if stand.made else 'that line'}, and none "
+        f"before this one; {FOR_EVER}",
+        "fix": f"make every rank of the group call {_op(waiting)} at the same place in each round, "
+        "or none",
+        "evidence": {"earlier_rounds": skipped.rounds},
+    }
+
+
+def _branched(now: Scene, ring: list[Stand]) -> Branched | None:
+    waiting = [s for s in now.blocked if s.made is not None]
+    for stand in ring:
+        made = stand.made
+        found = branch(made) if made else None
+        if made is None or found is None:
+            continue
+        sides: dict[bool, list[Stand]] = {True: [], False: []}
+        for other in waiting:
+            same = other.made is not None and other.made.text == made.text
+            sides[same and other.key == stand.key].append(other)
+        past = [o.made for o in sides[False] if o.made is not None]
+        if past and all(avoided(made, m) and arms(made, m) is None for m in past):
+            callers = tuple(s.rank.rank for s in sides[True])
+            return Branched(stand, callers, sides[False], *found)
+    return None
+
+
+def _in_a_branch(found: Branched) -> dict[str, Any]:
+    spot = found.call.rank.location(found.place.site)
+    head = Related(leading(found.head), head_of(spot, found.head)) if spot else None
+    return {
+        "ranks": found.ranks,
+        "location": found.call.location,
+        "label": "not called by every rank",
+        "related": (*((head,) if head else ()), *_here(found.others, found.call.location)),
+        "summary": f"only some ranks call {_op(found.call)} here",
+        "cause": f"{parts(found.head)}, and the others wait further down in a call of another "
+        f"group; {FOR_EVER}",
+        "fix": unbranched(found.head, f"call {_op(found.call)}"),
+    }
+
+
+def _beyond(now: Scene, ring: list[Stand]) -> Beyond | None:
+    """Who left a loop in which others wait for it; None where that is not clear, or is said of
+    several loops."""
+    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+    found = [beyond for pair in pairs if (beyond := _left(now, *pair)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _left(now: Scene, waiting: Stand, stand: Stand) -> Beyond | None:
+    """The same of a rank, and one that waits for it: not where that one may have come anew to a
+    loop that all were through with."""
+    key, call, ours, theirs = waiting.key, waiting.call, stand.made, waiting.made
+    if key is None or call is None or ours is None or theirs is None:
+        return None
+    stay = _with(now, waiting)
+    gone = [s for s in now.absent(waiting) if s.blocked]
+    made = {s.rank.rank: s.made for s in (*stay, *gone) if s.made is not None}
+    logs = now.known.logs[key]
+    there = (now.known.at(logs[r], call.index - 1) for r in made if r in logs)
+    before = [m for m in there if m is not None]
+    left = left_loop(
+        Parting(key, call.index, made, ("op",), False, False, (), ours, before=tuple(before))
+    )
+    if left is None or set(left.ranks) != {s.rank.rank for s in gone}:
+        return None
+    around = [{at for at, _, _, _ in loops_around(m.rank, m.site)} for m in (ours, theirs)]
+    anew = around[0] & around[1] and not left.surely
+    return None if anew or not _stayed(waiting, left.loop) else Beyond(left, gone, stay)
+
+
+def _stayed(stand: Stand, loop: Location) -> bool:
+    """Whether a rank made no call outside of a loop since its last one like the present one."""
+    at = stand.call
+    calls = stand.rank.ring.calls if stand.rank.ring and at else ()
+    earlier = takewhile(lambda c: at is None or c.number != at.number, calls)
+    sites = {s.id: s for s in stand.rank.of(CallSite)}
+    for call in reversed([c for c in earlier if c.state is not State.VOID]):
+        if not is_inside(stand.rank, sites.get(call.site), loop.file, loop.line):
+            return False
+        if at is not None and (call.group, call.site) == (at.group, at.site):
+            return True
+    return False
+
+
+def _out_of_a_loop(beyond: Beyond) -> dict[str, Any]:
+    left, first = beyond.left, beyond.stay[0]
+    here, may = left.place, may_end(first.made, left.loop) if first.made else None
+    unsure = (
+        () if may is None or may == here else (Related("may end a loop sooner on some ranks", may),)
+    )
+    waiting = ranks_do((s.rank.rank for s in beyond.stay), "wait")
+    did = f"left out {_op(first)}" if left.surely else f"left a loop in which {waiting}"
+    return {
+        "ranks": beyond.ranks,
+        "location": here,
+        "label": left.label,
+        "related": (*unsure, *_here([*beyond.stay, *beyond.gone], here)),
+        "summary": f"{left.who} {did}",
+        "cause": f"{left.cause}; {FOR_EVER}",
+        "fix": left.fix,
+    }
+
+
+def _in_any_order(now: Scene, ring: list[Stand]) -> dict[str, Any]:
+    ranks = {s.rank.rank for stand in ring for s in _with(now, stand)}
+    return {
+        "ranks": tuple(sorted(ranks)),
+        "location": ring[0].location,
+        "label": f"rank {ring[0].rank.rank} waits here",
+        "related": _here([ring[1]], ring[0].location),
+        "summary": "ranks wait for each other in different groups",
+        "cause": "each waits in one group for a rank that waits in another: they use the groups in "
+        f"different order, or one of them left a call out; {FOR_EVER}",
+        "fix": "use the groups in one order on all ranks, and make each call on every rank of its "
+        "group",
+    }
+
+
+def _with(now: Scene, stand: Stand) -> list[Stand]:
+    """The ranks that wait in the same call, with this one."""
+    index = stand.call.index if stand.call else -1
+    return [s for s in now.blocked if s.key == stand.key and s.call and s.call.index == index]
+
+
+def _here(stands: list[Stand], shown: Location | None) -> tuple[Related, ...]:
+    """The lines that other ranks are at."""
+    lines: dict[Location, list[int]] = {}
+    for stand in stands:
+        if stand.location is not None and stand.location != shown:
+            lines.setdefault(stand.location, []).append(stand.rank.rank)
+    return tuple(Related(f"{ranks_do(ranks, 'wait')} here", spot) for spot, ranks in lines.items())
+
+
+def _op(stand: Stand) -> str:
+    return stand.made.signature.op if stand.made else "it"

@@ -1,0 +1,436 @@
+"""Loops that some ranks have left while others are still in them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import inf
+
+from ...events import CALLERS, CallSite, ExceptionPassed
+from ...report.findings import Evidence, Finding
+from ...run import Location, Rank, ranks_text
+from ..calls.call_logs import Made
+from ..control_flow.branches import condition
+from ..control_flow.caught_exceptions import handler
+from ..control_flow.jumps import (
+    OF_MODEL,
+    SAME_ON_ALL,
+    Key,
+    catching,
+    depth_in,
+    exits,
+    has_left,
+    in_same_run,
+    loops_around,
+    same_function,
+    uneven,
+    ways_out,
+    whole,
+)
+from ..control_flow.loop_rounds import (
+    Leaver,
+    is_last,
+    iterations_of,
+    skipped_in,
+    steps_taken,
+    until_call,
+)
+from ..control_flow.skipped_batches import Skips, skips
+from .divergence import Parting
+from .divergence_causes import by_their_rank
+from .skipped_round import apart
+
+SKIPPED_BY = "took_no_step_for_a_batch"
+"""Name of the evidence which ranks did so."""
+
+
+class How(enum.Enum):
+    """How a rank got out of a loop that another one is still in.
+
+    `DRY`: its loader had fewer batches. `FEWER`: it had fewer rounds, whatever they are over.
+    `SKIPPED`: it did all rounds, and in fewer of them what the other does. `BROKE`: it left the
+    very iteration that the other is in. `RAISED`: nothing but an exception ends it early. `OVER`:
+    in good order, the other is in a later one. `UNKNOWN`: no loader tells.
+    """
+
+    DRY = enum.auto()
+    FEWER = enum.auto()
+    SKIPPED = enum.auto()
+    BROKE = enum.auto()
+    RAISED = enum.auto()
+    OVER = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+@dataclass(frozen=True)
+class Left:
+    """A loop that some have left.
+
+    Attributes:
+        ranks: who left it.
+        steps: where they skipped some, for how many of their batches they took a step; skips: who
+            did in all iterations.
+        ways: the statements that cut a round short, or that catch what ends it; as `source` what
+            each is under.
+        known: whether all of these ranks did; otherwise some of them, nothing tells which.
+        turn: the branch that shows it, which goes by the number of the round.
+    """
+
+    ranks: list[int]
+    loop: Location
+    how: How
+    steps: str = ""
+    ways: tuple[Location, ...] = ()
+    exits: tuple[Location, ...] = ()
+    known: bool = True
+    turn: str = ""
+    skips: Skips | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        skipped = self.how is How.SKIPPED and self.known
+        return {SKIPPED_BY: sorted(self.ranks)} if skipped else {}
+
+    @property
+    def who(self) -> str:
+        """`rank 1`, `some of ranks 0-3`."""
+        return ranks_text(self.ranks) if self.known else f"some of {ranks_text(self.ranks)}"
+
+    @property
+    def place(self) -> Location:
+        """The line to point at."""
+        lines = self.ways if self.surely else () if self._or_skipped else self.exits
+        return lines[0] if len(lines) == 1 else self.loop
+
+    @property
+    def _or_skipped(self) -> bool:
+        """Whether they may as well have skipped a round."""
+        return self.how is How.UNKNOWN and bool(self.ways)
+
+    @property
+    def cause(self) -> str:
+        """`rank 1 left the loop at train.py:8 before the others`."""
+        who = self.who
+        ways = " or ".join(f"`{w.source}` ({w})" for w in self.ways[:2])
+        short = f": {ways} leaves out the rest of one" if ways else ""
+        if self.how is How.SKIPPED and self.steps:
+            batches = f"{who} took a step for only {self.steps} batches"
+            before = self.skips.before(self.ranks) if self.skips else ""
+            return f"{batches} in the loop at {self.loop}{short}{before}"
+        if self.how is How.SKIPPED:
+            shown = f"; `{self.turn}` goes by the number of the round" if self.turn else ""
+            return f"{who} skipped rounds of the loop at {self.loop}{short}{shown}"
+        if self.how is How.FEWER:
+            return f"{who} had fewer rounds of `{self.loop.source}` ({self.loop})"
+        if self.how is How.RAISED:
+            return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
+        dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
+        exits = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
+        ended = f": {exits} ends it" if exits else ""
+        or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
+        return f"{who} left the loop at {self.loop} before the others{dry}{ended}{or_skipped}"
+
+    @property
+    def label(self) -> str:
+        who = self.who
+        if self.how is How.RAISED:
+            return f"{who} caught an exception here"
+        if self.how is How.SKIPPED:
+            if not self.known:
+                return "the rest of a round is skipped here"
+            rounds = "batches in" if self.steps else "rounds of"
+            return (
+                f"{who} skipped {rounds} this loop"
+                if self.place == self.loop
+                else (f"{who} skips the rest of a round here")
+            )
+        if self.how is How.FEWER:
+            return f"{who} had fewer rounds of this loop"
+        return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
+
+    @property
+    def surely(self) -> bool:
+        """Whether the others are in a round that those who left it had to do, too."""
+        return self.how in (How.SKIPPED, How.RAISED)
+
+    @property
+    def blames(self) -> bool:
+        """Whether those who left it are at fault."""
+        return self.surely or bool(self.exits)
+
+    @property
+    def fix(self) -> str:
+        """What to change."""
+        if self.how is How.DRY:
+            return (
+                "give every rank the same number of batches (`DistributedSampler`, "
+                "`drop_last=True`), or train inside `with Join([model]):`, which covers no "
+                "collective of your own and does not copy the optimizer's state"
+            )
+        alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
+        if self.how is How.FEWER:
+            return (
+                "let that loop have as many rounds on every rank: agree on the smallest number of "
+                "items (`all_reduce` with `ReduceOp.MIN`) and stop there on all of them"
+            )
+        handled = any(w.source.startswith("except") for w in self.ways)
+        if self.how is How.SKIPPED and (handled or (self.skips and self.skips.caught)):
+            return (
+                f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
+                "collective, and skip on all of them or on none"
+            )
+        if self.how is How.SKIPPED:
+            return f"{alone}share the condition with `all_reduce`, or take the step with `loss * 0`"
+        if self.how is How.RAISED:
+            return (
+                "let an exception end the rank with a bad status (raise it again), so that the "
+                "launcher ends the others"
+            )
+        if self.exits and not self._or_skipped:
+            return (
+                "decide together: `all_reduce` the decision, or what it is made from, and leave "
+                "the loop on all ranks in the same round"
+            )
+        return (
+            "let all ranks do the same rounds of the loop and make the same calls in each: compute "
+            "its bounds from values that are equal on all of them, and share a decision to stop or "
+            "to skip (`all_reduce` the condition)"
+        )
+
+
+def left_loop(parting: Parting) -> Left | None:
+    """The loop that ranks are still in and others have left, None where that is not clear."""
+    inside: dict[Key, list[int]] = {}
+    heads: dict[Key, Location] = {}
+    for rank, made in parting.made.items():
+        for key, head, _, _ in loops_around(made.rank, made.site):
+            inside.setdefault(key, []).append(rank)
+            heads[key] = head
+    loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
+    only = parting.place.rank.rank if by_their_rank(parting) else None
+    for key, stay in inside.items():
+        if only in stay:
+            continue  # nobody else ever made that call in it
+        rest, staying = [r for r in parting.made if r not in stay], [parting.made[r] for r in stay]
+        in_another = any(not set(others) & set(stay) for others in inside.values())
+        if not rest or (in_another and whole(staying[0], heads[key])):
+            continue  # whoever is in the other one has this before it, or is through with it
+        may_be = parting.may_be_left(staying[0], key) or _began(parting, rest, stay, heads[key])
+        if may_be and all(has_left(parting.made[r], staying[0], key) for r in rest):
+            loops.setdefault(tuple(rest), []).append((heads[key], staying))
+    found = (
+        _told([until_call(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items()
+    )
+    left = next((left for left in found if left is not None), None)
+    if left is not None:
+        still = next(m for r, m in parting.made.items() if r not in left.ranks)
+        last = next((m for m in parting.before if m.rank.rank in left.ranks), None)
+        left = _with_exits(left, last.rank, last.site, still) if last else left
+    if left is not None and left.blames:
+        return left
+    if (rounds := apart(parting)) is not None:
+        skipped = Left(rounds.ranks, rounds.loop, How.SKIPPED, ways=rounds.ways)
+        return replace(skipped, known=rounds.known, turn=rounds.turn)
+    usual = parting.left_out and left and left.how is How.UNKNOWN
+    again = usual or (left is not None and _came_again(parting, left))
+    return None if again else left  # the others are in a later round of the loop
+
+
+def _began(parting: Parting, left: list[int], stay: list[int], loop: Location) -> bool:
+    """Whether a loader tells that some left the very iteration in which the others are."""
+    until = {r: until_call(made) for r, made in parting.made.items()}
+    hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
+    return hows <= {How.BROKE, How.DRY, How.SKIPPED}
+
+
+def _came_again(parting: Parting, left: Left) -> bool:
+    """Whether nothing says that a loop was left too early, but a branch around the call after it
+    that it keeps some from that, and all are in a loop around both."""
+    call = parting.place
+    if left.how is not How.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
+        return False
+    keys = [
+        {key for key, _, _, _ in loops_around(made.rank, made.site)}
+        for made in parting.made.values()
+    ]
+    return condition(call) is not None and bool(set.intersection(*keys))
+
+
+def blamed(parting: Parting) -> Parting:
+    """The same, with those who left the loop as the ranks at fault, where it is known how, unless
+    most did, and the call that they left out."""
+    left = left_loop(parting)
+    if left is not None and not left.known:
+        return replace(parting, odd=tuple(left.ranks))
+    if left is None or not left.blames:
+        return parting
+    if 2 * len(left.ranks) > len(parting.made) and not left.turn:
+        return parting
+    stay = next(made for rank, made in parting.made.items() if rank not in left.ranks)
+    place = stay if parting.place.rank.rank in left.ranks else parting.place
+    return replace(parting, odd=tuple(left.ranks), place=place)
+
+
+def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:
+    """The loop that a rank left for good while another still is in a call inside of it."""
+    loops = [
+        (head, [waiting])
+        for key, head, _, _ in loops_around(leaver, last)
+        if in_same_run(leaver, last, waiting, key)
+    ]
+    left = _told([(leaver, inf)], loops, one_function=True)
+    if left is not None:
+        left = _with_exits(left, leaver, last, waiting)
+    if left is not None and left.how is How.UNKNOWN:
+        left = _skipped_before(leaver, waiting) or left
+    if left is None or left.how is not How.UNKNOWN or not SAME_ON_ALL.match(left.loop.source):
+        return left
+    if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
+        return left
+    caught = tuple(catching(leaver, last))
+    if uneven := list(_uneven_within(left.loop, leaver, waiting)):
+        inner = (head.source for _, head, _, _ in loops_around(waiting.rank, waiting.site))
+        counted = len(uneven) == 1 and not any(map(OF_MODEL.match, inner))
+        known = not caught and last is not None and len(last.places) < CALLERS
+        return replace(left, loop=uneven[0], how=How.FEWER) if counted and known else left
+    return replace(left, how=How.RAISED, ways=caught) if caught else left
+
+
+def _skipped_before(leaver: Rank, waiting: Made) -> Left | None:
+    """The loop around a call whose loader tells that a rank is through with all of it and took
+    fewer steps there, whatever that rank did last."""
+    for _, head, _, _ in loops_around(waiting.rank, waiting.site):
+        if _how((leaver, inf), until_call(waiting), head, False) is How.SKIPPED:
+            return _told([(leaver, inf)], [(head, [waiting])])
+    return None
+
+
+def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
+    """The step from which two ranks are in different rounds around a loop over a loader, since one
+    of them took fewer batches in an iteration before; None where they are not."""
+    mine, theirs = iterations_of((leaver, inf), loop), iterations_of((waiting, inf), loop)
+    for a, b, after in zip(mine, theirs, mine[1:], strict=False):
+        same = (a.loader, a.began.epoch) == (b.loader, b.began.epoch)
+        if same and a.ended and b.ended and a.ended.batches != b.ended.batches:
+            return after.began.step
+    return None
+
+
+def _told(
+    left: list[Leaver], loops: list[tuple[Location, list[Made]]], one_function: bool = False
+) -> Left | None:
+    """Of nested loops, innermost first, the one to tell of.
+
+    The first whose loader tells how it was left; otherwise the outermost (of one function) of which
+    that is not known to have been in good order: whoever leaves that is out of the others, too.
+    """
+    numbers = [rank.rank for rank, _ in left]
+    candidate: Left | None = None
+    ways: tuple[Location, ...] = ()
+    short: Location | None = None
+    same = True
+    for n, (head, stay) in enumerate(loops):
+        hidden = n == 0 and _no_loader(stay[0])
+        how = _agreed(_how(r, until_call(s), head, hidden) for r in left for s in stay)
+        here, broken = ways_out(stay[0], head)
+        if seen := _handled(left, here):
+            ways, short = seen, head
+        elif here and not ways and depth_in(stay[0], head) is not None:
+            ways, short = here, head
+        if how is How.OVER:
+            candidate = None
+        elif how is How.SKIPPED:
+            known = skips([*left, *map(until_call, stay)], head)
+            return Left(numbers, head, how, steps_taken(left[0]), ways, skips=known)
+        elif how is not How.UNKNOWN:
+            return Left(numbers, head, how, ways=ways)
+        elif candidate is None or (
+            same_function(candidate.loop, head)
+            if one_function
+            else not (uneven(candidate.loop) and whole(stay[0], head))
+        ):
+            candidate = Left(numbers, head, how, ways=ways)
+            same = same and not broken and SAME_ON_ALL.match(head.source) is not None
+    if candidate and candidate.ways and short and same:
+        return replace(candidate, loop=short, how=How.SKIPPED)
+    return candidate
+
+
+def _with_exits(left: Left, leaver: Rank, last: CallSite | None, stay: Made) -> Left:
+    if left.how not in (How.BROKE, How.UNKNOWN):
+        return left
+    sure = left.how is How.BROKE
+    even = not list(_uneven_within(left.loop, leaver, stay))
+    return replace(left, exits=exits(leaver, last, stay, left.loop, sure, even))
+
+
+def _uneven_within(loop: Location, leaver: Rank, stay: Made) -> Iterator[Location]:
+    """The loops in that one that may have had another number of rounds on each of both ranks."""
+    heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
+    for head in takewhile(lambda head: head != loop, heads):
+        if uneven(head) and _how((leaver, inf), until_call(stay), head, False) is How.UNKNOWN:
+            yield head
+
+
+def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:
+    """The handlers that were seen to catch an exception on a rank that left."""
+    seen = [
+        handler(rank, event, ways)
+        for rank, until in left
+        for event in rank.of(ExceptionPassed)
+        if event.at <= until
+    ]
+    return tuple(dict.fromkeys(way for way in seen if way is not None))
+
+
+def _no_loader(made: Made) -> bool:
+    """Whether none of the loops around a call iterates a loader by itself."""
+    return not any(
+        iterations_of((made.rank, inf), head)
+        for _, head, _, _ in loops_around(made.rank, made.site)
+    )
+
+
+def _agreed(hows: Iterable[How]) -> How:
+    known = set(hows)
+    if How.OVER in known:
+        return How.OVER
+    return known.pop() if len(known) == 1 else How.UNKNOWN
+
+
+def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
+    """How one rank left a loop that the other is in.
+
+    `hidden`: the loader may be iterated by a generator that the loop runs over.
+    """
+    theirs = iterations_of(stay, None if hidden else loop)
+    mine = iterations_of(left, None if hidden else loop)
+    if not theirs:
+        return How.UNKNOWN
+    now = theirs[-1]
+    same = next(
+        (i for i in mine if (i.loader, i.began.epoch) == (now.loader, now.began.epoch)), None
+    )
+    if now.exhausted:  # the one it is in is not on record
+        how = How.OVER if mine and mine[-1].exhausted else How.UNKNOWN
+    elif same is None:
+        how = How.OVER
+    elif same.ended is None or not same.exhausted:
+        how = How.BROKE
+    elif now.began.batches < 0 or same.ended.batches < now.began.batches:
+        how = How.DRY
+    else:
+        how = How.SKIPPED if skipped_in(left, mine) > skipped_in(stay, theirs) else How.OVER
+    if hidden and (how not in (How.DRY, How.SKIPPED) or not same or not is_last(same, mine)):
+        return How.UNKNOWN
+    return how
+
+
+def shifted_by_it(mine: Finding, other: Finding) -> bool:
+    """Whether options that some ranks have so many steps sooner are those of later batches, as they
+    took no step for one."""
+    ranks = mine.evidence.get(SKIPPED_BY)
+    sooner = other.evidence.get("the_same_values_but_for_a_few_on_ranks")
+    return bool(ranks) and other.check == "hyperparameter-skew" and sooner == ranks

@@ -1,0 +1,189 @@
+"""Ranks in different rounds of a loop, as a call shows that comes in some rounds only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...events import Enclosing, ExceptionPassed
+from ...run import Location
+from ..calls.call_logs import Made
+from ..calls.rank_conditions import PAST
+from ..control_flow.branches import condition, is_inside
+from ..control_flow.caught_exceptions import handler
+from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
+from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
+from ..waiting.failures import LOST_PEER
+from .divergence import Parting
+
+_COUNTED = re.compile(r"for (\w+) in range\([\w.]+\):")
+_NUMBERED = re.compile(r"for (\w+), .+ in (?:\w+\.)*(?:tqdm\()?enumerate\((?!.*\bstart\b)[^,]+\):")
+_SETTINGS = re.compile(r"%\s*[A-Za-z_][\w.]*|==\s*[A-Za-z_][\w.]*\s*-\s*1\b")
+_WORD = re.compile(r"[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Who skipped a round of a loop, so that the others are in another one.
+
+    Attributes:
+        ranks: all of them where it is not `known` which.
+        turn: the branch that goes by the number of the round.
+        ways: the statements that leave out the rest of a round.
+    """
+
+    ranks: list[int]
+    known: bool
+    loop: Location
+    turn: str
+    ways: tuple[Location, ...]
+
+
+def apart(parting: Parting) -> Apart | None:
+    """Who skipped a round, where some are in a call that comes by the number of the round, and the
+    others in one that comes in all rounds; None where that is not clear."""
+    if any(condition(made) for made in parting.made.values()):
+        return None
+    for key, head in _loops_of_all(parting):
+        name = _number(head)
+        turn = _by_round(parting, key, name)
+        if turn is None:
+            continue
+        here = {r for r, m in parting.made.items() if is_inside(m.rank, m.site, key[0], turn.line)}
+        rest = {*parting.made} - here
+        ways = tuple(w for w in _ways(parting, key, rest) if not _reads_only(w.source, name))
+        if rest and ways and _comparable(parting, key, head):
+            skipped = _skipped(parting, ways, head)
+            known = skipped in (here, rest)
+            ranks = sorted(skipped if known else parting.made)
+            return Apart(ranks, known, head, turn.text, ways)
+    return None
+
+
+def _loops_of_all(parting: Parting) -> Iterator[tuple[Key, Location]]:
+    """The loops that all ranks are in, and were in the call before."""
+    every = [
+        {key: head for key, head, _, _ in loops_around(made.rank, made.site)}
+        for made in (*parting.made.values(), *parting.before)
+    ]
+    if parting.before:
+        yield from ((k, head) for k, head in every[0].items() if all(k in e for e in every))
+
+
+def _number(loop: Location) -> str:
+    """What the program calls the number of a round, empty where the loop counts none."""
+    counted = _COUNTED.match(loop.source) or _NUMBERED.match(loop.source)
+    return counted[1] if counted else ""
+
+
+def _by_round(parting: Parting, key: Key, name: str) -> Enclosing | None:
+    """The branch in a loop that some ranks are in, and which goes by the number of the round."""
+    return next(
+        (
+            around
+            for made in parting.made.values()
+            for around in _within(made, key)
+            if around.text.startswith("if ") and _goes_by(around.text, name)
+        ),
+        None,
+    )
+
+
+def _goes_by(text: str, name: str) -> bool:
+    """Whether a condition reads nothing but that number, and what it is divided by:
+    `if (i + 1) % args.every == 0:`."""
+    return "%" in text and name in _WORD.findall(text) and _reads_only(text, name)
+
+
+def _reads_only(text: str, name: str) -> bool:
+    rest = {*_WORD.findall(_SETTINGS.sub("", text.partition("#")[0]))}
+    return rest <= {name, "if", "elif", "and", "or", "not"}
+
+
+def _within(made: Made, key: Key) -> Iterator[Enclosing]:
+    """The statements between a call and a loop around it, in the loop's function."""
+    for _, _, depth, loop in loops_around(made.rank, made.site):
+        spot = made.location_at(depth)
+        if spot and (spot.file, loop.line, spot.function) == key:
+            inside = places(made)[depth].inside
+            yield from inside[: inside.index(loop)]
+            return
+
+
+def _ways(parting: Parting, key: Key, rest: set[int]) -> tuple[Location, ...]:
+    """The statements that leave out the call of either side; none where another one may leave out
+    that of the `rest` alone."""
+    found: dict[int, Location] | None = None
+    for rank, made in parting.made.items():
+        depth, loop = next(
+            (depth, around)
+            for at, _, depth, around in loops_around(made.rank, made.site)
+            if at == key
+        )
+        spot, place = made.location_at(depth), places(made)[depth]
+        lines = {
+            way.line: Location(key[0], way.line, key[2], way.text)
+            for way in loop.ways
+            if spot is not None and leaves_out(way, spot.line, place)
+        }
+        found = lines if found is None else {n: way for n, way in found.items() if n in lines}
+        if rank in rest and not _in_every_round(made, key, depth, {*lines}):
+            return ()
+    return tuple(found.values()) if found else ()
+
+
+def _in_every_round(made: Made, key: Key, depth: int, ways: set[int]) -> bool:
+    """Whether a call in a loop comes in every round, but where one of these ways leaves it out."""
+    inner = (around for place in places(made)[:depth] for around in place.inside)
+    return all(_is_entered(around, set()) for around in inner) and all(
+        _is_entered(around, ways) for around in _within(made, key)
+    )
+
+
+def _is_entered(around: Enclosing, ways: set[int]) -> bool:
+    text = around.text
+    if text.startswith(PAST):
+        return around.opener in ways
+    if text.startswith("try:"):
+        return {way.line for way in around.ways} <= ways
+    even = OF_MODEL.match(text) or SAME_ON_ALL.match(text)
+    return bool(even) or text.startswith(("with ", "async with "))
+
+
+def _comparable(parting: Parting, key: Key, loop: Location) -> bool:
+    """Whether rounds of one number are the same on all ranks: it has as many on each, or they are
+    of one iteration over a loader, or no loop is around it."""
+    made = list(parting.made.values())
+    last = [iterations_of(until_call(m), loop)[-1:] for m in made]
+    if all(last):
+        return len({(i.loader, i.began.epoch) for (i,) in last}) == 1
+    around = [{k: loop for k, _, _, loop in loops_around(m.rank, m.site)} for m in made]
+    order = [list(loops) for loops in around]
+    outer = any(keys.index(key) < len(keys) - 1 for keys in order)
+    even = SAME_ON_ALL.match(loop.source) and not any(loops[key].broken for loops in around)
+    return not any(last) and bool(even or not outer)
+
+
+def _skipped(parting: Parting, ways: tuple[Location, ...], loop: Location) -> set[int]:
+    """Who caught something that the others did not, or took no step for a batch."""
+    raised = {rank: _caught(made, ways) for rank, made in parting.made.items()}
+    if any(raised.values()):
+        everywhere = set.intersection(*raised.values())
+        return {rank for rank, events in raised.items() if events - everywhere}
+    leavers = {rank: until_call(made) for rank, made in parting.made.items()}
+    counts = {r: skipped_in(at, iterations_of(at, loop)) for r, at in leavers.items()}
+    least = min(counts.values())
+    return {rank for rank, count in counts.items() if count > least}
+
+
+def _caught(made: Made, ways: tuple[Location, ...]) -> set[tuple[str, str, int]]:
+    """What may have come to one of these handlers on a rank."""
+    rank, until = until_call(made)
+    handlers = [way for way in ways if way.source.startswith("except")]
+    return {
+        (e.kind, str(rank.location(e.site)), e.step)
+        for e in rank.of(ExceptionPassed)
+        if e.at <= until and handlers and not LOST_PEER.search(e.message)
+        if e.where in ("forward", "backward", "data") or handler(rank, e, handlers)
+    }

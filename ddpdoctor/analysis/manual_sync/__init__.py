@@ -1,0 +1,1 @@
+"""Gradients that the program synchronises itself, without DDP."""

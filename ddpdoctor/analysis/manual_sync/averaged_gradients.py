@@ -1,0 +1,111 @@
+"""Gradients that the program itself averages over the ranks: once, or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...events import Averaged
+from ...report.findings import Related, Steps
+from ...run import Rank, Run
+from .kept_equal import Copies, trained_alike
+
+NEAR = 1e-3
+LARGE = 0.05
+"""Means are compared with what was applied where they are at least so large a part of what they are
+made of: rounding does not count."""
+
+Looks = dict[int, tuple[Rank, Averaged]]
+
+
+def by_hand(run: Run) -> Iterator[dict[str, Any]]:
+    """The fields of a finding for every model whose gradients are divided twice."""
+    for copies in trained_alike(run):
+        looks = _looks(copies)
+        for seen in looks:
+            ratio = _ratio(seen)
+            spot = _line(seen, looks, ratio) if ratio is not None else None
+            if ratio is not None and spot is not None:
+                yield _told(copies, seen, ratio, *spot)
+                break
+
+
+def _looks(copies: Copies) -> list[Looks]:
+    """The steps that all ranks looked at."""
+    tables = {
+        number: {e.step: (rank, e) for e in rank.of(Averaged) if e.optimizer == event.optimizer}
+        for number, (rank, event) in copies.members.items()
+    }
+    common = sorted(set.intersection(*(set(t) for t in tables.values())))
+    return [{n: t[step] for n, t in tables.items()} for step in common]
+
+
+def _ratio(seen: Looks) -> float | None:
+    """What was applied by the mean of what the ranks had, where that is one number."""
+    rows = [event for _, event in seen.values()]
+    if len({(len(e.local), e.applied) for e in rows}) != 1:
+        return None
+    ratios = []
+    every = zip(*(e.local for e in rows), strict=True)
+    for values, applied in zip(every, rows[0].applied, strict=False):
+        mean = sum(values) / len(values)
+        if mean and abs(mean) >= LARGE * max(map(abs, values)):
+            ratios.append(applied / mean)
+    middle = sorted(ratios)[len(ratios) // 2] if ratios else 0.0
+    if not middle or any(abs(r / middle - 1) > NEAR for r in ratios):
+        return None
+    return middle
+
+
+def _line(seen: Looks, looks: list[Looks], ratio: float) -> tuple[int, str, bool] | None:
+    """The line that divides once too often, the divisor as written, and whether it is the loss that
+    it divides."""
+    _, first = next(iter(seen.values()))
+    if abs(ratio - 1) < NEAR and all(e.loss_divisor for _, e in seen.values()):
+        return first.loss_site, first.loss_divisor, True
+    if abs(ratio * len(seen) - 1) > NEAR:
+        return None
+    number = next(iter(seen))
+    events = [look[number][1] for look in looks]
+    lines = {s: d for e in events for s, d in zip(e.sites, e.divisors, strict=True) if d}
+    averages = any("AVG" in e.operations for e in events)
+    if len(lines) + averages < 2:
+        return None
+    site, written = list(lines.items())[-1]
+    return site, written, False
+
+
+def _told(
+    copies: Copies, seen: Looks, ratio: float, site: int, written: str, loss: bool
+) -> dict[str, Any]:
+    number, (rank, event) = next(iter(seen.items()))
+    size = len(seen)
+    kind = copies.members[number][1].kind or "a set of parameters"
+    steps = [r.steps_of(event.optimizer) for r, _ in seen.values()]
+    last = max(event.step, max(steps) - 1)
+    stepped = rank.location(copies.members[number][1].step_site)
+    return {
+        "ranks": tuple(seen),
+        "steps": Steps(event.step, last, last - event.step + 1),
+        "subjects": (kind,),
+        "location": rank.location(site),
+        "label": "the mean over the ranks is taken besides",
+        "related": (Related("stepped here", stepped),) if stepped else (),
+        "summary": (f"the loss is divided by the world size ({size}), and " if loss else "")
+        + f"the gradients of {kind} are averaged over the ranks by hand"
+        + ("" if loss else f" and divided by the world size ({size}) once more")
+        + f": they are {size} times too small",
+        "cause": "what the optimizer applies is "
+        + ("" if loss else f"1/{size} of ")
+        + "the mean of the ranks' own gradients"
+        + (", of losses that were divided by their number before" if loss else ""),
+        "fix": f"remove the division by `{written}` here, or that of the gradients"
+        if loss
+        else f"remove this division by `{written}`: one is enough to make a sum a mean",
+        "evidence": {
+            "applied_by_mean_of_the_ranks": float(f"{ratio:.5g}"),
+            "written_as": written,
+            "step": event.step,
+        },
+        "at": rank.wall(event.at),
+    }

@@ -1,0 +1,123 @@
+"""Parameters that the optimizers of some ranks hold and those of others do not, where nothing
+brings the holders' updates to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...events import Ownership, Replica, StepDone, Wrapped
+from ...events.pack import unpack
+from ...report.findings import FixKind, Related, Severity, Steps
+from ...run import Rank, Run, ranks_text
+from ..replicas import causes, moving
+from ..replicas.replica import Member
+
+Key = tuple[tuple[int, ...], int]
+"""Ranks of the group, and the model's number."""
+
+
+def compared(run: Run) -> bool:
+    """Whether there is something to tell."""
+    return any(told(run))
+
+
+def told(run: Run) -> Iterator[dict[str, Any]]:
+    """The fields of findings."""
+    members: dict[Key, list[Member]] = {}
+    for rank in run.ranks.values():
+        wrapped = {w.model: w for w in rank.of(Wrapped)}
+        for seen in {(e.model, e.optimizer): e for e in rank.of(Replica)}.values():
+            if seen.model in wrapped:
+                member = Member(rank, seen, wrapped[seen.model])
+                members.setdefault((seen.ranks, seen.model), []).append(member)
+    for (ranks, model), holders in members.items():
+        lacking: dict[int, Ownership] = {}
+        names: dict[str, list[Member]] = {}
+        for number in ranks:
+            event = _latest(run.ranks.get(number), model)
+            if event is None:
+                continue
+            still = [m for m in holders if m.rank.rank != number and _steps_on(m, event.step)]
+            for name in event.missing:
+                others = [m for m in still if _moves(m, name)]
+                if others:
+                    lacking[number] = event
+                    names.setdefault(name, []).extend(others)
+        if lacking:
+            yield _told(run, lacking, names)
+
+
+def _latest(rank: Rank | None, model: int) -> Ownership | None:
+    """What holds at the end."""
+    events = [e for e in rank.of(Ownership) if e.model == model] if rank is not None else []
+    return events[-1] if events else None
+
+
+def _steps_on(member: Member, step: int) -> bool:
+    """Whether an optimizer took the last of its steps after so many of its process, or then."""
+    told = list(member.rank.of(StepDone))
+    mine = [k for k, e in enumerate(told) if e.optimizer == member.optimizer]
+    return bool(mine) and sum(e.count for e in told[: mine[-1] + 1]) >= step
+
+
+def _moves(member: Member, name: str) -> bool:
+    """Whether this rank's optimizer holds a parameter, which has changed between two looks, and
+    still does at the end."""
+    own = _latest(member.rank, member.model)
+    if own is not None and name in own.missing:
+        return False
+    names = [p.name for p in member.wrapped.parameters]
+    positions = [names[p] for p in unpack(member.seen.parameters)]
+    if name not in positions:
+        return False
+    return moving.changes(member, positions.index(name), len(positions))
+
+
+def _told(
+    run: Run, lacking: dict[int, Ownership], names: dict[str, list[Member]]
+) -> dict[str, Any]:
+    number, event = next(iter(lacking.items()))
+    rank = run.ranks[number]
+    holders = tuple(sorted({m.rank.rank for every in names.values() for m in every}))
+    first = next(iter(names.values()))[0]
+    kind, ranks = first.wrapped.kind, tuple(sorted(lacking))
+    steps = [e for e in first.rank.of(StepDone) if e.optimizer == first.optimizer]
+    spot = first.rank.location(steps[0].site if steps else -1)
+    made = rank.location(event.site)
+    last = max((e.step for e in steps), default=0)
+    verb = "differs" if len(names) == 1 else "differ"
+    them = "it" if len(names) == 1 else "them"
+    shared = holders == ranks  # each rank lacks what another holds
+    here, there = ranks_text(holders), ranks_text(ranks)
+    if shared:
+        label, left = "changes only a part of them on each rank", "leaves out a part of them"
+        who = f"each optimizer of {there} changes only a part of them"
+        sent = "what each makes of its own is not sent to the rest"
+    else:
+        label, left = f"changes {them} on {here} only", f"leaves {them} out on {there}"
+        who = f"the optimizer of {here} changes {them}, and on {there} nothing does"
+        sent = f"what that of {here} makes of {them} is not sent to {there}"
+    return {
+        "severity": Severity.ERROR,
+        "ranks": ranks,
+        "steps": Steps(0, last, last + 1),
+        "subjects": tuple(names),
+        "location": spot or made,
+        "label": label,
+        "related": (Related(left, made),) if made else (),
+        "summary": f"{causes.some(list(names))} of {kind} {verb} between ranks: {who}",
+        "cause": f"the optimizers hold other parameters on each rank, and {sent}: DDP averages "
+        "gradients, never parameters",
+        "fix": "where the optimizer is sharded on purpose: send every parameter, after the step, "
+        "from the rank whose optimizer holds it (`dist.broadcast(p.data, owner)`); where it is "
+        "not: give the optimizer the same parameters on every rank",
+        "fix_kind": FixKind.CHECK,
+        "evidence": {
+            "held on": list(holders),
+            "unchanged on": list(ranks),
+            "parameters": len(names),
+            "parameters with gradients": event.trained,
+        },
+        "at": rank.wall(event.at),
+    }

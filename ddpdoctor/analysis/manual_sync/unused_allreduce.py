@@ -1,0 +1,72 @@
+"""Gradients of which copies are exchanged, and that are applied as they were: what came of the
+exchange is used by nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...events import Unwrapped, UnwrappedState
+from ...report.findings import Finding
+from ...run import Rank, Run
+from ..models import wrapped_models as models
+
+LOOKS_AT_LEAST = 3
+NEAR = 1e-3
+"""The average over ranks whose gradients differ has another norm."""
+
+
+def found(run: Run, states: dict[Rank, dict[int, UnwrappedState]]) -> bool:
+    """Whether at every look each rank had handed over copies of its gradients, as they are or
+    divided by the number of ranks, that gradients and parameters of the ranks differ all the same,
+    and that the parameters were equal at most at the begin."""
+    tables = list(states.values())
+    looks = [
+        [table[step] for table in tables]
+        for step, state in sorted(tables[0].items())
+        if all(step in table for table in tables) and state.each
+    ]
+    if len(looks) < LOOKS_AT_LEAST:
+        return False
+    expected = (1.0, 1.0 / run.world_size)
+    return all(
+        len({s.gradients for s in look}) > 1
+        and (look is looks[0] or len({s.parameters for s in look}) > 1)
+        and all(any(abs(s.copied / e - 1) < NEAR for e in expected) for s in look)
+        for look in looks
+    )
+
+
+def told(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:
+    """The finding as one of an exchange that changes nothing."""
+    rank, event = next(iter(alike.items()))
+    site = next((s.copied_site for s in _looks(rank, event.optimizer)), -1)
+    kind = event.kind or "a set of parameters"
+    changed: dict[str, Any] = {}
+    if (spot := rank.location(site)) is not None:
+        changed["location"] = spot
+        changed["label"] = "a copy, and what comes of it is not used"
+    return msgspec.structs.replace(
+        finding,
+        **changed,
+        related=models.related(rank, (("applied here", event.step_site),)),
+        summary=f"{kind} is trained {where} with gradients of which copies are exchanged, and "
+        "every rank applies its own: they differ",
+        cause="the collective is given a copy of the gradients, and what comes of it is not "
+        "written back: at every look the gradients applied are still those from before the "
+        "exchange",
+        fix="write the result back before the step: `p.grad.copy_(...)` for every parameter, or "
+        "exchange `p.grad` itself",
+        evidence=finding.evidence
+        | {
+            "norm of what was exchanged, by that of the gradients applied": sorted(
+                {round(s.copied, 4) for r in alike for s in _looks(r, event.optimizer)}
+            ),
+        },
+    )
+
+
+def _looks(rank: Rank, optimizer: int) -> list[UnwrappedState]:
+    """Those at which copies were seen."""
+    return [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer and s.copied]

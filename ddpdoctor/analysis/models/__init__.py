@@ -1,0 +1,1 @@
+"""Wrapped models, their parameters, and which of them a backward used."""

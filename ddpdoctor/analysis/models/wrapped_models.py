@@ -1,0 +1,193 @@
+"""What the checks of this family ask of wrapped models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ...events import (
+    GroupReady,
+    ModulesSkipped,
+    OptimizerSeen,
+    Ownership,
+    ParameterUse,
+    Replica,
+    StepDone,
+    UnusedParameters,
+    Wrapped,
+)
+from ...events.drift import UNHELD
+from ...events.pack import unpack
+from ...report.findings import Related
+from ...run import Location, Rank, Run, fold_ranks
+
+NO_DDP = "no model was wrapped in DistributedDataParallel"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module with parameters that share a fate, and their positions in `Wrapped.parameters`.
+
+    Attributes:
+        whole: none of the module's trainable parameters is left out.
+    """
+
+    module: str
+    kind: str
+    positions: tuple[int, ...]
+    whole: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.module or 'the model'} ({self.kind})" if self.kind else self.module
+
+    def code(self, model: str) -> str:
+        """`model.blocks[0].norm`, as a program writes it."""
+        words = self.module.split(".") if self.module else []
+        return model + "".join(f"[{w}]" if w.isdecimal() else f".{w}" for w in words)
+
+
+def numbers(run: Run) -> list[int]:
+    """The models of a run; ranks number theirs alike where they wrap alike."""
+    return sorted({w.model for r in run.ranks.values() for w in r.of(Wrapped)})
+
+
+def wrap_of(rank: Rank, model: int) -> Wrapped | None:
+    return next((w for w in rank.of(Wrapped) if w.model == model), None)
+
+
+def names_in_code(rank: Rank, wrapped: Wrapped) -> tuple[str, str]:
+    """What the program calls the wrapper, and what it was given; else both are `model`."""
+    wrapper, inner = rank.names_of(wrapped)
+    return wrapper or "model", inner or "model"
+
+
+def members(rank: Rank, wrapped: Wrapped) -> tuple[str, tuple[int, ...]]:
+    """Name and ranks of the group that a model is replicated over."""
+    group = next((g for g in rank.of(GroupReady) if g.group == wrapped.group), None)
+    return (group.name, group.ranks) if group else ("", ())
+
+
+def sets_of(rank: Rank, model: int) -> list[UnusedParameters]:
+    """One for a backward: another one over the same forward may have brought what it left out."""
+    return list({e.backward: e for e in rank.of(UnusedParameters) if e.model == model}.values())
+
+
+def use_of(rank: Rank, model: int) -> ParameterUse | None:
+    return next((e for e in reversed(rank.of(ParameterUse)) if e.model == model), None)
+
+
+def skipped_of(rank: Rank, model: int) -> list[ModulesSkipped]:
+    return [e for e in rank.of(ModulesSkipped) if e.model == model]
+
+
+def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
+    """Names of parameters that optimizers of other ranks of the model's group hold, and not only
+    held for a while."""
+    return {
+        name
+        for other in run.ranks.values()
+        for seen in other.of(Replica)
+        if other is not rank and seen.model == model and rank.rank in seen.ranks
+        if seen.optimizer != UNHELD
+        if (wrapped := wrap_of(other, model)) is not None
+        for name in set(names_of(wrapped, unpack(seen.parameters))) - _in_none(other, model)
+    }
+
+
+def _in_none(rank: Rank, model: int) -> set[str]:
+    """Names of parameters that no optimizer of a rank holds in the end."""
+    told = [e for e in rank.of(Ownership) if e.model == model]
+    return set(told[-1].missing) if told else set()
+
+
+def steps_of(rank: Rank, model: int) -> int:
+    """Steps of the optimizer of a model that took the most, or of any where none is known to hold
+    its parameters."""
+    own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
+    return max(map(rank.steps_of, own), default=0) or rank.steps
+
+
+def steps_taken(rank: Rank) -> int:
+    """Optimizer steps of all optimizers together."""
+    return sum(e.count for e in rank.of(StepDone))
+
+
+def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:
+    """The largest modules that hold nothing else than these parameters; a parameter that lies
+    beside used ones goes under the module that owns it."""
+    chosen = set(positions)
+    kinds = {m.name: m.kind for m in wrapped.modules}
+    below: dict[str, set[int]] = {}
+    for i, parameter in enumerate(wrapped.parameters):
+        if parameter.trainable and not parameter.ignored:
+            for owner in _owners(parameter.name):
+                below.setdefault(owner, set()).add(i)
+    found: dict[str, list[int]] = {}
+    for i in sorted(chosen):
+        owners = _owners(wrapped.parameters[i].name)
+        whole = [o for o in owners if o and o in kinds and below.get(o, set()) <= chosen]
+        found.setdefault(whole[0] if whole else owners[-1], []).append(i)
+    return [
+        Part(name, kinds.get(name, ""), tuple(at), below.get(name, set()) <= chosen)
+        for name, at in found.items()
+    ]
+
+
+def _owners(parameter: str) -> list[str]:
+    """`a.b` and all above it for `a.b.weight`, outermost (the empty name) first."""
+    words = parameter.split(".")[:-1]
+    return [".".join(words[:n]) for n in range(len(words) + 1)]
+
+
+def made_at(rank: Rank, wrapped: Wrapped, part: Part) -> Location | None:
+    """The line that made a part, or the nearest thing around it with a known line."""
+    if not part.whole:
+        for i in part.positions:
+            if (spot := rank.location(wrapped.parameters[i].site)) is not None:
+                return spot
+    sites = {m.name: m.site for m in wrapped.modules}
+    owner = part.module
+    while owner:
+        if (spot := rank.location(sites.get(owner, -1))) is not None:
+            return spot
+        owner = owner.rpartition(".")[0]
+    return rank.location(sites.get("", -1)) or rank.location(wrapped.site)
+
+
+def branch_of(event: UnusedParameters, part: Part) -> int:
+    """The `if` in the user's forward that leaves a part out, -1 where none was found."""
+    for name, site in event.branches.items():
+        around, inside = f"{part.module}.".startswith(f"{name}."), name.startswith(part.module)
+        if around or inside:
+            return site
+    return -1
+
+
+def names_of(wrapped: Wrapped, positions: Iterable[int]) -> tuple[str, ...]:
+    return tuple(wrapped.parameters[i].name for i in positions if i < len(wrapped.parameters))
+
+
+def some(names: Iterable[str], limit: int = 2) -> str:
+    """`a, b and 3 more`."""
+    listed = list(names)
+    more = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def on_ranks(run: Run, ranks: Iterable[int]) -> str:
+    """`on all 4 ranks`, `on rank 1`, `on ranks 0-2`."""
+    listed = sorted(set(ranks))
+    if len(listed) == run.world_size:
+        return f"on all {len(listed)} ranks"
+    return f"on rank{'s' if len(listed) > 1 else ''} {fold_ranks(listed)}"
+
+
+def related(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:
+    return tuple(_known(rank, places))
+
+
+def _known(rank: Rank, places: Iterable[tuple[str, int]]) -> Iterator[Related]:
+    for label, site in places:
+        if (spot := rank.location(site)) is not None:
+            yield Related(label, spot)

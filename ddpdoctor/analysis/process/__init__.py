@@ -1,0 +1,1 @@
+"""Processes, files and devices: who claimed which rank, who touched which file."""

@@ -1,0 +1,33 @@
+"""Memory of ranks over time: robust figures from noisy samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...events import RankSample
+from ...run import Rank, Run
+
+MIB = 1 << 20
+
+
+def human(size: float) -> str:
+    """`12 MB`."""
+    for unit, factor in (("GB", 1 << 30), ("MB", MIB), ("KB", 1 << 10)):
+        if abs(size) >= factor:
+            number = size / factor
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def medians(values: Sequence[float], parts: int) -> list[float]:
+    """The median of each of `parts` stretches of equal length."""
+    edges = [len(values) * n // parts for n in range(parts + 1)]
+    return [statistics.median(values[a:b]) for a, b in pairwise(edges) if b > a]
+
+
+def seen_from_outside(run: Run, rank: Rank) -> list[RankSample]:
+    """What the node's monitor saw of a rank's process."""
+    pid = rank.started.pid if rank.started else 0
+    return [s for n in run.nodes.values() for s in n.of(RankSample) if s.pid == pid]

@@ -1,0 +1,127 @@
+"""Who claimed to be which rank of how many, and where they meant to meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...events import GroupReady, InitEntered, RankExiting
+from ...run import Rank, Run
+
+_SCHEDULERS = (
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One `init_process_group` of one process.
+
+    Attributes:
+        rank, world_size: what it claims, by argument or by environment.
+        given_rank, given_world: what the launcher had told this process; -1 where nothing.
+        ready: the group came to exist. `until`: when the process was gone.
+    """
+
+    process: Rank
+    event: InitEntered
+    rank: int
+    world_size: int
+    given_rank: int
+    given_world: int
+    ready: bool
+    until: float
+
+    def differs(self) -> bool:
+        """Whether it claims something else than the launcher said."""
+        told = self.given_rank >= 0 and self.given_world > 0
+        return told and (self.rank, self.world_size) != (self.given_rank, self.given_world)
+
+    @property
+    def launched(self) -> tuple[int, int]:
+        """Rank and world size as the launcher or the scheduler said them; -1 where nothing."""
+        started = self.process.started
+        if self.given_rank >= 0 or started is None or started.spawned:
+            return self.given_rank, self.given_world
+        told = started.environment
+        pairs = ((_number(told.get(r)), _number(told.get(n))) for r, n in _SCHEDULERS)
+        return next((pair for pair in pairs if min(pair) >= 0), (-1, -1))
+
+    def at_launchers(self) -> bool:
+        """Whether it meets the others where the launcher said."""
+        told = self.process.started.environment if self.process.started else {}
+        return self.event.rendezvous == f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
+
+
+def unentered(run: Run) -> str | None:
+    """Why nothing is known of how the ranks met, where that is so."""
+    if run.any(InitEntered):
+        return None
+    if run.any(GroupReady):
+        return "init_process_group was called before the examination began"
+    return "init_process_group was never called"
+
+
+def claims(run: Run) -> list[Claim]:
+    """All claims, oldest first; those that leave the rank to the backend (MPI) are left out."""
+    found = [claim for p in run.processes() for e in p.of(InitEntered) if (claim := _claim(p, e))]
+    return sorted(found, key=lambda c: c.process.wall(c.event.at))
+
+
+def _claim(process: Rank, event: InitEntered) -> Claim | None:
+    rank = event.rank if event.rank >= 0 else event.env_rank
+    world = event.world_size if event.world_size > 0 else event.env_world_size
+    if rank < 0 or world <= 0:
+        return None
+    started = process.started
+    environment = started.environment if started else {}
+    return Claim(
+        process=process,
+        event=event,
+        rank=rank,
+        world_size=world,
+        given_rank=_number(environment.get("RANK")),
+        given_world=_number(environment.get("WORLD_SIZE")),
+        ready=any(g.group == 0 and g.at >= event.at for g in process.of(GroupReady)),
+        until=_until(process),
+    )
+
+
+def _until(process: Rank) -> float:
+    """When a process was gone; one that has left no word of it may have stayed for ever."""
+    leaving = process.latest(RankExiting)
+    if leaving is not None:
+        return process.wall(leaving.at)
+    return process.ended.wall if process.ended else float("inf")
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else -1
+
+
+def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
+    """Claims by where they meet; a place that is used again later is another meeting, unless one
+    launcher started them together and who came first left without a group."""
+    by_place: dict[str, list[list[Claim]]] = {}
+    for claim in found:
+        rounds = by_place.setdefault(claim.event.rendezvous, [])
+        began = claim.process.wall(claim.event.at)
+        mine = {id(c.process) for c in rounds[-1]} if rounds else set()
+        over = bool(rounds) and began > max(c.until for c in rounds[-1])
+        if not rounds or id(claim.process) in mine or (over and not _awaited(claim, rounds[-1])):
+            rounds.append([])
+        rounds[-1].append(claim)
+    return {
+        f"{place}#{number}": members
+        for place, rounds in by_place.items()
+        for number, members in enumerate(rounds)
+    }
+
+
+def _awaited(claim: Claim, before: list[Claim]) -> bool:
+    """Whether those who are gone were to meet this one, too, and met nobody."""
+    given = {c.given_rank for c in before}
+    told = claim.given_rank >= 0 and {c.given_world for c in before} == {claim.given_world}
+    alone = not any(c.ready for c in before)
+    return told and alone and -1 not in given and claim.given_rank not in given

@@ -1,0 +1,41 @@
+"""How far apart copies that differ are."""
+
+from __future__ import annotations
+
+from ...events import Sketch
+from .replicas import Divergence, Replicas
+
+
+def distances(group: Replicas, found: Divergence) -> dict[int, float]:
+    """By step in which they differ: the largest distance of two copies over the norm, where it was
+    measured."""
+    kind = found.kind
+    steps = set(found.keys) if found.point == "step" else None
+    end = max(m.last_step for m in group.members.values()) + 1
+    sketches: dict[int, dict[int, Sketch]] = {}
+    for number, member in group.members.items():
+        for event in member.rank.of(Sketch):
+            same = (event.model, event.optimizer) == (member.model, member.optimizer)
+            apart = event.step >= found.first if steps is None else event.step in steps
+            if same and event.kind == kind and (apart or event.step == end):
+                sketches.setdefault(event.step, {})[number] = event
+    # Ranks that agree have no distance: it takes one of each side.
+    sides = [set(side) for side in found.split]
+    found_apart = {
+        step: _distance(list(seen.values()))
+        for step, seen in sorted(sketches.items())
+        if sum(not side.isdisjoint(seen) for side in sides) > 1
+    }
+    if not found_apart.get(end, 1.0):
+        del found_apart[end]  # made equal after the last step
+    return found_apart
+
+
+def _distance(sketches: list[Sketch]) -> float:
+    first = sketches[0]
+    widest = max(
+        sum((a - b) ** 2 for a, b in zip(first.bins, other.bins, strict=False)) ** 0.5
+        for other in sketches[1:]
+    )
+    norm = max(s.norm for s in sketches)
+    return widest / norm if norm else 0.0

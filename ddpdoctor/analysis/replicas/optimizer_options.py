@@ -1,0 +1,157 @@
+"""Options of an optimizer's groups, rank by rank and step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ...events import Hyperparameters
+from ...events.amp import told_at
+from ...run import Location, Rank, ranks_text
+
+Value = float | bool | str
+Groups = tuple[dict[str, Value], ...]
+
+ROUNDING = 2.0**-23
+"""Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
+
+SCHEDULE = 3
+"""Values one after the other that ranks do not have in common by chance."""
+
+LACKS_AT_MOST = 8
+
+
+def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
+    """By the step at which they were told, the values from then on."""
+    return {e.step: e.groups for e in rank.of(Hyperparameters) if e.optimizer == optimizer}
+
+
+def at(table: dict[int, Groups], step: int) -> Groups:
+    return table[max(s for s in table if s <= step)]
+
+
+def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
+    """The steps, up to the last that all ranks began, at which any rank told a change and the
+    values are not equal."""
+    told = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
+    begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
+    found = []
+    for step in begun:
+        now = {n: at(table, step) for n, table in tables.items()}
+        if len({len(groups) for groups in now.values()}) > 1:
+            continue
+        values = list(settled(now).values())
+        if any(v != values[0] for v in values):
+            found.append(step)
+    return found
+
+
+def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+    """Of ranks that all give an option the same values in the same order, as far as each comes, and
+    only at other steps: those that had the last common one first. Empty where they do not, or it
+    has changed less than twice."""
+    series = {n: list(_series(table, option, index)) for n, table in tables.items()}
+    common = min(len(changes) for changes in series.values())
+    first = next(iter(series.values()))[:common]
+    alike = all(
+        _alike(value, known)
+        for changes in series.values()
+        for (_, value), (_, known) in zip(changes, first, strict=False)
+    )
+    if common < SCHEDULE or not alike:
+        return ()
+    when = {n: changes[common - 1][0] for n, changes in series.items()}
+    return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
+
+
+def left_out(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+    """Ranks that never gave an option a few of the values that the others gave it one after the
+    other, and all later ones as many steps sooner. Empty where the others differ themselves."""
+    series = {n: [v for _, v in _series(table, option, index)] for n, table in tables.items()}
+    for whole in series.values():
+        lacks = {n: _lacks(values, whole) for n, values in series.items()}
+        if all(count is not None for count in lacks.values()) and any(lacks.values()):
+            return tuple(n for n, count in lacks.items() if count)
+    return ()
+
+
+def _lacks(values: list[Value], whole: list[Value]) -> int | None:
+    """How many of all values these lack in one place; None where they are others."""
+    pairs = enumerate(zip(values, whole, strict=False))
+    parted = next((n for n, (a, b) in pairs if not _alike(a, b)), None)
+    if parted is None:
+        return 0
+    for count in range(1, LACKS_AT_MOST + 1):
+        rest = list(zip(values[parted:], whole[parted + count :], strict=False))
+        if len(rest) >= SCHEDULE and all(_alike(a, b) for a, b in rest):
+            return count
+    return None
+
+
+def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:
+    """The values that an option takes, one after the other, and the steps from which it does."""
+    before: Value | None = None
+    for step in sorted(table):
+        value = table[step][index].get(option) if index < len(table[step]) else None
+        if value is not None and value != before:
+            yield step, value
+            before = value
+
+
+def settled(values: dict[int, Groups]) -> dict[int, Groups]:
+    """The same, where what differs by rounding alone stands as the first rank has it."""
+    first = next(iter(values.values()))
+
+    def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
+        return {o: known[o] if o in known and _alike(v, known[o]) else v for o, v in group.items()}
+
+    return {
+        n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
+        for n, groups in values.items()
+    }
+
+
+def _alike(one: Value, other: Value) -> bool:
+    """Whether two values, or two sequences of them as they are spelled out, are the same."""
+    if one == other:
+        return True
+    pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
+    try:
+        return str(one).count(", ") == str(other).count(", ") and all(
+            math.isclose(float(a), float(b), rel_tol=ROUNDING) for a, b in pairs
+        )
+    except ValueError:  # words
+        return False
+
+
+def options(values: dict[int, Groups]) -> list[tuple[str, int]]:
+    """(option, group) that differ; the learning rate first."""
+    tables = list(values.values())
+    found = [
+        (name, i)
+        for i in range(len(tables[0]))
+        for name in tables[0][i]
+        if len({str(t[i].get(name)) for t in tables}) > 1
+    ]
+    return sorted(found, key=lambda o: o[0] != "lr")
+
+
+def spelled(shown: Mapping[int, object]) -> str:
+    by_value: dict[object, list[int]] = {}
+    for number, value in shown.items():
+        by_value.setdefault(value, []).append(number)
+    parts = [
+        f"{v:.9g} on {ranks_text(r)}" if isinstance(v, float) else f"{v} on {ranks_text(r)}"
+        for v, r in by_value.items()
+    ]
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")
+
+
+def set_at(rank: Rank, optimizer: int, option: str, until: int) -> Location | None:
+    """The user's own line that gave an option a new value."""
+    for event in rank.of(Hyperparameters):
+        known = event.optimizer == optimizer and event.step <= until
+        spot = rank.location(event.set_sites.get(option, -1)) if known else None
+        if spot is not None:
+            return spot
+    return None

@@ -1,0 +1,119 @@
+"""Optimizer steps that some ranks leave out, as the averaging backwards tell that all make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...report.findings import Steps
+from .evaluations import Row
+from .missed_backwards import Lacking
+from .replicas import Replicas, by_rank, divergence
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Steps that some ranks left out.
+
+    Attributes:
+        step: the first that not all ranks took after as many backwards.
+        backwards: by rank, the averaging backwards before it; in the `end`, of the whole run.
+        taken: by rank, the steps in the end; empty where the backwards before a step tell.
+        steps: those in which the copies are apart since.
+        together: the step before which they are equal again, and stay so; -1 for none.
+        fewer: by rank, how many steps are left out until the end, where that is known.
+    """
+
+    ranks: tuple[int, ...]
+    step: int
+    backwards: dict[int, int]
+    taken: dict[int, int]
+    steps: Steps
+    together: int
+    fewer: dict[int, int]
+
+
+def before_a_step(group: Replicas) -> Skipped | None:
+    """What was left out before a step that some ranks took after more averaging backwards than
+    others. Backwards that others are known to lack do not count."""
+    tables = by_rank(group, "parameters", "step")
+    for key in sorted({k for table in tables.values() for k in table}):
+        made = {n: table[key][2] for n, table in tables.items() if key in table}
+        if (least := min(made.values())) < max(made.values()):
+            ranks = tuple(n for n, m in made.items() if m > least)
+            return _skipped(group, ranks, key, made, together=_together(group, tables, least))
+    return None
+
+
+def in_the_end(group: Replicas) -> Skipped | None:
+    """What was left out after the last step that all ranks took: they have averaged equally often,
+    and their parameters differ."""
+    taken = _taken(group)
+    made = {n: row[2] for n, row in _ends(group).items()}
+    most = max(taken.values())
+    if min(taken.values()) == most or len(made) < len(taken) or len(set(made.values())) > 1:
+        return None
+    if most > max(made.values()) or divergence(group, "parameters", "end") is None:
+        return None  # some apply gradients twice; or what was left out made no difference
+    ranks = tuple(n for n, count in taken.items() if count < most)
+    return _skipped(group, ranks, min(taken.values()), made, taken)
+
+
+def _skipped(
+    group: Replicas,
+    ranks: tuple[int, ...],
+    step: int,
+    made: dict[int, int],
+    taken: Mapping[int, int] | None = None,
+    together: int = -1,
+) -> Skipped:
+    steps = _taken(group)
+    most = max(steps.values())
+    last = max(step, (most if together < 0 else together) - 1)
+    ends = _ends(group)
+    whole = len(ends) == len(steps) and len({row[2] for row in ends.values()}) == 1
+    fewer = {n: most - steps[n] for n in ranks} if whole else {}
+    return Skipped(
+        ranks,
+        step,
+        made,
+        dict(taken or {}),
+        steps=Steps(step, last, last - step + 1),
+        together=together,
+        fewer=fewer if all(fewer.values()) else {},
+    )
+
+
+def _taken(group: Replicas) -> dict[int, int]:
+    return {n: m.last_step + 1 for n, m in group.members.items()}
+
+
+def _ends(group: Replicas) -> dict[int, Row]:
+    """By rank, the row of the end, with the backwards that it is known to lack."""
+    lacking, taken = Lacking(group.members), _taken(group)
+    return {
+        n: (stride, values, made + lacking.at(n, taken[n] - 1))
+        for n, table in by_rank(group, "parameters", "end").items()
+        for stride, values, made in table.values()
+    }
+
+
+def _together(group: Replicas, tables: Mapping[int, Mapping[int, Row]], after: int) -> int:
+    """The step, as the rank that is ahead counts them, before which the copies are equal again and
+    stay so. Their steps are no longer the same ones: their averaging backwards are, and of these
+    those after which all ranks looked at all parameters."""
+    ends, taken = _ends(group), _taken(group)
+    looks: list[dict[int, tuple[tuple[int, ...], int]]] = []
+    for number, table in tables.items():
+        rows = [*table.items()]
+        if number in ends:
+            rows.append((taken[number], ends[number]))
+        looks.append(
+            {m: (values, key) for key, (stride, values, m) in rows if stride == 1 and m > after}
+        )
+    together = -1
+    for moment in sorted(set.intersection(*(set(look) for look in looks)), reverse=True):
+        if len({look[moment][0] for look in looks}) > 1:
+            break
+        together = max(look[moment][1] for look in looks)
+    return together

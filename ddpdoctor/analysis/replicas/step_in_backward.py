@@ -1,0 +1,61 @@
+"""Steps inside the backward, by hooks on the parameters, before DDP has averaged the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ...events import GroupReady, SteppedInside, Wrapped
+from ...run import Rank, Run
+
+ABSENT = 0
+ENOUGH = 0.5
+"""Numbers exchanged per number of a model that may be its parameters, or their gradients."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A model that is so stepped, and the last record of each rank of its group.
+
+    Attributes:
+        compared, differ: after how many such backwards the ranks' parameters were compared, and
+            after which of them they differed.
+    """
+
+    wrapped: Wrapped
+    last: dict[Rank, SteppedInside]
+    compared: list[int]
+    differ: list[int]
+
+
+def stepped(run: Run) -> Iterator[Inside]:
+    """Models whose ranks part in such steps: their parameters differ at every look, or cannot be
+    digested, and the program does not exchange as much as these are by itself."""
+    for group, model in sorted(_places(run)):
+        told: dict[Rank, dict[int, SteppedInside]] = {}
+        for rank in run.ranks.values():
+            records = {e.count: e for e in rank.of(SteppedInside) if e.model == model}
+            if records and _group(rank, model) == group:
+                told[rank] = records
+        tables = list(told.values())
+        common = sorted(set.intersection(*(set(table) for table in tables)))
+        compared = [n for n in common if all(t[n].parameters != ABSENT for t in tables)]
+        differ = [n for n in compared if len({t[n].parameters for t in tables}) > 1]
+        last = {rank: table[max(table)] for rank, table in told.items()}
+        wrapped = next(w for w in next(iter(told)).of(Wrapped) if w.model == model)
+        size = sum(prod(p.shape) for p in wrapped.parameters if p.trainable)
+        exchanged = any(e.carried >= ENOUGH * size for e in last.values())
+        if len(told) > 1 and common and compared == differ and not exchanged:
+            yield Inside(wrapped, last, compared, differ)
+
+
+def _places(run: Run) -> set[tuple[tuple[int, ...], int]]:
+    every = ((rank, e.model) for rank in run.ranks.values() for e in rank.of(SteppedInside))
+    return {(_group(rank, model), model) for rank, model in every}
+
+
+def _group(rank: Rank, model: int) -> tuple[int, ...]:
+    """The ranks over which the model is replicated."""
+    number = next((w.group for w in rank.of(Wrapped) if w.model == model), -1)
+    return next((g.ranks for g in rank.of(GroupReady) if g.group == number), (rank.rank,))

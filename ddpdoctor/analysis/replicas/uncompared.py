@@ -1,0 +1,39 @@
+"""What of wrapped models is not compared between ranks, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...run import Run
+from .replicas import Replicas, replicas
+
+IGNORED = "that DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`)"
+
+
+def uncompared(run: Run, kind: str = "parameters") -> str | None:
+    """Of each model all of it, or its tensors of this kind that DDP does not keep equal; None where
+    all is compared."""
+    groups = {(g.any.model, tuple(g.members)): g for g in replicas(run)}
+    told = dict.fromkeys(text for group in groups.values() for text in _reasons(group, kind))
+    return "; ".join(told) or None
+
+
+def left_out(run: Run) -> str | None:
+    """Which models are not compared at all; None where there is none."""
+    groups = (g for g in replicas(run) if g.left_out)
+    return (
+        "; ".join(dict.fromkeys(f"{g.any.wrapped.kind}, as {g.left_out}" for g in groups)) or None
+    )
+
+
+def _reasons(group: Replicas, kind: str) -> Iterator[str]:
+    wrapped = group.any.wrapped
+    buffers = kind == "buffers"
+    if group.left_out and not buffers:
+        yield f"{wrapped.kind}, as {group.left_out}"
+        return
+    held = wrapped.buffers if buffers else wrapped.parameters
+    count = sum(t.ignored and (t.trainable or buffers) for t in held)
+    if count:
+        some = kind if count > 1 else kind[:-1]
+        yield f"{count} {some} of {wrapped.kind} {IGNORED}"

@@ -1,0 +1,1 @@
+"""Where every rank was when the run stood still, and who waits for whom."""

@@ -1,0 +1,389 @@
+"""Where every rank was when the run stood still or began to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...events import (
+    Event,
+    ExceptionRaised,
+    FlightLog,
+    MonitorStarted,
+    ProcessEnded,
+    RankExiting,
+    RankStood,
+    Signature,
+    StallSeen,
+    TorchLoaded,
+)
+from ...report.findings import Steps
+from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, stopped_in
+from ..calls.call_logs import Book, GroupKey, Made, book
+from .failures import call_failed, destroyed, is_over, lost_peer
+
+STALL_S = 10.0
+"""What counts as a stall where no monitor was there to learn it."""
+QUIET_S = 1.0
+BUSY = 0.3
+"""Share of a core."""
+
+DOING = {
+    Phase.START: "starting",
+    Phase.USER: "in the program's own code",
+    Phase.DATA: "waiting for a batch of its DataLoader",
+    Phase.FORWARD: "in a forward",
+    Phase.BACKWARD: "in a backward",
+    Phase.OPTIMIZER: "in optimizer.step",
+    Phase.INIT: "in init_process_group",
+    Phase.LEAVING: "leaving",
+}
+
+_KNOWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT)
+"""Phases that have a line of their own while they last."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """One rank at that moment.
+
+    Attributes:
+        gone: its process had ended, or was leaving, or had destroyed its groups.
+        call, key: the call it was in, and whose group; made: the same with its lines.
+        computes: the forward or backward of a wrapped model that it was in without any
+            communication under way.
+        over: gone, and nothing more can come of that by itself.
+        still_s: how long it had made no progress.
+        stood: what the monitor saw of it.
+    """
+
+    rank: Rank
+    gone: bool
+    call: Call | None
+    key: GroupKey | None
+    made: Made | None
+    phase: Phase | None
+    phase_site: int
+    still_s: float
+    stood: RankStood | None
+    computes: Call | None = None
+    over: bool = False
+
+    @property
+    def waits_for_good(self) -> bool:
+        """Whether it will not move any more, unless another rank does."""
+        return self.over if self.gone else self.blocked and self.still_s >= QUIET_S
+
+    @property
+    def blocked(self) -> bool:
+        """In a collective or in a point-to-point call."""
+        return self.call is not None and not self.gone
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it used torch, and its calls could not be written down, or cannot be read."""
+        return self.rank.ring is None and self.rank.first(TorchLoaded) is not None
+
+    @property
+    def steps(self) -> Steps | None:
+        """The optimizer step it was in; None where it took none."""
+        return Steps.of([self.rank.steps]) if self.rank.steps else None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stood is not None and self.stood.state in ("T", "t")
+
+    @property
+    def cpu(self) -> float | None:
+        """Share of a core that it used, where that was measured."""
+        return self.stood.cpu if self.stood is not None and self.stood.measured else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it was seen to compute."""
+        return self.cpu is not None and self.cpu > BUSY
+
+    @property
+    def location(self) -> Location | None:
+        """The user's line it was at."""
+        if self.made is not None and self.made.location:
+            return self.made.location
+        frame = self.stood.user_frame if self.stood else None
+        if frame is not None:
+            file = shorten(frame.file, self.rank.cwd)
+            return Location(file, frame.line, frame.function, frame.text)
+        return self.rank.location(self.phase_site)
+
+    @property
+    def surely(self) -> bool:
+        """Whether it was at that line, and not only seen there last: in the program's own code
+        nothing but a stack tells."""
+        if (self.made is not None and self.made.location) or (self.stood and self.stood.user_frame):
+            return True
+        return self.phase in _KNOWN
+
+    @property
+    def doing(self) -> str:
+        """In words, with the line."""
+        where = self.location
+        at = f"{' at' if self.surely else ', last seen at'} {where}" if where else ""
+        if self.gone:
+            return "gone"
+        if self.stopped:
+            held = self.stood is not None and self.stood.state == "t"
+            return f"{'held by a debugger' if held else 'stopped by a signal (SIGSTOP)'}{at}"
+        if self.made is not None:
+            return f"in {self.made.place}"
+        if self.unknown:
+            return at[1:] or "at a place that is not on record"
+        what = DOING.get(self.phase, "") if self.phase is not None else "not seen in torch"
+        if where and where.source.strip():
+            return f"{what}{at} `{where.source.strip()}`"
+        return f"{what}{at}"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All ranks at one moment.
+
+    Attributes:
+        at: seconds since the epoch; stall: the monitor's record, where it saw the run stand still.
+        failed: the moment is that of the first failure.
+        until: when the ranks stood so no more, or were last heard of.
+    """
+
+    at: float
+    stall: StallSeen | None
+    failed: bool
+    stands: dict[int, Stand]
+    known: Book
+    until: float = 0.0
+
+    def waited(self, stands: Iterable[Stand]) -> float:
+        """For how long the first of them has stood so in the end."""
+        still = max(s.still_s for s in stands)
+        return still + max(0.0, self.until - self.at) if self.stall else still
+
+    @property
+    def hang_after(self) -> float:
+        return self.stall.hang_after if self.stall else STALL_S
+
+    @property
+    def blocked(self) -> list[Stand]:
+        return [s for s in self.stands.values() if s.blocked]
+
+    def absent(self, stand: Stand) -> list[Stand]:
+        """Members of the group of this rank's call that had not begun that call, or were in it and
+        had not come to what this rank waits for there."""
+        if stand.key is None or stand.call is None or stand.call.index < 0:
+            return []
+        return [
+            other
+            for r in stand.key.ranks
+            if (other := self.stands.get(r)) is not None
+            and r != stand.rank.rank
+            and (
+                not self._has_begun(other, stand.key, stand.call.index)
+                or self._is_behind(other, stand, stand.key, stand.call.index)
+            )
+        ]
+
+    def _is_behind(self, other: Stand, stand: Stand, key: GroupKey, index: int) -> bool:
+        """Whether it computes in the same call, and torch's flight recorder has a communication
+        under way on this rank that has not begun there."""
+        call = other.computes
+        if call is None or call.index != index or self.known.key(other.rank, call.group) != key:
+            return False
+        ours, theirs = flight_log(stand.rank, key), flight_log(other.rank, key)
+        if ours is None or theirs is None or stand.call is None or ours.at < stand.call.began:
+            return False
+        begun = max([theirs.last_enqueued, *(e.sequence for e in theirs.entries)])
+        return any(not e.retired and e.sequence > begun for e in ours.entries)
+
+    def _has_begun(self, other: Stand, key: GroupKey, index: int) -> bool:
+        if other.rank.ring is None:
+            return True  # its calls are not on record: nothing can be said
+        log = self.known.logs.get(key, {}).get(other.rank.rank)
+        if log is None or log.issued <= index:
+            return False
+        made = self.known.at(log, index)
+        if made is None or made.call is None:
+            return True
+        return other.rank.wall(made.call.began) <= self.at
+
+
+def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
+    """What torch's flight recorder had last of a group."""
+    return next((f for f in reversed(rank.of(FlightLog)) if f.group == key.name), None)
+
+
+@lru_cache(maxsize=1)
+def scene(run: Run) -> Scene:
+    """The moment that matters: of the stall, else of the first failure, else the last on record."""
+    stall, at = run.stall or (None, 0.0)
+    failed = False
+    if stall is None:
+        first = _first_failure(run)
+        failed = first is not None
+        at = first if first is not None else _last(run)
+    known = book(run)
+    stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
+    until = _until(run, at) if stall else at
+    return Scene(at=at, stall=stall, failed=failed, stands=stands, known=known, until=until)
+
+
+def _until(run: Run, at: float) -> float:
+    """When the first rank ended, or was told to, after that moment."""
+    times = [_stopped(node, run.attempt) for node in run.nodes.values()]
+    for rank in run.ranks.values():
+        ends = [*failures(rank), *(e.at for e in rank.of(RankExiting))]
+        ends += [rank.ended.at] if rank.ended else []
+        times += [rank.wall(end) for end in ends]
+    return min((t for t in times if t is not None and t >= at), default=_last(run))
+
+
+def _stopped(node: Facts, attempt: int) -> float | None:
+    began, stopped = node.first(MonitorStarted), stopped_in(node, attempt)
+    return stopped.at - began.at + began.wall if began and stopped else None
+
+
+def failures(rank: Rank) -> Iterator[float]:
+    """When this rank failed, on its own clock: its exception, or a bad end."""
+    raised = rank.exception
+    if raised is not None:
+        yield call_failed(rank, raised) or raised.at
+    elif (lost := _swallowed(rank)) is not None:
+        yield lost
+    ended = rank.ended
+    if ended and not ended.by_launcher and (ended.signal is not None or ended.status):
+        yield ended.at
+
+
+def _swallowed(rank: Rank) -> float | None:
+    """When the first call failed of those in which a rank lost another one, where its program
+    caught that and went on, and no later call came through. Waiting for others at the end is not
+    missed."""
+    raised = rank.latest(ExceptionRaised)
+    if raised is None or not raised.caught or rank.exception or not lost_peer(raised):
+        return None
+    failed = None
+    for call in reversed(rank.ring.calls if rank.ring else ()):
+        if call.state is State.FAILED:
+            failed = call
+        elif call.state is not State.VOID:
+            break
+    meant = next((s.op for s in rank.of(Signature) if failed and s.id == failed.signature), "")
+    return failed.ended if failed and not meant.endswith("barrier") else None
+
+
+def _first_failure(run: Run) -> float | None:
+    times = [r.wall(t) for r in run.ranks.values() for t in failures(r)]
+    return min(times, default=None)
+
+
+def _last(run: Run) -> float:
+    """The last moment on record, or now while the run goes on."""
+    times = []
+    for rank in run.ranks.values():
+        if run.now is not None:
+            times.append(rank.wall(run.now))
+        if rank.last is not None:
+            times.append(rank.wall(rank.last.at))
+        if rank.ring is not None:
+            times.append(rank.wall(rank.ring.progress_at))
+    for node in run.nodes.values():
+        began = node.first(MonitorStarted)
+        if began and node.last:
+            times.append(node.last.at - began.at + began.wall)
+    return max(times, default=0.0)
+
+
+def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
+    at = wall - rank.wall(0.0)
+    ring = rank.ring
+    call = None
+    if ring is not None:
+        opened = [c for c in ring.calls if c.open_at(at)]
+        call = opened[-1] if opened else None
+    key = known.key(rank, call.group) if call else None
+    computes = None
+    if call is not None and key is not None and _only_computes(known, rank, key, call):
+        computes, call, key = call, None, None
+    made = None
+    if call is not None and key is not None and call.index >= 0:
+        log = known.logs.get(key, {}).get(rank.rank)
+        made = known.at(log, call.index) if log else None
+    elif call is not None:
+        made = known.point_to_point(rank, call)
+    left = _left(rank, at)
+    stood = _stood(run, rank)
+    then = stood if run.stall and stood and stood.phase >= 0 else None
+    return Stand(
+        rank=rank,
+        gone=left is not None,
+        call=call,
+        key=key,
+        made=made,
+        phase=Phase(then.phase) if then else ring.phase if ring else None,
+        phase_site=then.phase_site if then else ring.phase_site if ring else -1,
+        still_s=_still(rank, call, at, then),
+        stood=stood,
+        computes=computes,
+        over=left is not None and is_over(run, rank, left, _looked(run, wall) - rank.wall(0.0)),
+    )
+
+
+def _only_computes(known: Book, rank: Rank, key: GroupKey, call: Call) -> bool:
+    """Whether a forward or backward of a wrapped model has nothing under way in its group.
+
+    Of these the log knows when they begin, not when they communicate; the flight recorder does.
+    """
+    log = known.logs.get(key, {}).get(rank.rank)
+    made = known.at(log, call.index) if log and call.index >= 0 else None
+    if made is None or not made.signature.op.startswith("DDP "):
+        return False
+    seen = flight_log(rank, key)
+    if seen is None or seen.at < call.began or (call.ended and seen.at > call.ended):
+        return False
+    return all(entry.retired for entry in seen.entries)
+
+
+def _still(rank: Rank, call: Call | None, at: float, then: RankStood | None) -> float:
+    """Seconds without progress: what was done after `at` does not count."""
+    quiet = at - rank.ring.progress_at if rank.ring else 0.0
+    if quiet <= 0 and then is not None:
+        quiet = then.still_s
+    if call is not None:
+        inside = at - call.began
+        return max(0.0, min(inside, quiet) if quiet > 0 else inside)
+    return max(0.0, quiet)
+
+
+def _looked(run: Run, wall: float) -> float:
+    """When the run was looked at: by now, or until it was stopped, later than at that moment."""
+    times = [wall]
+    if run.now is not None:
+        times += [r.wall(run.now) for r in run.ranks.values()]
+    told = (_stopped(node, run.attempt) for node in run.nodes.values())
+    return max([*times, *(at for at in told if at is not None)])
+
+
+def _left(rank: Rank, at: float) -> float | None:
+    """When a rank had begun to leave, by that moment."""
+    marks: list[Event] = [*rank.of(RankExiting)]
+    if (end := destroyed(rank, at)) is not None:
+        marks.append(end)
+    if isinstance(rank.ended, ProcessEnded):
+        marks.append(rank.ended)
+    return min((e.at for e in marks if e.at <= at), default=None)
+
+
+def _stood(run: Run, rank: Rank) -> RankStood | None:
+    seen: Iterable[RankStood] = (
+        e
+        for node in run.nodes.values()
+        for e in node.of(RankStood)
+        if e.rank == rank.rank and e.attempt == run.attempt
+    )
+    return max(seen, key=lambda e: e.at, default=None)

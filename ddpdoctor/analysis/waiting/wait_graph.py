@@ -1,0 +1,199 @@
+"""Who waits for whom: the wait-for graph of a moment, and what it proves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...events import FlightLog, Signature
+from ...report.findings import Evidence
+from ...run import Phase, State, fold_ranks
+from .snapshot import QUIET_S, Scene, Stand
+
+_SENDS = ("send", "isend", "send_object_list")
+_RECEIVES = ("recv", "irecv", "recv_object_list")
+
+
+def awaited(scene: Scene, stand: Stand) -> list[Stand]:
+    """The ranks without which this one cannot leave its call."""
+    call = stand.call
+    if call is None or stand.gone:
+        return []
+    if call.index >= 0:
+        return scene.absent(stand)
+    return _unique(m.peer for m in unanswered(scene, stand))
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """Messages between two ranks: one has begun `mine` of them, the other `theirs` to match."""
+
+    peer: Stand
+    sends: bool
+    mine: int
+    theirs: int
+
+
+def unanswered(scene: Scene, stand: Stand) -> list[Unanswered]:
+    """The messages of a point-to-point call that the other side has not begun."""
+    call, made = stand.call, stand.made
+    if call is None or made is None or call.index >= 0:
+        return []
+    found = []
+    signature = made.signature
+    for sends, single, ops in (
+        (True, signature.sends, _SENDS),
+        (False, signature.receives, _RECEIVES),
+    ):
+        peers = {call.peer} if signature.op in ops else set(single)
+        for peer in (scene.stands.get(p) for p in sorted(peers)):
+            if peer is None:
+                continue
+            mine = _count(stand, sends, peer.rank.rank)
+            theirs = _count(peer, not sends, stand.rank.rank)
+            if theirs < mine:
+                found.append(Unanswered(peer, sends, mine, theirs))
+    return found
+
+
+def _count(stand: Stand, sends: bool, peer: int) -> int:
+    """Messages to, or from, a peer that were begun and not given up, but for the present call."""
+    ring = stand.rank.ring
+    known = {s.id: s for s in stand.rank.of(Signature)}
+    total = 0
+    for call in ring.calls if ring else ():
+        now = stand.call is not None and call.number == stand.call.number
+        made = known.get(call.signature)
+        if made is None or (call.state is State.FAILED and not now):
+            continue
+        if made.op in (_SENDS if sends else _RECEIVES):
+            total += call.peer == peer
+        else:
+            total += (made.sends if sends else made.receives).count(peer)
+    return total
+
+
+def graph(scene: Scene) -> dict[int, list[int]]:
+    """Rank to the ranks it waits for."""
+    return {
+        s.rank.rank: [o.rank.rank for o in awaited(scene, s)]
+        for s in scene.blocked
+        if awaited(scene, s)
+    }
+
+
+def cycle(scene: Scene) -> list[int]:
+    """Ranks that wait for each other in a ring, so that none can go on; empty where there is none.
+
+    Only ranks that make no progress count: a call may be in flight.
+    """
+    return next(iter(cycles(scene)), [])
+
+
+def cycles(scene: Scene) -> list[list[int]]:
+    """All such rings, of which no two have a rank in common."""
+    edges = {
+        r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
+        for r, others in graph(scene).items()
+        if scene.failed or scene.stands[r].still_s >= QUIET_S
+    }
+    found: list[list[int]] = []
+    for start in sorted(edges):
+        ring = _walk(edges, [start])
+        if ring and not any({*ring} & {*other} for other in found):
+            found.append(ring)
+    return found
+
+
+def across_groups(ring: list[Stand]) -> bool:
+    """Whether a ring of waiting ranks runs over collectives of several groups."""
+    return all(s.call is not None and s.call.index >= 0 for s in ring)
+
+
+def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
+    for following in edges.get(path[-1], []):
+        if following in path:
+            return path[path.index(following) :]
+        if following in edges and (found := _walk(edges, [*path, following])):
+            return found
+    return []
+
+
+def missing(scene: Scene) -> list[Stand]:
+    """Ranks that others wait for and that are in no call themselves, nor gone."""
+    return _unique(
+        o for s in scene.blocked for o in awaited(scene, s) if not o.gone and not o.blocked
+    )
+
+
+def gone(scene: Scene) -> list[Stand]:
+    """Ranks that others wait for and that have left."""
+    return _unique(o for s in scene.blocked for o in awaited(scene, s) if o.gone)
+
+
+def waiting_for(scene: Scene, stand: Stand) -> list[Stand]:
+    """The ranks that wait for one, directly."""
+    return [s for s in scene.blocked if any(o is stand for o in awaited(scene, s))]
+
+
+def in_init(scene: Scene) -> list[Stand]:
+    return [s for s in scene.stands.values() if s.phase is Phase.INIT and not s.gone]
+
+
+def _unique(stands: Iterable[Stand]) -> list[Stand]:
+    return list({s.rank.rank: s for s in stands}.values())
+
+
+def victims(scene: Scene, waiting: list[Stand]) -> Evidence:
+    """Who waited where, for how long in the end."""
+    rows: dict[str, list[Stand]] = {}
+    for stand in waiting:
+        rows.setdefault(stand.doing, []).append(stand)
+    return {
+        "waiting": [
+            {
+                "ranks": fold_ranks(s.rank.rank for s in stands),
+                "where": doing,
+                "seconds": round(scene.waited(stands), 1),
+            }
+            for doing, stands in rows.items()
+        ]
+    }
+
+
+def merged_stacks(scene: Scene) -> list[dict[str, object]]:
+    """The ranks' stacks, equal ones folded, the least progressed first."""
+    classes: dict[tuple[str, ...], list[Stand]] = {}
+    for stand in scene.stands.values():
+        frames = stand.stood.frames if stand.stood else ()
+        lines = tuple(
+            f"{f.function} ({f.file.rpartition('/')[2]}:{f.line})"
+            for n, f in enumerate(frames)
+            if f.user or n == 0
+        )
+        classes.setdefault(lines[:6], []).append(stand)
+    ordered = sorted(classes.items(), key=lambda item: min(_progress(s) for s in item[1]))
+    return [
+        {
+            "ranks": fold_ranks(s.rank.rank for s in stands),
+            "stack": " <- ".join(lines) or "no stack could be taken",
+            "step": min(s.rank.steps for s in stands),
+            "calls": min(s.rank.ring.count if s.rank.ring else 0 for s in stands),
+        }
+        for lines, stands in ordered
+    ]
+
+
+def _progress(stand: Stand) -> tuple[int, int]:
+    return stand.rank.steps, stand.rank.ring.count if stand.rank.ring else 0
+
+
+def pending(now: Scene) -> list[str]:
+    """Collectives that torch's flight recorder has as not finished."""
+    lines = []
+    for stand in now.stands.values():
+        log = stand.rank.latest(FlightLog)
+        for entry in log.entries if log else ():
+            if not entry.retired:
+                lines.append(f"rank {stand.rank.rank}: {entry.sequence} {entry.op} {entry.sizes}")
+    return lines[:20]

@@ -1,0 +1,206 @@
+"""The monitor of a run that no `ddpdoctor run` stands around: `python -m ddpdoctor.embedded`.
+
+Started by the first rank of a node to come, it lives until the ranks of that node are done, and
+then writes and prints the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import psutil
+
+from ..config import Options, resolve
+from ..events import RankExiting
+from ..launch import outcome
+from ..monitor.monitor import Monitor
+from ..run import Recording, Run
+from ..storage.run_folder import RunFolder, RunInfo
+from .shared_folder import reported
+
+TICK_S = 0.25
+TICK_WHILE_RANKS_WAIT_S = 0.02
+FIRST_RANK_S = 60.0
+"""So long for the first rank to write its first record."""
+LATE_RANK_S = 5.0
+"""So long for the other ranks of the node, once all that came are done."""
+RESTART_S = 60.0
+LAST_WORDS_S = 5.0
+
+SHELL = '"$@" &'
+"""Lets the rank have no child that it would have to wait for."""
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What the rank that starts the watcher tells it.
+
+    Attributes:
+        options: what the rank read from the program, the environment and the file.
+        launcher: pid of the ranks' parent.
+        local_size: ranks that this node will have, 0 where unknown.
+    """
+
+    folder: str
+    options: dict[str, str | int | float | bool | list[str]]
+    node_rank: int
+    launcher: int
+    local_size: int
+    owns_info: bool
+    more_attempts: bool
+
+
+def start(orders: Orders) -> None:
+    """Start a watcher that is no child of this process.
+
+    Raises:
+        OSError: there is no shell or no Python to run.
+    """
+    home = str(Path(__file__).resolve().parents[2])
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DDPDOCTOR_DIR", "LD_PRELOAD")
+    }
+    before = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{before}{os.pathsep}{home}" if before else home
+    environment["PYTHONSAFEPATH"] = "1"
+    text = msgspec.json.encode(orders).decode()
+    if not sys.executable:
+        raise FileNotFoundError("no Python to run the watcher with")
+    command = [sys.executable, "-m", "ddpdoctor.embedded", text]
+    subprocess.run(
+        ["/bin/sh", "-c", SHELL, "sh", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        check=True,
+        timeout=10,
+    )
+
+
+class Watcher:
+    """One node's monitor, from the first rank to the report."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.folder = RunFolder(orders.folder)
+        self.options: Options = resolve(
+            {**orders.options, "out": orders.folder}, environ={}, cwd=Path("/")
+        )
+        self.monitor = Monitor(self.folder, orders.node_rank, self.options, launcher="exec")
+        self.stopped_by = ""
+        self._began = time.monotonic()
+        self._all_done_since: float | None = None
+
+    def run(self) -> None:
+        """Watch until the ranks are done, then report."""
+        self._open()
+        signal.signal(signal.SIGTERM, self._terminated)
+        while not self._over():
+            reason = self.monitor.tick()
+            for line in self.monitor.standing.news():
+                outcome.say(line)
+            if reason and not self.stopped_by:
+                outcome.say(f"stopping the run: {reason}")
+                self._stop("doctor", reason)
+            if self.stopped_by == "terminate":
+                break
+            time.sleep(TICK_WHILE_RANKS_WAIT_S if self.monitor.ranks_wait else TICK_S)
+        self.monitor.finish()
+        self._report()
+
+    def _open(self) -> None:
+        while True:
+            try:
+                self.monitor.start()
+                return
+            except FileExistsError:  # another node, or the watcher before, in the same folder
+                self.monitor.node_rank += 1
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = self.stopped_by or "terminate"
+
+    def _over(self) -> bool:
+        run, now = self.monitor.run, time.monotonic()
+        if run is None or not self.monitor.watched:
+            starter_gone = not psutil.pid_exists(self.orders.launcher)
+            return now - self._began > (LATE_RANK_S if starter_gone else FIRST_RANK_S)
+        if not self._all_done(run):
+            self._all_done_since = None
+            return False
+        if self._all_done_since is None:
+            self._all_done_since = now
+        waited = now - self._all_done_since
+        launcher_gone = not _alive(self.orders.launcher)
+        here = [w for w in self.monitor.watched.values() if w.attempt == run.attempt]
+        if len(here) < self.orders.local_size and not launcher_gone and waited < LATE_RANK_S:
+            return False
+        failed = any(r.state != "finished" for r in run.ranks.values())
+        restarting = self.orders.more_attempts and failed and not launcher_gone
+        return not restarting or waited > RESTART_S
+
+    def _all_done(self, run: Run) -> bool:
+        """Whether every rank of this node is gone or has said that it leaves."""
+        said = {
+            one.started.pid for one in run.processes() if one.started and one.latest(RankExiting)
+        }
+        return all(w.gone is not None or w.pid in said for w in self.monitor.watched.values())
+
+    def _stop(self, by: str, reason: str) -> None:
+        self.stopped_by = by
+        self.monitor.stopped(by, reason)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.monitor.rank_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            deadline = time.monotonic() + LAST_WORDS_S
+            while self.monitor.rank_pids() and time.monotonic() < deadline:
+                time.sleep(TICK_S)
+                self.monitor.tick()
+
+    def _report(self) -> None:
+        run = Recording(self.folder).refresh(self.folder.attempts()[-1])
+        codes = [r.exit_code or 0 for r in run.ranks.values()]
+        info = self.folder.read_info()
+        unsaved = None
+        if info is not None and self.orders.owns_info:
+            unsaved = _ended(info, run, max(codes, default=0), self.stopped_by)
+            with outcome.reported("run.json"):
+                self.folder.write_info(unsaved)
+                unsaved = None
+        report = outcome.examine(self.folder, self.options, unsaved)
+        outcome.publish(self.folder, report, self.options)
+
+
+def _ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:
+    """How it ended; the launcher's status is seen by nobody, and only the ranks' are known."""
+    info = outcome.ended(info, run, status, stopped_by)
+    unknown = status == 0 and info.outcome != "completed"
+    return msgspec.structs.replace(info, exit_code=None) if unknown else info
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def main() -> None:
+    orders = msgspec.json.decode(sys.argv[1], type=Orders)
+    try:
+        Watcher(orders).run()
+    except Exception as error:
+        outcome.say(f"the monitor failed ({error!r}); type ddpdoctor report {orders.folder}")
+    finally:
+        with contextlib.suppress(OSError):
+            reported(RunFolder(orders.folder))

@@ -1,0 +1,176 @@
+"""After the run: how it ended, what is wrong with it, and where that is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..events import ProcessEnded
+from ..report import environment, registry
+from ..report.diagnose import diagnose
+from ..report.findings import Finding, Report
+from ..report.postmortem import join_attempts
+from ..run import Recording, Run
+from ..storage.run_folder import RunFolder, RunInfo, printable, write_private
+
+if TYPE_CHECKING:
+    from ..config import Options
+
+STOPPED_BY_DOCTOR = 4
+FAIL_ON_REACHED = 3
+
+
+def now() -> str:
+    """The time as it stands in `run.json`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def outcome(run: Run, status: int, stopped_by: str) -> str:
+    """`completed | failed | hung | killed | incomplete`, from the ranks of the last attempt."""
+    if stopped_by == "doctor" or (stopped_by and run.stall is not None):
+        return "hung"
+    ends = [
+        e
+        for node in run.nodes.values()
+        for e in node.of(ProcessEnded)
+        if e.attempt == run.attempt and not e.by_launcher
+    ]
+    bad = [e for e in ends if e.signal is not None or e.status]
+    if bad:
+        first = min(bad, key=lambda e: e.wall)
+        if _gave_up(run, first.rank):
+            return "hung"
+        return "killed" if first.signal is not None else "failed"
+    if stopped_by:
+        return "killed"
+    seen = [r.ended for r in run.ranks.values() if r.ended]  # with what spawn saw of them
+    if any(e.status and not e.by_launcher for e in seen):
+        return "failed"
+    states = {r.state for r in run.ranks.values()}
+    signals = [e.signal for e in seen if e.signal is not None]
+    if "failed" in states and not signals:  # who else is gone may have been ended for it
+        return "failed"
+    if "killed" in states:
+        return "killed"
+    if "failed" in states:
+        return "failed"
+    if status > 128:
+        return "killed"
+    return "failed" if status else "completed"
+
+
+def _gave_up(run: Run, rank: int) -> bool:
+    """Whether the backend's timeout ended that rank."""
+    raised = run.ranks[rank].exception if rank in run.ranks else None
+    texts = ("Timed out waiting", "collective operation timeout", "failed to pass monitoredBarrier")
+    return raised is not None and any(text in raised.message for text in texts)
+
+
+def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None) -> Report:
+    """The report on the last attempt, with what was wrong in earlier ones.
+
+    Args:
+        unsaved: how the run ended, where that could not be written to its folder.
+    """
+    checks = registry.select(options.select, options.ignore)
+    recording = Recording(folder)
+    runs = [recording.refresh(attempt) for attempt in folder.attempts()]
+    if unsaved is not None:
+        runs[-1].info = unsaved
+    where, others = str(folder.path), registry.others(checks)
+    return join_attempts([(r, diagnose(r, checks, folder=where, others=others)) for r in runs])
+
+
+def publish(folder: RunFolder, report: Report, options: Options) -> None:
+    """Write the report to every place it belongs; one that fails does not take the others."""
+    from .. import render
+
+    saved = False
+    with reported("findings.json"):
+        write_private(folder.findings_path, report.to_json())
+        saved = True
+    stood = {r.rank: r.stood for r in report.ranks}
+    for attempt in folder.attempts():
+        for rank, path in folder.rank_files(attempt):
+            with contextlib.suppress(OSError):  # it says what the report says
+                _append_to_log(path.with_suffix(".log"), rank, report.findings, stood.get(rank, ""))
+    _drop_empty_dumps(folder)
+    render.console(report, stream=sys.stderr, quiet=options.quiet, saved=saved)
+    if options.json:
+        with reported(str(options.json)):
+            render.write_json(report, options.json)
+    if options.html:
+        with reported(str(options.html)):
+            render.write_html(report, options.html)
+
+
+def _drop_empty_dumps(folder: RunFolder) -> None:
+    """Ranks open their file for stacks in advance; the run is over, and none was asked for."""
+    for attempt in folder.attempts():
+        for path in folder.attempt_path(attempt).glob("rank-*.stacks.txt"):
+            with contextlib.suppress(OSError):
+                if not path.is_symlink() and path.stat().st_size == 0:
+                    path.unlink()
+
+
+def exit_status(training: int, stopped_by: str, report: Report | None, options: Options) -> int:
+    """The first that applies: hung and stopped, training's own, `--fail-on`, 0."""
+    if stopped_by == "doctor":
+        return STOPPED_BY_DOCTOR
+    if training:
+        return training
+    return FAIL_ON_REACHED if report and options.fails(report.worst()) else 0
+
+
+def ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:
+    """`run.json` as it stands when all is over."""
+    return msgspec.structs.replace(
+        info,
+        ended_at=now(),
+        exit_code=status,
+        outcome=outcome(run, status, stopped_by),
+        world_size=run.world_size,
+        torch=run.torch,
+        machine=list(environment.describe(run)),
+        stopped_by_doctor=stopped_by == "doctor",
+    )
+
+
+def say(text: str) -> None:
+    """One line to the user; a closed stderr is no reason to fail."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ddpdoctor: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def _append_to_log(
+    path: os.PathLike[str], rank: int, findings: Sequence[Finding], stood: str = ""
+) -> None:
+    concerned = [f for f in findings if rank in f.ranks or not f.ranks]
+    lines = ["", *([f"it stood {printable(stood)}"] if stood else ())]
+    lines += ["findings that concern this rank:" if concerned else "no finding for this rank"]
+    for f in concerned:
+        said = f.location is None or str(f.location) in f.summary
+        place = "" if said else f" ({f.location})"
+        lines += [
+            f"  {f.severity.value}[{f.code}] {f.check}: {printable(f.summary)}{place}",
+            f"    cause: {printable(f.cause)}",
+            f"    fix: {printable(f.fix)}",
+        ]
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write("\n".join([*lines, ""]).encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Say that `what` could not be written, and go on."""
+    try:
+        yield
+    except OSError as error:
+        say(f"cannot save {what}: {error.strerror}")

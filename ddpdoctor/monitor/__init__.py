@@ -1,0 +1,1 @@
+"""Beside the ranks: follows their records, finds hangs, stops runs."""

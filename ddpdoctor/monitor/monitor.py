@@ -1,0 +1,428 @@
+"""One per node: follows the folder, watches the ranks' processes, samples memory.
+
+Runs inside the supervisor, never imports torch, and never lets an error out: a monitor that fails
+costs observations, not the run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ..events import (
+    SCHEMA,
+    Event,
+    MemoryLimit,
+    MonitorStarted,
+    NodeSample,
+    ProbeTrouble,
+    ProcessEnded,
+    ProcessStarted,
+    ProcessState,
+    RankExiting,
+    RankSample,
+    RankStood,
+    StallOver,
+    StallSeen,
+    Stopped,
+)
+from ..report import registry
+from ..report.findings import Check
+from ..run import Facts, Recording, Run
+from ..storage import stack_dumps
+from ..storage.run_folder import EventWriter, RunFolder
+from . import system
+from .stall_detector import Standing
+from .stop_agreement import Judge
+
+if TYPE_CHECKING:
+    from ..config import Options
+
+SAMPLE_S = 1.0
+SAMPLES_PER_AGE = 600
+"""Samples written are at least `age / SAMPLES_PER_AGE` apart: a day takes 3,600, not 86,400."""
+
+_GRACE_S = 1.0
+
+
+@dataclass
+class Watched:
+    """A rank's process.
+
+    Attributes:
+        born: start time in clock ticks; a later process with the same pid is another one.
+        gone: when it was found gone, on the monotonic clock.
+    """
+
+    rank: int
+    pid: int
+    attempt: int
+    born: int
+    state: str = "R"
+    gone: float | None = None
+    exit_code: int | None = None
+    sample: RankSample | None = None
+    unwritten: bool = False
+    threads: dict[int, int] = field(default_factory=dict)
+    looked: float = 0.0
+
+    def runnable(self, now: float, threads: dict[int, int]) -> float | None:
+        """Threads that ran or wanted to since the last call, on average (see `RankSample`)."""
+        before, self.threads = self.threads, threads
+        since, self.looked = now - self.looked, now
+        if not before or not threads or since <= 0:
+            return None
+        spent = sum(ns - before[t] for t, ns in threads.items() if t in before)
+        return round(max(0, spent) / since / 1e9, 3)
+
+
+class Monitor:
+    """Call `tick` about four times a second, `finish` once at the end.
+
+    Attributes:
+        run: what the folder says now of the latest attempt.
+        troubles: errors of its own, each once.
+        watched: the processes of this node's ranks, by pid.
+    """
+
+    def __init__(
+        self, folder: RunFolder, node_rank: int, options: Options, *, launcher: str = "run"
+    ) -> None:
+        self.folder = folder
+        self.node_rank = node_rank
+        self.options = options
+        self.launcher = launcher
+        self.recording = Recording(folder)
+        self._verdicts = Judge(folder)
+        self.run: Run | None = None
+        self.watched: dict[int, Watched] = {}
+        self.troubles: list[str] = []
+        self._writer: EventWriter | None = None
+        self._began = time.monotonic()
+        self._sampled = self._written = -SAMPLE_S
+        self._oom_kills: int | None = None
+        self._reaped: dict[int, int] = {}
+        self._recorded: set[int] = set()
+        self._swept: set[int] = set()
+        self._gpus = system.Gpus()
+        self._tree = system.Tree()
+        self.standing = Standing(options, self._write, lambda: _hang_checks(options))
+
+    def start(self) -> None:
+        """Open the node's file.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._writer = EventWriter(self.folder.node_path(self.node_rank))
+        self._write(
+            MonitorStarted(
+                at=time.monotonic(),
+                schema=SCHEMA,
+                wall=time.time(),
+                node=platform.node(),
+                node_rank=self.node_rank,
+                pid=os.getpid(),
+                cores=system.cores(),
+                memory_bytes=system.memory_bytes(),
+                gpus=self._gpus.names,
+                cpu_quota=system.cpu_quota(),
+                gpu_uuids=self._gpus.uuids,
+                gpu_memory_bytes=self._gpus.memory,
+                driver=self._gpus.driver,
+                gpu_trouble=self._gpus.trouble,
+            )
+        )
+        self._check_memory_limit(always=True)
+
+    def tick(self) -> str | None:
+        """Look once. Returns why the run has to be stopped, or None to let it go on."""
+        try:
+            attempt = self.folder.attempts()[-1]
+            self.run = self.recording.refresh(attempt)
+            self._discover(self.run)
+            self._look_at_processes()
+            self._judge_for_ranks(attempt)
+            now = time.monotonic()
+            if now - self._sampled >= SAMPLE_S:
+                self._sampled = now
+                self._sample(now)
+            return self._spawned_twice(self.run) or self.judge(self.run)
+        except Exception as error:
+            self.failed(error)
+            return None
+
+    def judge(self, run: Run) -> str | None:
+        """Why the run has to be stopped: it stands still for good."""
+        return self.standing.look(run, self.rank_pids())
+
+    def _spawned_twice(self, run: Run) -> str | None:
+        """Ranks that a script spawned in every process of torchrun's: they never meet."""
+        if self.launcher != "run" or self.options.on_hang == "report":
+            return None
+        alive = self.rank_pids()
+        for rank in run.ranks.values():
+            claims = [c.started for c in (rank, *rank.twins) if c.started]
+            spawned = [c for c in claims if c.spawned and c.pid in alive]
+            parents = {stat.parent for c in spawned if (stat := system.stat(c.pid))}
+            if len(parents) > 1:
+                script = " ".join(spawned[0].argv)
+                return (
+                    f"the script starts its own ranks, once in each of torchrun's processes, and "
+                    f"{len(parents)} of them are rank {rank.rank}; "
+                    f"type ddpdoctor exec -- python {script}"
+                )
+        return None
+
+    @property
+    def ranks_wait(self) -> bool:
+        """Whether ranks may stand waiting for a look of ours; `tick` more often then."""
+        return self._verdicts.asked
+
+    def _judge_for_ranks(self, attempt: int) -> None:
+        if self.run and self.run.nodes and min(self.run.nodes) != self.node_rank:
+            return  # one node's monitor judges for all that share the folder
+        if attempt != self._verdicts.attempt:
+            self._verdicts = Judge(self.folder, attempt)
+        try:
+            self._verdicts.look(self.run, lambda: self.recording.refresh(attempt))
+        except Exception as error:
+            self.failed(error)
+
+    def stopped(self, by: str, reason: str) -> None:
+        """Write down that the run is being stopped, before it is."""
+        self._write(Stopped(at=time.monotonic(), by=by, reason=reason))
+
+    def reaped(self, pid: int, code: int) -> None:
+        """The supervisor collected an adopted process; `code` as in `Popen.returncode`."""
+        self._reaped[pid] = code
+
+    def swept(self, pids: set[int]) -> None:
+        """The supervisor ends these ranks, whose launcher is gone."""
+        self._swept |= pids
+
+    def rank_pids(self) -> set[int]:
+        """Processes of this node's ranks that were still there at the last look."""
+        return {w.pid for w in self.watched.values() if w.gone is None}
+
+    @property
+    def begun(self) -> bool:
+        """Whether any rank of this node was seen, or its launcher says that it started one."""
+        own = self.run.nodes.get(self.node_rank) if self.run else None
+        return bool(self.watched or (own and own.of(ProcessStarted)))
+
+    def finish(self) -> None:
+        """Last look, after the launcher's process has ended."""
+        self.tick()
+        try:
+            for watched in self.watched.values():
+                self._flush(watched)
+                # A zombie cannot be waited for while threads of it are still there.
+                if watched.gone is not None or watched.state == "Z":
+                    self._record_end(watched)
+            self._check_memory_limit(always=True)
+        except Exception as error:
+            self.failed(error)
+        try:
+            if self.run is not None:
+                run = self.recording.refresh(self.run.attempt)
+                self.standing.finish(run, set(self.watched))
+        except Exception as error:
+            self.failed(error)
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        self._gpus.close()
+
+    def _discover(self, run: Run) -> None:
+        """Ranks of this node: those their launcher's agent started, or that say they are here."""
+        own = run.nodes.get(self.node_rank, Facts())
+        for started in own.of(ProcessStarted):
+            self._watch(started.rank, started.pid, started.attempt)
+        if self.launcher == "run" and own.of(ProcessStarted):
+            # The rank itself may be a child of what was started (`--no-python wrapper.sh`).
+            places = {e.rank for e in own.of(ProcessStarted)}
+        else:
+            places = {p.rank for p in run.processes()}
+        for one in run.processes():
+            said = one.started
+            if said and said.rank in places and said.node == platform.node():
+                self._watch(said.rank, said.pid, said.attempt)
+
+    def _watch(self, rank: int, pid: int, attempt: int) -> None:
+        if pid in self.watched or pid <= 0:
+            return
+        stat = system.stat(pid)
+        seen = Watched(rank, pid, attempt, born=stat.born if stat else 0)
+        if stat is None:  # ended between two looks
+            seen.gone = time.monotonic()
+        self.watched[pid] = seen
+
+    def _look_at_processes(self) -> None:
+        now = time.monotonic()
+        for watched in self.watched.values():
+            if watched.gone is not None:
+                if self.launcher == "exec" and now - watched.gone >= _GRACE_S:
+                    self._record_end(watched)
+                continue
+            stat = system.stat(watched.pid)
+            if stat is None or stat.born != watched.born:
+                watched.gone = now
+                self._flush(watched)
+                self._check_memory_limit()
+                continue
+            if stat.state == "Z":
+                watched.exit_code = stat.exit_code
+            odd = ("T", "t", "Z")
+            if stat.state != watched.state and (stat.state in odd or watched.state in odd):
+                self._write(
+                    ProcessState(
+                        at=now,
+                        rank=watched.rank,
+                        pid=watched.pid,
+                        state=stat.state,
+                        attempt=watched.attempt,
+                    )
+                )
+            watched.state = stat.state
+
+    def _record_end(self, watched: Watched) -> None:
+        """Write the end of a process that nobody else has written."""
+        known = self._known_end(watched)
+        if known is not None and known.pid == watched.pid:
+            return
+        code = self._reaped.get(watched.pid, watched.exit_code)
+        silent = False
+        if known is None and code is None:
+            code, silent = self._last_words(watched.pid)
+        if known is not None:  # the wrapper around it ended like this
+            status, number, by_launcher = known.status, known.signal, known.by_launcher
+        else:
+            status = code if code is not None and code >= 0 else None
+            number, by_launcher = (
+                (-code if code is not None and code < 0 else None),
+                (watched.pid in self._swept),
+            )
+        ended = ProcessEnded(
+            at=watched.gone or time.monotonic(),
+            rank=watched.rank,
+            pid=watched.pid,
+            wall=time.time(),
+            status=status,
+            signal=number,
+            by_launcher=by_launcher,
+            attempt=watched.attempt,
+            silent=silent,
+        )
+        self._write(ended)
+        # The file is read back only at the next look.
+        self._recorded.add(watched.pid)
+
+    def _last_words(self, pid: int) -> tuple[int | None, bool]:
+        """What a rank that said no goodbye left: minus the signal that it crashed by, and whether
+        it left nothing at all."""
+        for one in self.run.processes() if self.run else ():
+            if one.started and one.started.pid == pid and not one.latest(RankExiting):
+                path = stack_dumps.beside(one.path)
+                crash = stack_dumps.fatal_signal(dump := stack_dumps.read(path))
+                opened = path is not None and path.exists()
+                return (-crash if crash else None), opened and not dump
+        return None, False
+
+    def _known_end(self, watched: Watched) -> ProcessEnded | None:
+        if watched.pid in self._recorded:
+            return ProcessEnded(at=0, rank=watched.rank, pid=watched.pid, wall=0)
+        own = self.run.nodes.get(self.node_rank) if self.run else None
+        ends = [
+            e
+            for e in (own.of(ProcessEnded) if own else [])
+            if (e.rank, e.attempt) == (watched.rank, watched.attempt)
+        ]
+        # Under torchrun what was started is written down, and the rank may be a child of it.
+        wrapper = ends[0] if ends and self.launcher == "run" else None
+        return next((e for e in ends if e.pid == watched.pid), wrapper)
+
+    def _sample(self, now: float) -> None:
+        held = self._gpus.by_process()
+        write = now - self._written >= max(SAMPLE_S, (now - self._began) / SAMPLES_PER_AGE)
+        self._tree.look()
+        for watched in self.watched.values():
+            if watched.gone is not None:
+                continue
+            use = self._tree.memory(watched.pid)
+            if use is None:
+                continue
+            gpu: dict[int, int] = {}
+            for pid in use.pids:
+                for index, size in held.get(pid, {}).items():
+                    gpu[index] = gpu.get(index, 0) + size
+            watched.sample = RankSample(
+                at=now,
+                rank=watched.rank,
+                pid=watched.pid,
+                rss_bytes=use.own,
+                children=len(use.pids) - 1,
+                children_bytes=use.children,
+                gpu_bytes=gpu,
+                attempt=watched.attempt,
+                runnable=watched.runnable(now, system.runnable_ns(use.pids)),
+            )
+            watched.unwritten = True
+            if write:
+                self._flush(watched)
+        if write:
+            self._written = now
+            used, busy = self._gpus.used()
+            self._write(
+                NodeSample(
+                    at=now,
+                    available_bytes=system.available_bytes(),
+                    gpu_used_bytes=used,
+                    gpu_busy_percent=busy,
+                    orphans=system.orphans(),
+                )
+            )
+
+    def _flush(self, watched: Watched) -> None:
+        """Write the latest sample of a process: of one that died, the last is the one to have."""
+        if watched.sample and watched.unwritten:
+            watched.unwritten = False
+            self._write(watched.sample)
+
+    def _check_memory_limit(self, always: bool = False) -> None:
+        seen = system.control_group_memory()
+        if always or seen.oom_kills != self._oom_kills:
+            self._write(
+                MemoryLimit(
+                    at=time.monotonic(),
+                    limit_bytes=seen.limit,
+                    used_bytes=seen.used,
+                    oom_kills=seen.oom_kills,
+                )
+            )
+        self._oom_kills = seen.oom_kills
+
+    def _write(self, event: Event) -> None:
+        if self._writer:
+            vital = isinstance(
+                event, ProcessEnded | Stopped | MemoryLimit | RankStood | StallSeen | StallOver
+            )
+            self._writer.write(event, vital=vital)
+
+    def failed(self, error: Exception) -> None:
+        """Something of ours went wrong: write it down once."""
+        text = repr(error)
+        if text not in self.troubles:
+            self.troubles.append(text)
+            self._write(ProbeTrouble(at=time.monotonic(), part="monitor", error=text))
+
+
+@cache
+def _hang_checks(options: Options) -> tuple[Check, ...]:
+    chosen = registry.select(options.select, options.ignore)
+    at_start = ("rank-mismatch", "rendezvous-stall")
+    return tuple(c for c in chosen if c.family == "hang" or c.name in at_start)

@@ -1,0 +1,1 @@
+"""When this process becomes a rank, and the installing of every watcher."""

@@ -1,0 +1,278 @@
+"""When this process becomes a rank, and what is then watched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ...events import SCHEMA, RankStarted, TorchLoaded
+from ...storage.run_folder import EventWriter, rank_stem
+from ..recording import patching, startup_cost
+from ..recording.environment import (
+    environment_at_start,
+    note_environment,
+    number_in_environment,
+    visible_arguments,
+)
+from ..recording.import_hooks import Finder, wait_for
+from ..recording.recorder import Recorder, guarded, recorder, set_recorder
+from ..watchers.process import exits, spawned_processes
+from . import install
+from .install import Missing
+
+Place = tuple[Path, dict[str, Any]]
+"""The run folder and what was asked of the probe."""
+
+Opener = Callable[[int, int], "Place | None"]
+"""(rank, world size) to the place to record in; -1 where unknown."""
+
+
+class _State:
+    patched = late = False
+    opener: Opener | None = None
+    missing: list[Missing] = []
+    becoming = threading.RLock()
+    """Held while this process becomes a rank: threads that are ranks come at once."""
+
+
+_state = _State()
+
+
+def _forked() -> None:
+    _state.becoming = threading.RLock()  # another thread of the parent's may hold that one
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def rank_started() -> None:
+    """This process was started by a launcher as a rank (its environment says so)."""
+    _become(number_in_environment("RANK"), number_in_environment("WORLD_SIZE"))
+
+
+def torch_loaded() -> None:
+    """torch was imported, here or before: wrap what the probe looks at."""
+    if _state.patched:
+        return
+    _state.patched = True
+    try:
+        with startup_cost.counted():
+            _state.missing = install.install(ensure_rank)
+    except Exception as error:
+        if active := recorder():
+            active.trouble("hooks", error, "training: torch is not watched")
+        raise
+    guarded("hooks", _tell_missing)
+    guarded("torch-loaded", _tell_torch)
+
+
+def wait_for_torch() -> Finder:
+    """Have torch watched once it is imported, whatever way; the finder that waits for it."""
+    return wait_for("torch", lambda _: torch_loaded(), lambda _: torch_found())
+
+
+def torch_found() -> None:
+    """torch was imported without our knowledge: names of it may have been copied, and groups and
+    models may exist."""
+    if _state.patched:
+        return
+    dist: Any = sys.modules.get("torch.distributed")
+    _state.late = dist is not None and dist.is_available() and dist.is_initialized()
+    torch_loaded()
+    patching.replace_copies()
+    if _state.late:
+        ensure_rank(dist.get_rank(), dist.get_world_size(), None)
+        _adopt()
+
+
+def watch_here(opener: Opener) -> None:
+    """Watch this process from now on, without a launcher of ours around it.
+
+    torch is imported already, and names of it may have been copied into other modules.
+
+    Args:
+        opener: asked for the place to record in once this process is known to be a rank.
+    """
+    _state.opener = opener
+    if not _state.patched:
+        torch_loaded()
+        patching.replace_copies()
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """Start to record, if this process does not yet; groups and models may exist already."""
+    if recorder() is not None:
+        return
+    ensure_rank(rank, world_size, None)
+    _adopt()
+
+
+def _adopt() -> None:
+    """Take up the groups and models that were made before they were watched."""
+    from ..collectives import process_groups
+    from ..training import forwards
+
+    guarded("groups", process_groups.adopt, lost=process_groups.LOST)
+    guarded("forwards", forwards.adopt, lost=forwards.LOST)
+
+
+def become_rank_by_training() -> None:
+    """Start to record, as the only rank, at an optimizer step that comes before a group does."""
+    from ..training import optimizers
+
+    optimizers.at_first_step(lambda: become_rank(0, 1))
+
+
+def leave(error: BaseException | None, trace: TracebackType | None) -> None:
+    """Say that this rank is done, or what ended it, and record no more."""
+    if isinstance(error, SystemExit):
+        exits.note_exit(error, trace)
+    elif error is not None:
+        exits.note_exception(error, trace)
+    exits.leave()
+    uninstall()
+
+
+def uninstall() -> None:
+    """Take every patch back and stop recording."""
+    patching.restore()
+    _state.patched, _state.opener = False, None
+    exits.uninstall()
+    set_recorder(None)
+
+
+def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
+    """`init_process_group` was entered: whoever calls it is a rank."""
+    if recorder() is not None:
+        return
+    query = parse_qs(urlsplit(init_method or "").query)
+    for value, name in ((rank, "rank"), (world_size, "world_size")):
+        if value < 0 and query.get(name, [""])[0].isdigit():
+            if name == "rank":
+                rank = int(query[name][0])
+            else:
+                world_size = int(query[name][0])
+    with _state.becoming:
+        if recorder() is None:
+            _become(
+                rank if rank >= 0 else number_in_environment("RANK"),
+                world_size if world_size >= 0 else number_in_environment("WORLD_SIZE"),
+            )
+            guarded("torch-loaded", _tell_torch)
+
+
+def _place(rank: int, world_size: int) -> Place | None:
+    if directory := os.environ.get("DDPDOCTOR_DIR"):
+        os.environ["DDPDOCTOR_OWNER"] = str(os.getpid())
+        return Path(directory), _options()
+    return _state.opener(rank, world_size) if _state.opener else None
+
+
+def _become(rank: int, world_size: int) -> None:
+    place = _place(rank, world_size)
+    if place is None:
+        return
+    with startup_cost.counted():
+        _begin_record(rank, world_size, place)
+    guarded("process", exits.install, lost="exceptions and exits of this rank")
+    guarded("hooks", _tell_missing)
+    guarded("start", lambda active: active.tell_cost(anyway=True))
+
+
+def _begin_record(rank: int, world_size: int, place: Place) -> None:
+    note_environment()
+    directory, options = place
+    attempt = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0)
+    if attempt:
+        directory = directory / f"restart-{attempt}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+    stem = rank_stem(max(rank, 0), world_size)
+    try:
+        writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
+    except FileExistsError:  # another process claims this rank: keep both stories
+        stem = f"{stem}.pid-{os.getpid()}"
+        writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
+    new = Recorder(writer, directory, stem, options)
+    set_recorder(new)
+    new.emit(
+        RankStarted(
+            at=time.monotonic(),
+            schema=SCHEMA,
+            wall=time.time(),
+            rank=rank,
+            local_rank=number_in_environment("LOCAL_RANK"),
+            world_size=world_size,
+            pid=os.getpid(),
+            node=platform.node(),
+            attempt=attempt,
+            argv=visible_arguments(sys.argv),
+            cwd=_cwd(),
+            python=platform.python_version(),
+            script_digest=_script_digest(),
+            environment=environment_at_start(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            spawned=spawned_processes.spawned_with(),
+        ),
+        vital=True,
+    )
+
+
+def _tell_missing(active: Recorder) -> None:
+    """Parts of the probe that could not be put in place, maybe before this was a rank."""
+    for part, error, lost in _state.missing:
+        active.trouble(part, error, lost)
+
+
+def _tell_torch(active: Recorder) -> None:
+    import torch
+
+    nccl = ""
+    if torch.version.cuda:
+        try:
+            nccl = ".".join(str(v) for v in torch.cuda.nccl.version())
+        except Exception:
+            nccl = "unknown"
+    active.emit(
+        TorchLoaded(
+            at=time.monotonic(),
+            torch=str(torch.__version__),
+            cuda=torch.version.cuda or "",
+            nccl=nccl,
+            threads=torch.get_num_threads(),
+            interop_threads=torch.get_num_interop_threads(),
+            late=_state.late,
+        )
+    )
+
+
+def _options() -> dict[str, Any]:
+    try:
+        found = json.loads(os.environ.get("DDPDOCTOR_PROBE") or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # removed
+        return ""
+
+
+def _script_digest() -> str:
+    try:
+        content = Path(sys.argv[0]).read_bytes() if sys.argv and sys.argv[0] else b""
+    except OSError:
+        return ""
+    return hashlib.sha256(content).hexdigest()[:16] if content else ""

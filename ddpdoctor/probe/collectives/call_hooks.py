@@ -1,0 +1,67 @@
+"""The hooks around collective and point-to-point calls, and what they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..recording.hooks import Moment
+
+_CARRY_VALUES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
+    "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+
+_GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective or point-to-point call, about to be made.
+
+    Attributes:
+        op: as in `calls.KINDS`; group: its number, -1 where unknown.
+        tensors: what goes in. Watchers must not keep them.
+        reduction: torch's own reduce operation, None where there is none.
+        peers: global ranks on the other side of a point-to-point call, -1 for any.
+    """
+
+    op: str
+    group: int
+    p2p: bool
+    tensors: tuple[Any, ...]
+    reduction: Any = None
+    peers: tuple[int, ...] = ()
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether it is a collective of tensors, and no barrier."""
+        return self.op in _CARRY_VALUES
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it leaves what a rank hands over as it is."""
+        return self.op in _GATHER
+
+
+@dataclass(slots=True)
+class Issued:
+    """An asynchronous call was made, the last one that was told of as a `Call`.
+
+    Attributes:
+        number: in the ring.
+        works: torch's own, each ends a part of it.
+    """
+
+    number: int
+    works: tuple[Any, ...]
+
+
+called: Moment[Call] = Moment("called")
+
+issued: Moment[Issued] = Moment("issued")
+call_failed: Moment[tuple[int, BaseException]] = Moment("call failed")
+"""A call raised: its number in the ring, and what."""
+waited: Moment[float] = Moment("waited")
+"""The rank comes out of a collective that took so many seconds."""

@@ -1,0 +1,305 @@
+"""Every collective and point-to-point call: written to the ring before it is made."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...storage.call_ring import State
+from ..recording import hooks
+from ..recording.frames import passed_over, unframe
+from ..recording.patching import refused, replace
+from ..recording.recorder import Recorder, recorder
+from . import call_hooks, gathered_objects, process_groups
+from .call_log import tape
+
+LOST = "collectives, and with them mismatches and hangs"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to read the arguments of one function.
+
+    Attributes:
+        op: its name in records; tensor, root: names of parameters, empty where there is none.
+        sized: ranks must pass the same number of elements.
+        gathered: name of the parameter that is an object to gather.
+    """
+
+    op: str
+    tensor: str = ""
+    reduces: bool = False
+    root: str = ""
+    sized: bool = True
+    p2p: bool = False
+    gathered: str = ""
+
+
+BATCH = "batch_isend_irecv"
+
+KINDS = {
+    "all_reduce": Kind("all_reduce", "tensor", reduces=True),
+    "all_reduce_coalesced": Kind("all_reduce_coalesced", reduces=True),
+    "broadcast": Kind("broadcast", "tensor", root="src"),
+    "reduce": Kind("reduce", "tensor", reduces=True, root="dst"),
+    "all_gather": Kind("all_gather", "tensor"),
+    "all_gather_coalesced": Kind("all_gather_coalesced"),
+    "all_gather_single": Kind("all_gather_into_tensor", "input_tensor"),
+    "all_gather_into_tensor": Kind("all_gather_into_tensor", "input_tensor"),
+    "gather": Kind("gather", "tensor", root="dst"),
+    "scatter": Kind("scatter", "tensor", root="src"),
+    "reduce_scatter": Kind("reduce_scatter", "output", reduces=True, sized=False),
+    "reduce_scatter_single": Kind("reduce_scatter_tensor", "output", reduces=True),
+    "reduce_scatter_tensor": Kind("reduce_scatter_tensor", "output", reduces=True),
+    "all_to_all": Kind("all_to_all"),
+    "all_to_all_single": Kind("all_to_all_single", "output", sized=False),
+    "barrier": Kind("barrier"),
+    "monitored_barrier": Kind("monitored_barrier"),
+    "all_gather_object": Kind("all_gather_object", gathered="obj"),
+    "gather_object": Kind("gather_object", root="dst", gathered="obj"),
+    "broadcast_object_list": Kind("broadcast_object_list", root="src"),
+    "scatter_object_list": Kind("scatter_object_list", root="src"),
+    "send": Kind("send", "tensor", root="dst", p2p=True),
+    "recv": Kind("recv", "tensor", root="src", p2p=True),
+    "isend": Kind("isend", "tensor", root="dst", p2p=True),
+    "irecv": Kind("irecv", "tensor", root="src", p2p=True),
+    "send_object_list": Kind("send_object_list", root="dst", p2p=True),
+    "recv_object_list": Kind("recv_object_list", root="src", p2p=True),
+    BATCH: Kind(BATCH, p2p=True),
+}
+
+
+_ABSENT = 1 << 30
+
+
+class _Depth(threading.local):
+    """Object collectives are made of others; only the outermost call is the user's."""
+
+    inside = False
+
+
+_depth = _Depth()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    gathered_objects.install()
+    for name, kind in KINDS.items():
+        original = getattr(c10d, name, None)
+        if original is None:
+            continue
+        wrapper = _watched(original, kind)
+        for holder in (c10d, dist):
+            if vars(holder).get(name) is original:
+                replace(holder, name, wrapper)
+    _watch_waits(c10d)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+    read = _reader(original, kind)
+    part = f"calls.{kind.op}"
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = None if _depth.inside else recorder()
+        number = failure = None
+        if active is not None:
+            began = time.perf_counter_ns()
+            try:
+                if not active.disabled(part):
+                    number = read(active, args, kwargs)
+            except Exception as error:
+                failure = error.with_traceback(None)
+            active.own_ns += time.perf_counter_ns() - began
+            _depth.inside = True
+        called = time.monotonic()
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if active is not None and failure is not None and not refused(error):
+                active.trouble(part, failure, LOST)
+            failed(number, error)
+            unframe(error)
+            raise
+        finally:
+            if active is not None:
+                _depth.inside = False
+        if active is not None and failure is not None:
+            active.trouble(part, failure, LOST)
+        if active is not None:
+            began = time.perf_counter_ns()
+            call_hooks.waited.happens(active, time.monotonic() - called)
+            _returned(number, result)
+            active.own_ns += time.perf_counter_ns() - began
+        return result
+
+    return passed_over(wrapper, original)
+
+
+def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
+    """Reads the arguments of a call and writes it down."""
+    parameters = inspect.signature(original).parameters
+    positions = {name: i for i, name in enumerate(parameters)}
+    default_op = parameters["op"].default if kind.reduces else None
+
+    def place(name: str) -> int:
+        return positions.get(name, _ABSENT)
+
+    group_at, tensor_at, op_at = place("group"), place(kind.tensor), place("op")
+    root_at, group_root_at = place(kind.root), place("group_" + kind.root)
+    object_at = place(kind.gathered)
+
+    def read(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        given = len(args)
+        group = args[group_at] if group_at < given else kwargs.get("group")
+        messages = _batched(args, kwargs) if kind.op == BATCH else ()
+        if messages:
+            group = messages[0].group
+        number = 0 if group is None else process_groups.number_of(group)
+        tensor = None
+        if kind.tensor:
+            tensor = args[tensor_at] if tensor_at < given else kwargs.get(kind.tensor)
+        reduce_op = None
+        if kind.reduces:
+            reduce_op = args[op_at] if op_at < given else kwargs.get("op", default_op)
+        passed = tensor if kind.tensor else args[0] if args else None
+        root = -1
+        if kind.root and number >= 0:
+            named = args[root_at] if root_at < given else kwargs.get(kind.root)
+            in_group = (
+                args[group_root_at] if group_root_at < given else kwargs.get("group_" + kind.root)
+            )
+            root = _root(group, named, in_group, kind.p2p)
+        sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
+        peers = (*sends, *receives) or (root,) * kind.p2p
+        call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
+        call_hooks.called.happens(active, call)
+        written = tape(active)
+        if number < 0 or written is None or not process_groups.exist():
+            return None  # not a member, or no group at all: torch says so itself
+        site = written.here()
+        if kind.gathered:
+            gathered_objects.note(
+                active, site, args[object_at] if object_at < given else kwargs["obj"]
+            )
+        if messages:
+            return written.point_to_point(number, kind.op, site, -1, sends, receives)
+        if kind.p2p:
+            return written.point_to_point(number, kind.op, site, root)
+        return written.collective(number, kind.op, site, tensor, kind.sized, reduce_op, root)
+
+    return read
+
+
+def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The messages of a batch."""
+    given = args[0] if args else kwargs.get("p2p_op_list")
+    return tuple(given) if isinstance(given, (list, tuple)) else ()
+
+
+def _peers(messages: tuple[Any, ...], op: str) -> tuple[int, ...]:
+    return tuple(int(m.peer) for m in messages if m.op.__name__ == op)
+
+
+def _tensors(given: Any) -> tuple[Any, ...]:
+    if isinstance(given, (list, tuple)):
+        return tuple(t for t in given if hasattr(t, "untyped_storage"))
+    return (given,) if hasattr(given, "untyped_storage") else ()
+
+
+def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
+    """The other side as a global rank; torch's default is the first of the group."""
+    if rank is not None:
+        return int(rank)
+    if group_rank is None:
+        if p2p:
+            return -1
+        group_rank = 0
+    if group is None:
+        return int(group_rank)
+    import torch.distributed as dist
+
+    return int(dist.get_global_rank(group, int(group_rank)))
+
+
+def mark(number: int | None, state: State) -> None:
+    active = recorder()
+    if number is None or active is None:
+        return
+    try:
+        if written := tape(active):
+            written.ring.mark(number, state)
+    except Exception as error:
+        active.trouble("calls.mark", error, LOST)
+
+
+def failed(number: int | None, error: BaseException) -> None:
+    mark(number, State.FAILED)
+    if number is not None and (active := recorder()):
+        call_hooks.call_failed.happens(active, (number, error))
+
+
+def _returned(number: int | None, result: Any) -> None:
+    """Synchronous calls are done; asynchronous ones have only been issued."""
+    active = recorder()
+    if number is None or active is None:
+        return
+    try:
+        written = tape(active)
+        if written is None:
+            return
+        given = () if result is None else result if isinstance(result, list) else (result,)
+        works = tuple(w for w in given if hasattr(w, "is_completed"))
+        if works:
+            written.issued(number, works)
+            call_hooks.issued.happens(active, call_hooks.Issued(number, works))
+        else:
+            written.ring.mark(number, State.DONE)
+    except Exception as error:
+        active.trouble("calls.returned", error, LOST)
+
+
+def _waited_for(work: Any) -> int | None:
+    """The number of the call whose end is waited for, where that is on record."""
+    active = recorder()
+    if active is None or _depth.inside:
+        return None
+    try:
+        written = tape(active)
+        return written.number_of(work) if written else None
+    except Exception as error:
+        active.trouble("calls.wait", error, LOST)
+        return None
+
+
+def _watch_waits(c10d: Any) -> None:
+    original = c10d.Work.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = _waited_for(self)
+        mark(number, State.WAITING)
+        began = time.monotonic()
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException as error:
+            failed(number, error)
+            unframe(error)
+            raise
+        mark(number, State.DONE)
+        active = recorder()
+        if number is not None and active is not None:
+            call_hooks.waited.happens(active, time.monotonic() - began)
+        return result
+
+    replace(c10d.Work, "wait", passed_over(wait, original))
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    if written := active.tape or tape(active):
+        written.flush()

@@ -1,0 +1,291 @@
+"""Process groups: who creates them, when, with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...events import CALLERS, GroupDestroyed, GroupReady, InitEntered
+from ..recording.code_locations import own_files
+from ..recording.environment import (
+    environment_at_start,
+    interesting_environment,
+    number_in_environment,
+)
+from ..recording.frames import passed_over, unframe
+from ..recording.patching import around, replace
+from ..recording.recorder import Recorder, complain
+from ..recording.torch_compat import group_name, group_ranks, live_groups
+from ..source.source_text import lines_that_set
+from ..source.statements import ways_before
+
+LOST = "process groups"
+
+
+class _Groups:
+    """Numbers of the groups of this process, by torch's name for them, and the others in them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.others: dict[int, frozenset[int]] = {}
+        self.created = 0
+
+
+_groups = _Groups()
+
+
+def number_of(group: Any) -> int:
+    """The doctor's number of a group; 0 is the default group (also for None), -1 unknown."""
+    if group is None:
+        return 0
+    return _groups.numbers.get(group_name(group), -1)
+
+
+def others(group: int) -> frozenset[int]:
+    """Global ranks of its other members, by its number; empty where they are not known."""
+    return _groups.others.get(group, frozenset())
+
+
+def exist() -> bool:
+    """Whether there is a default group."""
+    return _groups.created > 0
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _groups.numbers.clear()
+    _groups.created = 0
+    around(holders(), "new_group", before=_new_entered, after=_new_ready, lost=LOST)
+    around(holders(), "split_group", after=_split_ready, lost=LOST)
+    around((c10d, dist), "destroy_process_group", before=_destroying, after=_destroyed, lost=LOST)
+
+
+def holders() -> tuple[Any, ...]:
+    """The modules that have the functions under their names; meshes make groups of their own."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    with contextlib.suppress(ImportError):
+        import torch.distributed.device_mesh as device_mesh
+
+        return c10d, dist, device_mesh
+    return c10d, dist
+
+
+def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
+    """Let `init_process_group` make this process a rank, before it can block."""
+    import torch.distributed.distributed_c10d as c10d
+
+    around(holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
+    watched = c10d.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = _init_arguments(args, kwargs)
+            activate(given["rank"], given["world_size"], given["init_method"])
+        except Exception as error:  # training goes on, unobserved
+            complain(error)
+        try:
+            return watched(*args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
+
+    passed_over(init_process_group, watched)
+    for holder in holders():
+        replace(holder, "init_process_group", init_process_group)
+
+
+def adopt(active: Recorder) -> None:
+    """Record the groups that were there before this process was watched."""
+    import torch.distributed as dist
+
+    if _groups.created or not dist.is_available() or not dist.is_initialized():
+        return
+    groups = dict(live_groups())
+    _tell_ready(active, groups.pop("", dist.group.WORLD))
+    for group in groups.values():
+        _tell_ready(active, group)
+
+
+def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
+    given: dict[str, Any] = {
+        "backend": None,
+        "init_method": None,
+        "world_size": -1,
+        "rank": -1,
+        "timeout": None,
+    }
+    given.update(zip(names, args, strict=False))
+    given.update({k: v for k, v in kwargs.items() if k in names})
+    for name in ("world_size", "rank"):
+        given[name] = -1 if given[name] is None else int(given[name] or 0)
+    return given
+
+
+def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = _init_arguments(args, kwargs)
+    timeout = given["timeout"]
+    active.emit(
+        InitEntered(
+            at=time.monotonic(),
+            backend=str(given["backend"] or ""),
+            init_method=str(given["init_method"] or ""),
+            rank=given["rank"],
+            world_size=given["world_size"],
+            env_rank=number_in_environment("RANK"),
+            env_world_size=number_in_environment("WORLD_SIZE"),
+            env_local_rank=number_in_environment("LOCAL_RANK"),
+            timeout_s=timeout.total_seconds() if timeout is not None else -1.0,
+            site=active.site(),
+            rendezvous=_rendezvous(given),
+            changed=_changed_environment(),
+            set_at={
+                name: active.sites.place(file, line, "")
+                for name, (file, line) in lines_that_set(own_files()).items()
+            },
+            past=_past(active),
+        ),
+        vital=True,
+    )
+
+
+def _past(active: Recorder) -> tuple[int, ...]:
+    """The `if` by which a process could have left before it came to this line."""
+    found: list[int] = []
+    frame = active.sites.user_frame(sys._getframe())
+    for _ in range(CALLERS):
+        if frame is None:
+            break
+        code = frame.f_code
+        for line in ways_before(code.co_filename, frame.f_lineno):
+            found.append(active.sites.place(code.co_filename, line, code.co_name))
+        frame = active.sites.user_frame(frame.f_back)
+    return tuple(found)
+
+
+def _rendezvous(given: dict[str, Any]) -> str:
+    """Where the ranks meet; two processes with the same text mean the same group."""
+    method = str(given["init_method"] or "env://")
+    if (store := given.get("store")) is not None:
+        return _place_of(store)
+    if method.startswith("env://"):
+        return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return method.partition("?")[0]
+
+
+def _place_of(store: Any) -> str:
+    """The file or the address behind a store; where it has none, it is this process's own."""
+    while (underlying := getattr(store, "underlying_store", None)) is not None:
+        store = underlying
+    if path := getattr(store, "path", ""):
+        return f"file://{path}"
+    if host := getattr(store, "host", ""):
+        return f"tcp://{host}:{getattr(store, 'port', 0)}"
+    return f"store of process {os.getpid()}"
+
+
+def _changed_environment() -> dict[str, str]:
+    now, before = interesting_environment(os.environ), environment_at_start()
+    return {name: value for name, value in now.items() if before.get(name) != value}
+
+
+def _init_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        import torch.distributed as dist
+
+        _tell_ready(active, dist.group.WORLD)
+
+
+def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The ranks that `new_group` was given; None for all, and for what can be read only once."""
+    ranks = args[0] if args else kwargs.get("ranks")
+    return None if ranks is None or isinstance(ranks, Iterator) else tuple(ranks)
+
+
+def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (
+        asked_for(args, kwargs),
+        bool(kwargs.get("use_local_synchronization", False)),
+        str(kwargs.get("group_desc") or ""),
+    )
+
+
+def _new_ready(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        ranks, local, description = token
+        _tell_ready(active, result, ranks, local, description)
+
+
+def _split_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+    if error is None and result is not None:
+        _tell_ready(active, result)
+
+
+def _tell_ready(
+    active: Recorder,
+    group: Any,
+    ranks: tuple[int, ...] | None = None,
+    local: bool = False,
+    description: str = "",
+) -> None:
+    import torch.distributed as dist
+
+    member = isinstance(group, dist.ProcessGroup)
+    number, _groups.created = _groups.created, _groups.created + 1
+    name = group_name(group) if member else ""
+    if member:
+        _groups.numbers[name] = number
+        ranks = group_ranks(group)
+        _groups.others[number] = frozenset(ranks) - {dist.get_rank()}
+    active.emit(
+        GroupReady(
+            at=time.monotonic(),
+            group=number,
+            name=name,
+            backend=_backend(group) if member else "",
+            ranks=ranks or (),
+            member=member,
+            site=active.site(),
+            local_synchronization=local,
+            description=description,
+        )
+    )
+
+
+def _backend(group: Any) -> str:
+    """The one for the accelerator, if there is any, where nobody chose: torch then takes one for
+    each kind of device and calls that `undefined`."""
+    import torch.distributed as dist
+
+    name = str(dist.get_backend(group))
+    if name != "undefined":
+        return name
+    pairs = [p.partition(":") for p in str(dist.get_backend_config(group)).split(",")]
+    return next((b for device, _, b in pairs if device != "cpu"), pairs[0][2]) or name
+
+
+def _destroying(
+    active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, float]:
+    import torch.distributed as dist
+
+    group = args[0] if args else kwargs.get("group")
+    everything = group is None or group is dist.group.WORLD
+    return "" if everything else group_name(group), time.monotonic()
+
+
+def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        name, began = token
+        active.emit(GroupDestroyed(at=began, name=name, site=active.site()))
+        if not name:
+            _groups.numbers.clear()
+            _groups.created = 0

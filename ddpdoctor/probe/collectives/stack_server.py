@@ -1,0 +1,109 @@
+"""Answers the monitor while the main thread stands still: where every thread is, and what torch's
+flight recorder says.
+
+A thread waits in `recv` of an abstract datagram socket: no file is left behind, nothing is held at
+exit, and a forked child has no such thread. It touches torch only when it is asked.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from ...events import FlightEntry, FlightLog
+from ...storage.call_ring import RingWriter, ask_address
+from ...storage.safe_fd import Held, apart
+from ..recording import stack_file
+from ..recording.recorder import Recorder, recorder
+from ..recording.torch_compat import flight_recorder
+
+KEPT = 64
+
+
+def listen(active: Recorder, ring: RingWriter) -> None:
+    """Start answering; where that is impossible, hangs are judged without the flight recorder."""
+    try:
+        nonce = int.from_bytes(os.urandom(7), "little")
+        address = ask_address(os.getpid(), nonce)
+        _thread.start_new_thread(_serve, (_Ears(address), address, os.getpid()))
+        ring.answers(nonce)
+    except (OSError, RuntimeError, AttributeError) as error:
+        active.trouble("answers", error, "collectives that DDP issues itself, in a hang")
+
+
+class _Ears:
+    """The socket, which the program may close or replace like any descriptor."""
+
+    def __init__(self, address: str) -> None:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(fileno=apart(made.detach()))
+        self._held = Held(self._socket.fileno())
+        self._socket.bind(address)
+
+    def hear(self) -> bool:
+        """Wait for a question; False where the socket is the program's by now."""
+        if not self._held.ours():
+            self._socket.detach()
+            return False
+        self._socket.recv(16)
+        return True
+
+
+def _serve(ears: _Ears, address: str, pid: int) -> None:
+    while True:
+        try:
+            if not ears.hear():
+                ears = _Ears(address)
+                continue
+        except OSError:
+            return
+        active = recorder()
+        if active is None or os.getpid() != pid:
+            return
+        try:
+            stack_file.keep()
+            stack_file.tell()
+        except Exception as error:
+            active.trouble("stacks", error, "where threads are in a hang")
+        try:
+            _tell(active)
+        except Exception as error:
+            active.trouble("flight-recorder", error, "what DDP communicated in a hang")
+
+
+def _tell(active: Recorder) -> None:
+    text = flight_recorder()
+    if text is None:
+        return
+    seen = json.loads(text)
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for entry in seen.get("entries", ()):
+        if not entry.get("is_p2p"):
+            by_group.setdefault(str(entry["process_group"][0]), []).append(entry)
+    status = seen.get("pg_status", {})
+    for name, entries in by_group.items():
+        entries.sort(key=lambda e: e["collective_seq_id"])
+        state = status.get(name, {})
+        active.emit(
+            FlightLog(
+                at=time.monotonic(),
+                group=name,
+                entries=tuple(_entry(e) for e in entries[-KEPT:]),
+                last_enqueued=int(state.get("last_enqueued_collective", -1)),
+                last_completed=int(state.get("last_completed_collective", -1)),
+            )
+        )
+
+
+def _entry(entry: dict[str, Any]) -> FlightEntry:
+    return FlightEntry(
+        sequence=int(entry["collective_seq_id"]),
+        op=str(entry["profiling_name"]).rpartition(":")[2],
+        sizes=str(entry.get("input_sizes", ""))[:200],
+        dtypes=",".join(map(str, entry.get("input_dtypes", ())))[:100],
+        retired=bool(entry.get("retired")),
+    )

@@ -1,0 +1,62 @@
+"""Where this rank stands in each of its process groups: enough to tell whether two ranks have met
+between two moments, without a clock and without a word between them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..recording import torch_compat
+from ..recording.patching import around
+from ..recording.recorder import Recorder
+
+LOST = "in which order ranks touched files"
+
+DEFAULT = "default"
+
+
+class _Meetings:
+    """Marks of groups that are gone stay, so that a rank that has left them is not forgotten."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, int] = {}
+        self.generation = 0
+        self.stored_at = 0.0
+
+
+_meetings = _Meetings()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _meetings.__init__()  # type: ignore[misc]
+    around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
+    for name in ("wait", "get", "multi_get"):  # they wait for somebody to set the key
+        around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
+
+
+def stored_at() -> float:
+    """When this process last came back from waiting for a key of a store, 0 for never."""
+    return _meetings.stored_at
+
+
+def _stored(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        _meetings.stored_at = time.monotonic()
+
+
+def marks() -> dict[str, int]:
+    """Collectives issued so far, by group."""
+    for name, group in torch_compat.live_groups():
+        number = torch_compat.sequence_number(group)
+        if number >= 0:
+            _meetings.marks[f"{_meetings.generation}.{name or DEFAULT}"] = number
+    return dict(_meetings.marks)
+
+
+def _leaving(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    marks()
+    if not args and not kwargs:
+        _meetings.generation += 1

@@ -1,0 +1,1 @@
+"""The recorder and what every watcher needs: hooks, patching, code locations, sampling."""

@@ -1,0 +1,181 @@
+"""Wraps functions of torch from outside, fail-open, and can take everything back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any, Protocol
+
+from .frames import named, passed_over, unframe
+from .recorder import Failure, Recorder, current, run_hook
+from .torch_compat import compiler_in_use, scripted_as, skip_frames, uncompiled
+
+Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
+After = Callable[[Recorder, Any, Any, BaseException | None], None]
+"""(recorder, what `before` returned, the result, the exception or None)."""
+
+
+class Looking(Protocol):
+    """Says whether something is being looked at now."""
+
+    looking: bool
+
+
+class Usual(Protocol):
+    """Looks at a call of a routine step (see `routine`). Neither of these raises.
+
+    Attributes:
+        begins: (recorder, args, kwargs) what `after` is given should the call fail; None where this
+            is not the call that a routine step has next.
+        ends: (recorder, what `begins` returned, result).
+    """
+
+    begins: Callable[..., Any]
+    ends: Callable[..., None]
+
+
+_undo: list[tuple[Any, str, Any]] = []
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute and remember the old one for `restore`."""
+    namespace = vars(owner)
+    old = namespace.get(name, getattr(owner, name))
+    _undo.append((owner, name, old))
+    setattr(owner, name, new)
+    if (forget := scripted_as(new, old)) is not None:
+        on_restore(forget)
+
+
+def around(
+    owners: Any,
+    name: str,
+    *,
+    before: Before | None = None,
+    after: After | None = None,
+    lost: str = "",
+    traced: bool = False,
+    only: Looking | None = None,
+    usual: Usual | None = None,
+) -> None:
+    """Call `before` and `after` around every call of `owner.name` in a rank.
+
+    The original is called exactly once, outside of any guard, with the same arguments; its
+    exceptions pass. What fails in `before` or `after` is counted and never reaches the user; where
+    `before` could not read arguments that torch refuses too, nothing was lost.
+
+    Args:
+        owners: the class or module that holds the function, or several that share it.
+        lost: what is not observed when the hook fails, for the report.
+        traced: torch.compile traces callers of this function: it must see the original, and
+            compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
+        only: says whether to look at the call at all; no function, for it would stand unguarded.
+        usual: looks at it in place of `before` and `after` in a routine step.
+    """
+    holders = owners if isinstance(owners, tuple) else (owners,)
+    original = vars(holders[0]).get(name) or getattr(holders[0], name)
+    foreign = isinstance(holders[0], type) and not isinstance(original, FunctionType)
+    call = named(original, name) if foreign else original
+    part = f"{holders[0].__name__}.{name}"
+    hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = current.recorder
+        if active is None or (only is not None and not only.looking):
+            try:
+                return call(*args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
+        token: Any = None
+        failure: Exception | None = None
+        run = run_hook
+        # torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`.
+        given = args or ((kwargs["self"],) if "self" in kwargs else ())
+        expected = usual is not None and (token := usual.begins(active, given, kwargs)) is not None
+        if not expected:
+            if compiler is not None:
+                compiler.now = compiler.ask()
+                if compiler.now is not None:
+                    run = hidden
+            if before is not None:
+                token = run(active, part, None, before, given, kwargs)
+                if type(token) is Failure:
+                    token, failure = None, token.error
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:
+            if not (failure and refused(error)):
+                if failure is not None:
+                    active.trouble(part, failure, lost)
+                if after is not None:
+                    run(active, part, lost, after, token, None, error)
+            unframe(error)
+            raise
+        if expected:
+            usual.ends(active, token, result)  # type: ignore[union-attr]
+            return result
+        if failure is not None:
+            active.trouble(part, failure, lost)
+        if after is not None:
+            run(active, part, lost, after, token, result, None)
+        return result
+
+    passed_over(wrapper, original)
+    if not _wrappers:
+        _wrappers.append(wrapper)
+    wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
+    new = uncompiled(wrapper, within=False) if traced else wrapper
+    for holder in holders:
+        if vars(holder).get(name) is original:
+            replace(holder, name, new)
+
+
+def hide_hooks() -> None:
+    """Keep torch.compile from tracing the wrappers; call it once torch._dynamo is imported."""
+    if _wrappers:
+        skip_frames(run_hook, unframe, _wrappers[0])
+
+
+_wrappers: list[Any] = []
+"""The first wrapper; all share its code."""
+
+
+def refused(error: BaseException) -> bool:
+    """Whether torch raised this over the arguments that it was given."""
+    return isinstance(error, (TypeError, ValueError, AttributeError))
+
+
+def replace_copies() -> None:
+    """Replace also what other modules imported by name before (`from torch import ...`)."""
+    new = {id(old): getattr(owner, name) for owner, name, old in _undo if name and callable(old)}
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in ("torch", "ddpdoctor") or not isinstance(module, ModuleType):
+            continue
+        if is_lazy(module):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and id(value) in new:
+                replace(module, name, new[id(value)])
+
+
+def is_lazy(module: ModuleType) -> bool:
+    """Whether a module is imported only once it is asked for an attribute (`LazyLoader`): to look
+    at it would be to import it."""
+    return type(module).__getattribute__ is not ModuleType.__getattribute__
+
+
+def on_restore(undo: Callable[[], None]) -> None:
+    """Have `undo` called by `restore` (for hooks that torch keeps in a registry)."""
+    _undo.append((undo, "", None))
+
+
+def restore() -> None:
+    """Take back every change, newest first."""
+    while _undo:
+        owner, name, old = _undo.pop()
+        if name:
+            setattr(owner, name, old)
+        else:
+            owner()

@@ -1,0 +1,234 @@
+"""The recorder of this process, if it is a rank: writes events, measures its own cost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...events import Event, NotObserved, ProbeCost, ProbeTrouble
+from ...storage.run_folder import EventWriter
+from . import startup_cost
+from .code_locations import Sites
+from .torch_compat import interposed, pause_compiler, resume_compiler, without_modes
+
+T = TypeVar("T")
+
+TROUBLE_LIMIT = 10
+"""A hook that failed this often is left alone for the rest of the run."""
+
+COST_EVERY_S = 5.0
+COST_FIRST_S = 0.25
+"""Then after twice as long each time: a run may be killed in its first second."""
+
+
+class Recorder:
+    """Everything that hooks share in one rank.
+
+    Attributes:
+        own_ns: nanoseconds spent in the doctor's own code since `started`; `start_ns`: what it took
+            to start, most of it before that. What may be afforded is reckoned without.
+        step: optimizer steps taken so far, by any optimizer; `moves` backwards begun and steps.
+        options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
+            many, 0 where the doctor chooses.
+        off: the parts that failed too often, and are left alone.
+        lock: held while records are written, and by those who have some to join.
+        before_events: writes what waits to be written, before anything else is.
+        after_events: looks after what the program may have taken away.
+        tape: its log of calls (a `CallLog`), once there is one; `tape_failed`: none could be made.
+    """
+
+    def __init__(
+        self, writer: EventWriter, directory: Path, stem: str, options: dict[str, Any]
+    ) -> None:
+        self.writer = writer
+        self.directory = directory
+        self.stem = stem
+        self.options = options
+        self.budget_percent = float(options.get("budget", 1.0))
+        every = str(options.get("every"))
+        self.every = int(every) if every.isdigit() else 0
+        self.sites = Sites(self.emit)
+        self.started = time.monotonic()
+        self.pid = os.getpid()
+        self.own_ns = 0
+        self.start_ns = startup_cost.taken()
+        self.step = 0
+        self.moves = 0
+        self.off: set[str] = set()
+        self.before_events: Callable[[Recorder], None] | None = None
+        self.after_events: Callable[[], None] | None = None
+        self.tape: Any = None
+        self.tape_failed = False
+        self._troubles: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._began = startup_cost.before(self.started, self.start_ns)
+        self._cost_told = self.started
+        self._cost_every = COST_FIRST_S
+        # Re-entrant: a signal handler of the user's may open a file while an event is written.
+        self.lock = threading.RLock()
+
+    def emit(self, event: Event, *, vital: bool = False) -> None:
+        """Append an event. Safe from any thread."""
+        with self.lock:
+            if self.before_events is not None:
+                self.before_events(self)
+            self.writer.write(event, vital=vital)
+            self.tell_cost()
+            if self.after_events is not None:
+                self.after_events()
+
+    def site(self) -> int:
+        """The number of the user's line that is executing."""
+        return self.sites.here()
+
+    def trouble(self, part: str, error: BaseException, lost: str = "") -> None:
+        """A hook failed: count it, say so once, and switch it off when it keeps failing."""
+        count = self._troubles[part] = self._troubles.get(part, 0) + 1
+        if count >= TROUBLE_LIMIT:
+            self.off.add(part)
+        if count not in (1, TROUBLE_LIMIT):
+            return
+        with contextlib.suppress(Exception):  # the last line: nothing may get out of here
+            self.emit(
+                ProbeTrouble(
+                    at=time.monotonic(),
+                    part=part,
+                    error=repr(error)[:500],
+                    lost=lost,
+                    disabled=count >= TROUBLE_LIMIT,
+                ),
+                vital=True,
+            )
+
+    def disabled(self, part: str) -> bool:
+        return part in self.off
+
+    def not_observed(self, check: str, reason: str) -> None:
+        """Say once that a check (or family) cannot be served, and why."""
+        if (check, reason) not in self._said:
+            self._said.add((check, reason))
+            self.emit(NotObserved(at=time.monotonic(), check=check, reason=reason))
+
+    def affordable(self) -> bool:
+        """Whether the doctor is within its budget, so that it may look more closely now."""
+        elapsed_ns = (time.monotonic() - self.started) * 1e9
+        return self.own_ns < elapsed_ns * self.budget_percent / 100
+
+    def tell_cost(self, *, anyway: bool = False) -> None:
+        """Record the doctor's own time now and then."""
+        now = time.monotonic()
+        if anyway or now - self._cost_told > self._cost_every:
+            self._cost_told = now
+            self._cost_every = min(2 * self._cost_every, COST_EVERY_S)
+            self.start_ns += startup_cost.taken()
+            self.emit(
+                ProbeCost(
+                    at=now,
+                    own_s=(self.own_ns + self.start_ns) / 1e9,
+                    wall_s=now - self._began,
+                    start_s=self.start_ns / 1e9,
+                    events=self.writer.count,
+                    dropped=self.writer.dropped,
+                    steps=self.step,
+                ),
+                vital=True,
+            )
+
+
+class _Current:
+    recorder: Recorder | None = None
+
+
+current = _Current()
+"""For what runs in every step; others ask `recorder`."""
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this process, or None where it is no rank."""
+    return current.recorder
+
+
+def set_recorder(new: Recorder | None) -> None:
+    current.recorder = new
+
+
+def forget_after_fork() -> None:
+    """In a forked child: it is not the rank, and the parent's file is not its own."""
+    current.recorder = None
+
+
+os.register_at_fork(after_in_child=forget_after_fork)
+
+
+class Failure:
+    """What a hook came to, where it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error.with_traceback(None)  # which would keep the user's tensors alive
+
+
+def run_hook(
+    active: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
+) -> Any:
+    """What `hook(active, *args)` returns, on the doctor's own account. Where it fails: counted, or
+    a `Failure` where `lost` is None."""
+    if part in active.off:
+        return None
+    began = time.perf_counter_ns()
+    paused = None
+    try:
+        if interposed.compiler() is not None:
+            paused = pause_compiler()
+        if interposed.functions() or interposed.dispatches():
+            with without_modes():
+                return hook(active, *args)
+        return hook(active, *args)
+    except Exception as error:
+        if lost is None:
+            return Failure(error)
+        active.trouble(part, error, lost)
+        return None
+    finally:
+        if paused is not None:
+            resume_compiler(paused)
+        active.own_ns += time.perf_counter_ns() - began
+
+
+def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
+    """What `work` returns, given the recorder; None where it failed or there is none."""
+    active = current.recorder
+    return None if active is None else run_hook(active, part, lost, work)
+
+
+def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callable[..., None]:
+    """A callback for torch to call: what fails in it is counted and never reaches the user."""
+
+    def call(*args: Any) -> None:
+        try:
+            if interposed.functions() or interposed.dispatches():
+                with without_modes():
+                    callback(*args)
+            else:
+                callback(*args)
+        except Exception as error:
+            if (active := current.recorder) is not None:
+                active.trouble(part, error, lost)
+
+    return call
+
+
+def complain(error: BaseException) -> None:
+    """The probe could not even start: leave the reason in the run folder for the report."""
+    try:
+        path = os.path.join(os.environ["DDPDOCTOR_DIR"], f"probe-errors-{os.getpid()}.txt")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            traceback.print_exception(error, file=file)
+    except (OSError, KeyError):  # nowhere to leave it
+        pass

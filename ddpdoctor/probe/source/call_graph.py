@@ -1,0 +1,84 @@
+"""The functions of the program that others call, as their code names them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from ..recording.code_locations import classify
+from ..recording.frames import variables
+
+MOST = 200
+
+
+def forwards(modules: Iterable[Any]) -> list[tuple[FunctionType, type]]:
+    """Their forwards with their classes."""
+    found = {type(m): getattr(type(m), "forward", None) for m in modules}
+    return [(made, owner) for owner, made in found.items() if isinstance(made, FunctionType)]
+
+
+def called_by(begun: Iterable[tuple[FunctionType, type]]) -> set[CodeType]:
+    """The code of what these functions call, and of what that calls; nothing is run for it."""
+    ahead = list(begun)
+    seen = {function.__code__ for function, _ in ahead}
+    first = set(seen)
+    for function, owner in ahead:
+        for found in _named(function, owner) if _is_users(function) else ():
+            if found.__code__ not in seen and _is_users(found) and len(ahead) < MOST:
+                seen.add(found.__code__)
+                ahead.append((found, owner))
+    return seen - first
+
+
+_CALLED = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)*)\(")
+
+
+def called_in(frame: FrameType, text: str) -> set[CodeType]:
+    """The code of what these lines of a running function call, and of what that calls."""
+    known = {**frame.f_globals, **variables(frame)}
+    found = [f for path in set(_CALLED.findall(text)) if (f := _resolved(path, known)) is not None]
+    begun = [(function, owner) for function, owner in found if _is_users(function)]
+    return {function.__code__ for function, _ in begun} | called_by(begun)
+
+
+def _resolved(path: str, known: dict[str, Any]) -> tuple[FunctionType, type] | None:
+    """What a dotted name stands for, of a module its forward; nothing is run for it."""
+    first, *rest = path.split(".")
+    value = owner = known.get(first)
+    for name in rest:
+        owner = value
+        inside = inspect.getattr_static(value, "_modules", None)
+        parts = inside if isinstance(inside, dict) else {}
+        value = parts.get(name, inspect.getattr_static(value, name, None))
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if not isinstance(value, (FunctionType, type)):
+        owner, value = value, getattr(type(value), "forward", None)
+    return (value, type(owner)) if isinstance(value, FunctionType) else None
+
+
+def _is_users(function: FunctionType) -> bool:
+    return classify(function.__code__.co_filename) == "user"
+
+
+def _named(function: FunctionType, owner: type) -> Iterator[FunctionType]:
+    """What the names in its code stand for: global functions, those of modules, methods."""
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    globals_ = function.__globals__
+    spaces = [globals_[n] for n in names if isinstance(globals_.get(n), ModuleType)]
+    for name in names:
+        every = [globals_.get(name), *(vars(space).get(name) for space in spaces)]
+        for value in (*every, inspect.getattr_static(owner, name, None)):
+            plain = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if isinstance(plain, FunctionType):
+                yield plain
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)

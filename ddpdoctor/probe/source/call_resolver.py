@@ -1,0 +1,426 @@
+"""Finds, in the source of the functions that are running, the call that used a given object.
+
+Nothing of the user's is executed: names are looked up, properties are not evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from ..recording.frames import variables
+from .dead_branches import never_runs
+from .source_text import function_of, parts_of
+
+FRAMES = 12
+DEPTH = 3
+CHANGERS = ("clear", "pop", "popitem", "update", "setdefault")
+CALLS = 400
+"""Calls looked at in one function."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A method of an object, found without binding it."""
+
+    owner: Any
+    function: types.FunctionType
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where names are looked up."""
+
+    names: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        return self.names[name] if name in self.names else self.others.get(name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A call: the code object and line it stands in."""
+
+    code: CodeType
+    line: int
+
+
+Wanted = Callable[[Any], bool]
+Sets = Callable[[ast.AST, Scope], bool]
+"""Whether a node is the statement that is looked for."""
+
+
+def first_argument(frame: FrameType) -> Any:
+    """`self` of a method, most often."""
+    names = frame.f_code.co_varnames
+    return variables(frame).get(names[0]) if names and frame.f_code.co_argcount else None
+
+
+def call_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Wanted
+) -> Found | None:
+    """The call, in the frames that are running, whose target is `wanted`; innermost first. Methods
+    of what is wanted itself are passed over: who called them is the answer."""
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code) and not wanted(first_argument(frame)):
+            seen += 1
+            scope = Scope(variables(frame), frame.f_globals)
+            found = _call_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, DEPTH)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def setting_in_frames(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    name: str,
+    value: bool | None = None,
+    *,
+    after: Found | None = None,
+) -> Found | None:
+    """The statement, in the frames that are running or in what they call, that sets a parameter's
+    or a module's attribute to a value (`p.requires_grad = True`, `p.requires_grad_()`), or to
+    anything; the last one before the line that is executing, else the last at all. Where a helper
+    sets it to what it is given, the line that gives it. None where only one of several branches can
+    have done it.
+
+    Args:
+        after: a line of the function in which it was not set before that.
+    """
+
+    def wanted(node: ast.AST, scope: Scope) -> bool:
+        return _sets(node, scope, name, value)
+
+    settings = [
+        found
+        for found in _settings_in_frames(frame, is_user, wanted, value)
+        if after is None or found.code is not after.code or found.line > after.line
+    ]
+    found = next(iter(settings), None)
+    node = function_of(found.code) if found is not None else None
+    if found is None or node is None:
+        return found
+    others = (other.line for other in settings if other.code is found.code)
+    return None if any(_other_arm(node, line, found.line) for line in others) else found
+
+
+def item_set_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], key: str
+) -> Found | None:
+    """The same for an item (`group["lr"] = rate`, `group["lr"] *= 0.5`)."""
+    settings = _settings_in_frames(frame, is_user, lambda node, scope: _sets_item(node, key))
+    return next(settings, None)
+
+
+def state_edit_in_frames(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], optimizer: Any
+) -> Found | None:
+    """The statement that changes an optimizer's state (`optimizer.state.clear()`,
+    `optimizer.state[p]["step"] = 0`), where there is only one."""
+
+    def wanted(node: ast.AST, scope: Scope) -> bool:
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            return any(_is_state(t, scope, optimizer) for t in node.targets)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changes = node.func.attr in CHANGERS or node.func.attr.endswith("_")
+            return changes and _is_state(node.func.value, scope, optimizer)
+        return False
+
+    found = set(_settings_in_frames(frame, is_user, wanted))
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_state(node: ast.AST, scope: Scope, optimizer: Any) -> bool:
+    """Whether it is the state of the optimizer, or something in it."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute) and node.attr == "state":
+            return _resolve(node.value, scope) is optimizer
+        node = node.value
+    return False
+
+
+def _settings_in_frames(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    wanted: Sets,
+    value: bool | None = None,
+) -> Iterator[Found]:
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code):
+            seen += 1
+            scope = Scope(variables(frame), frame.f_globals)
+            yield from _settings(frame.f_code, scope, is_user, wanted, value, frame.f_lineno, 2)
+        frame = frame.f_back
+
+
+def _settings(
+    code: CodeType,
+    scope: Scope,
+    is_user: Callable[[CodeType], bool],
+    wanted: Sets,
+    value: bool | None,
+    line: int,
+    depth: int,
+) -> Iterator[Found]:
+    """The most likely one first."""
+    node = function_of(code)
+    if node is None:
+        return
+    lines = [n.lineno for n in parts_of(code) if wanted(n, scope)]  # type: ignore[attr-defined]
+    for found in sorted(lines, key=lambda n: (n <= line, n), reverse=True):
+        if not never_runs(code, found, scope.get):
+            yield Found(code, found)
+    for call in list(_calls(node))[:CALLS] if depth > 0 else ():
+        inner = _into(call, scope, is_user)
+        if inner is not None and not never_runs(code, call.lineno, scope.get):
+            function, bound = inner
+            within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
+            for setting in _settings(*within):
+                yield Found(code, call.lineno) if _gives(call, value) else setting
+
+
+def _gives(call: ast.Call, value: bool | None) -> bool:
+    given = [*call.args, *(k.value for k in call.keywords)]
+    return value is not None and any(
+        isinstance(a, ast.Constant) and a.value is value for a in given
+    )
+
+
+def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
+    if isinstance(node, ast.Assign):
+        target, given = node.targets[0], node.value
+        if not isinstance(target, ast.Attribute) or target.attr != name:
+            return False
+        owner = target.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr != f"{name}_":
+            return False
+        owner = node.func.value
+        given = next(iter([*node.args, *(k.value for k in node.keywords)]), ast.Constant(True))
+    else:
+        return False
+    return not _is_input(owner, scope) and (value is None or _resolve(given, scope) is value)
+
+
+def _is_input(owner: ast.AST, scope: Scope) -> bool:
+    """Whether it is a tensor that is no parameter, or one that is made on the spot."""
+    import torch
+
+    made = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute)
+    found = _resolve(owner, scope)
+    tensor = isinstance(found, torch.Tensor) and not isinstance(found, torch.nn.Parameter)
+    return tensor or (made and found is None)
+
+
+def _sets_item(node: ast.AST, key: str) -> bool:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    else:
+        return False
+    return any(
+        isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == key
+        for t in targets
+    )
+
+
+def assignment_in_frames(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    wanted: Any,
+    made_at: tuple[CodeType, int] | None = None,
+) -> Found | None:
+    """The first statement, in the frames that are running, that gave an object its name; the one at
+    the line that made the object, where it is among them. None where only one of several branches
+    can have done it."""
+    seen = 0
+    while frame is not None and seen < FRAMES:
+        if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
+            seen += 1
+            scope = Scope(variables(frame), frame.f_globals)
+            naming = [
+                found
+                for found in _own(node)
+                if isinstance(found, ast.Assign)
+                and not isinstance(found.value, ast.Constant)
+                and any(_resolve(target, scope) is wanted for target in found.targets)
+            ]
+            if naming:
+                first = min(naming, key=lambda statement: statement.lineno)
+                code, line = made_at or (None, 0)
+                if code is not None and code.co_filename == frame.f_code.co_filename:
+                    for statement in naming:
+                        if statement.lineno <= line <= (statement.end_lineno or 0):
+                            return Found(frame.f_code, statement.lineno)
+                return None if _either(node, first, naming) else Found(frame.f_code, first.lineno)
+        frame = frame.f_back
+    return None
+
+
+def _either(node: ast.AST, one: ast.AST, statements: list[ast.Assign]) -> bool:
+    """Whether one of the statements stands in another branch than `one`."""
+    for choice in _own(node):
+        if isinstance(choice, ast.If):
+            branches = [[n for s in block for n in (s, *_own(s))] for block in
+                        (choice.body, choice.orelse)]  # fmt: skip
+            in_each = [any(s in branch for s in statements) for branch in branches]
+            if all(in_each) and any(one in branch for branch in branches):
+                return True
+    return False
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's own body."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child
+            yield from _own(child)
+
+
+def _call_in(
+    code: CodeType,
+    scope: Scope,
+    is_user: Callable[[CodeType], bool],
+    wanted: Wanted,
+    line: int,
+    depth: int,
+) -> Found | None:
+    node = function_of(code)
+    if node is None:
+        return None
+    calls = [c for c in list(_calls(node))[:CALLS] if not _other_arm(node, c.lineno, line)]
+    # The forward precedes the backward: the last one before it, else (in a loop) the last at all.
+    calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
+    for call in calls:
+        if wanted(_resolve(call.func, scope)):
+            return Found(code, call.lineno)
+    if depth > 0:
+        for call in calls:
+            inner = _into(call, scope, is_user)
+            if inner is not None:
+                function, bound = inner
+                found = _call_in(function.__code__, bound, is_user, wanted, 1 << 30, depth - 1)
+                if found is not None:
+                    return found
+    return None
+
+
+def _other_arm(node: ast.AST, line: int, running: int) -> bool:
+    """Whether a line stands in another arm of an `if` than the one that is running."""
+    for choice in _own(node):
+        if isinstance(choice, ast.If) and choice.orelse:
+            begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
+            if choice.lineno <= min(line, running) < begin <= max(line, running) <= end:
+                return True
+    return False
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Calls of a function's own body that may compute gradients."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        if isinstance(child, ast.With) and any(_without_gradients(i) for i in child.items):
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from _calls(child)
+
+
+def _without_gradients(item: ast.withitem) -> bool:
+    text = ast.dump(item.context_expr)
+    return "'no_grad'" in text or "'inference_mode'" in text
+
+
+def _into(
+    call: ast.Call, scope: Scope, is_user: Callable[[CodeType], bool]
+) -> tuple[types.FunctionType, Scope] | None:
+    """A user's function that is called, and what its arguments are bound to."""
+    target = _resolve(call.func, scope)
+    if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
+        target = Bound(target.__self__, target.__func__)
+    function = target.function if isinstance(target, Bound) else target
+    if not isinstance(function, types.FunctionType) or not is_user(function.__code__):
+        return None
+    given = [_resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
+    if isinstance(target, Bound):
+        given.insert(0, target.owner)
+    names = dict(zip(function.__code__.co_varnames, given, strict=False))
+    names.update({k.arg: _resolve(k.value, scope) for k in call.keywords if k.arg})
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return function, Scope(names, function.__globals__)
+
+
+def _resolve(node: ast.AST, scope: Scope) -> Any:
+    """The object an expression stands for, None where that cannot be told without running it."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return attribute(_resolve(node.value, scope), node.attr)
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Subscript):
+        return _item(_resolve(node.value, scope), _resolve(node.slice, scope))
+    if isinstance(node, ast.Call):  # `unwrap(model)(x)`: only the plain ones
+        return _unwrapped(node, scope)
+    if isinstance(node, ast.IfExp):
+        return _resolve(node.body, scope)
+    return None
+
+
+def _unwrapped(node: ast.Call, scope: Scope) -> Any:
+    """`getattr(model, "module", model)` is `model.module`."""
+    if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) >= 2:
+        name = _resolve(node.args[1], scope)
+        if isinstance(name, str):
+            return attribute(_resolve(node.args[0], scope), name)
+    return None
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """What `owner.name` is, as far as it is stored and not computed."""
+    if owner is None:
+        return None
+    if isinstance(owner, types.ModuleType):
+        return vars(owner).get(name)
+    stored = getattr(owner, "__dict__", None) if not isinstance(owner, type) else None
+    if isinstance(stored, dict):
+        if name in stored:
+            return stored[name]
+        modules = stored.get("_modules")
+        if isinstance(modules, dict) and name in modules:
+            return modules[name]
+    kind = owner if isinstance(owner, type) else type(owner)
+    for base in kind.__mro__:
+        value = vars(base).get(name)
+        if isinstance(value, types.FunctionType):
+            return Bound(owner, value)
+        if value is not None:
+            return None if isinstance(value, property) else value
+    return None
+
+
+def _item(owner: Any, key: Any) -> Any:
+    stored = getattr(owner, "__dict__", {}).get("_modules") if owner is not None else None
+    if isinstance(stored, dict):
+        owner = stored
+        key = str(key) if isinstance(key, int) else key
+    if isinstance(owner, dict) and isinstance(key, (str, int)):
+        return owner.get(key)
+    if type(owner) in (list, tuple) and isinstance(key, int) and -len(owner) <= key < len(owner):
+        return owner[key]
+    return None

@@ -1,0 +1,161 @@
+"""What a line of the user's code divides by, as written: tells a world size from another 2."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection
+from types import CodeType
+from typing import NamedTuple
+
+from .ast_cache import Source, source_of
+from .source_text import parts_of
+
+_SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|dp_size")
+_OTHER = re.compile(r"accum|micro|steps|local")
+
+
+class _Names(NamedTuple):
+    """What the names in a file mean.
+
+    Attributes:
+        sizes: they are given the world size.
+        values: what is given to those that are given something in one place only.
+    """
+
+    sizes: frozenset[str]
+    values: dict[str, ast.expr]
+
+    def meaning(self, node: ast.expr) -> ast.expr:
+        """What a name stands for; anything else stands for itself."""
+        names = _names(node)
+        return self.values.get(names.pop(), node) if names else node
+
+
+def _names_in(source: Source) -> _Names:
+    statements = [node for node in source.nodes if isinstance(node, ast.Assign)]
+    sizes: set[str] = set()
+    for _ in range(2):  # a name may be given another one's value
+        for node in statements:
+            if _is_size(node.value, sizes):
+                sizes |= {n for target in node.targets for n in _names(target)}
+            elif len(node.targets) == 1:
+                sizes |= _unpacked(node.targets[0], node.value, sizes)
+    return _Names(frozenset(sizes), _given_once(source, statements))
+
+
+def _given_once(source: Source, statements: list[ast.Assign]) -> dict[str, ast.expr]:
+    """What names are given that are given something in one place only, and are no parameters."""
+    given = source.given
+    places = given.names + given.attributes + given.arguments
+    single = (s for s in statements if len(s.targets) == 1)
+    values = {name: s.value for s in single for name in _names(s.targets[0])}
+    return {name: value for name, value in values.items() if places[name] == 1}
+
+
+def _unpacked(target: ast.expr, value: ast.expr, names: Collection[str]) -> set[str]:
+    """`rank, size = dist.get_rank(), dist.get_world_size()`"""
+    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
+        return set()
+    pairs = zip(target.elts, value.elts, strict=False)
+    return {n for t, v in pairs if _is_size(v, names) for n in _names(t)}
+
+
+def _names(target: ast.expr) -> set[str]:
+    if isinstance(target, ast.Name):
+        return {target.id}
+    return {target.attr} if isinstance(target, ast.Attribute) else set()
+
+
+def _is_size(node: ast.expr, names: Collection[str]) -> bool:
+    """Whether an expression is the world size, by its name or by where its name comes from."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        known = name in names or bool(_SIZE.search(name.lower()))
+        return known and not _OTHER.search(name.lower())
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == "WORLD_SIZE"
+    if isinstance(node, ast.Call):
+        called = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
+        if called in ("int", "float", "max", "tensor", "get", "getenv"):
+            return any(_is_size(a, names) or _is_variable(a) for a in node.args)
+        return bool(_SIZE.search(called.lower()))
+    return False
+
+
+def _is_variable(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "WORLD_SIZE"
+
+
+def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str:
+    """The world size as written, where the statement on a line divides by it; with `product`,
+    where it does by that times something else."""
+    source = source_of(file)
+    if source is None:
+        return ""
+    names = source.once(_names_in)
+    for node in source.around(line):
+        for divisor in _divisors(node, names):
+            for factor in _factors(names.meaning(divisor)) if product else [divisor]:
+                if _is_size(factor, names.sizes):
+                    return ast.unparse(factor)[:80]
+    return ""
+
+
+def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
+    """Where a function divides what a line calls `backward` on by the world size, up to there, and
+    the divisor as written; -1 where it does not."""
+    source = source_of(code.co_filename)
+    if source is None:
+        return -1, ""
+    names = source.once(_names_in)
+    plain = [n for n in parts_of(code) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+    plain = [s for s in plain if s.lineno <= line]
+    here = [s for s in plain if line <= (s.end_lineno or s.lineno)]
+    here = [s for s in here if any(getattr(n, "attr", "") == "backward" for n in ast.walk(s))]
+    roots = {n.id for s in here for n in ast.walk(s) if isinstance(n, ast.Name)}
+    for statement in [*here, *plain]:
+        targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+        given = {n for t in targets if isinstance(t, ast.expr) for n in _names(t)}
+        if statement not in here and not given & roots:
+            continue
+        for divisor in (d for node in ast.walk(statement) for d in _divisors(node, names)):
+            if _is_size(divisor, names.sizes):
+                return statement.lineno, ast.unparse(divisor)[:80]
+    return -1, ""
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    """Of a product."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [f for side in (node.left, node.right) for f in _factors(side) or [side]]
+    return []
+
+
+def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
+    """What a node divides by, also where it multiplies by a name for a quotient."""
+    if isinstance(node, ast.BinOp):
+        operation, operands = node.op, [node.left, node.right]
+    elif isinstance(node, ast.AugAssign):
+        operation, operands = node.op, [node.value]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in ("div", "div_", "true_divide"):
+            return list(node.args)
+        if node.func.attr in ("mul", "mul_"):
+            return [d for a in node.args for d in _divisors(names.meaning(a), names)]
+        return []
+    else:
+        return []
+    if isinstance(operation, ast.Div):
+        return operands[-1:]
+    if isinstance(operation, ast.Mult):
+        quotients = [names.meaning(o) for o in operands if _names(o)]
+        return [d for q in quotients for d in _quotient(q)]
+    return []
+
+
+def _quotient(node: ast.expr) -> list[ast.expr]:
+    """What a quotient divides by."""
+    return [node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else []

@@ -1,0 +1,90 @@
+"""Whether a program waits for a file before it reads another one, as its source says.
+
+A loop that asks for a file and sleeps in between is how some ranks wait for another without a
+collective. What it asks for must not be the file that is then read: that one is there as soon as
+somebody begins to write it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from types import CodeType, FrameType
+
+from ..recording.frames import variables
+from .ast_cache import Function
+from .dead_branches import never_runs
+from .source_text import called_name, function_of, parts_of
+
+_ASKS = frozenset(
+    ("exists", "isfile", "is_file", "isdir", "is_dir", "access", "stat", "getmtime", "getsize",
+     "listdir", "scandir", "iterdir", "glob")
+)  # fmt: skip
+_RESTS = frozenset(("sleep", "wait"))
+
+
+def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
+    """Whether the function of a frame has waited for another file than its current line reads;
+    `itself`: or for that one."""
+    waiting = {name: code for name, code in _callable(frame) if _ASKS & set(code.co_names)}
+    own = _ASKS & set(frame.f_code.co_names)
+    tree = function_of(frame.f_code) if own or waiting else None
+    if tree is None:
+        return False
+    asked: set[str] = set()
+    read: set[str] = set()
+    for node in _within(tree):
+        line, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) or 0
+        if isinstance(node, ast.Call) and line <= frame.f_lineno <= end:
+            read |= _given(node)
+        elif (
+            end < frame.f_lineno
+            and (given := _waited_for(node, waiting))
+            and not never_runs(frame.f_code, line, frame.f_globals.get)
+        ):
+            asked |= given
+    return bool(asked if itself else asked - read)
+
+
+def _within(node: ast.AST) -> Iterator[ast.AST]:
+    """What it consists of, without the functions that it only defines."""
+    for part in ast.iter_child_nodes(node):
+        if not isinstance(part, Function):
+            yield part
+            yield from _within(part)
+
+
+def _waited_for(node: ast.AST, waiting: Mapping[str, CodeType]) -> set[str]:
+    """What a loop asks for, or what a function with such a loop is given."""
+    if isinstance(node, (ast.For, ast.While)):
+        return _asked(node)
+    code = waiting.get(called_name(node)) if isinstance(node, ast.Call) else None
+    parts = parts_of(code) if code is not None else []
+    loops = (n for n in parts if isinstance(n, (ast.For, ast.While)))
+    return _given(node) if isinstance(node, ast.Call) and any(map(_asked, loops)) else set()
+
+
+def _callable(frame: FrameType) -> Iterator[tuple[str, CodeType]]:
+    """The functions and methods of Python that the code of a frame may call, by name."""
+    owner = type(variables(frame).get("self"))
+    for name in frame.f_code.co_names:
+        found = frame.f_globals.get(name, getattr(owner, name, None))
+        code = getattr(found, "__code__", None)
+        if isinstance(code, CodeType):
+            yield name, code
+
+
+def _asked(loop: ast.For | ast.While) -> set[str]:
+    """What a loop asks the file system for, where it sleeps in between."""
+    calls = [n for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    if not any(called_name(call) in _RESTS for call in calls):
+        return set()
+    return {text for call in calls if called_name(call) in _ASKS for text in _given(call)}
+
+
+def _given(call: ast.Call) -> set[str]:
+    """The arguments of a call; of a method's without any, the object."""
+    given = [*call.args, *(k.value for k in call.keywords)]
+    if not given and isinstance(call.func, ast.Attribute):
+        given = [call.func.value]
+    return {ast.dump(value) for value in given}

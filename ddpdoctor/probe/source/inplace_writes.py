@@ -1,0 +1,139 @@
+"""Which statements of the user's source change tensors in place: read only after some had changed
+between two moments."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import NamedTuple
+
+from .ast_cache import Source, source_of
+from .source_text import function_of
+
+Place = tuple[CodeType, int]
+
+_NAMES = ("reset_parameters", "apply")
+_CALL = re.compile(r"\(|load|data|batch")
+_PARAMETERS = re.compile(r"param|module|children|layer|weight|model|net", re.IGNORECASE)
+_DEEP = 3
+"""Functions of the same file that call each other."""
+
+
+def editing(begin: list[Place], end: list[Place]) -> list[Place]:
+    """The statements that edit tensors between two moments, each given by the lines that ran then,
+    outermost first. None where they stand in more than one place: which it was is not known."""
+    found: list[Place] = []
+    places = 0
+    for code, first, last in _windows(begin, end):
+        function = function_of(code)
+        source = source_of(code.co_filename)
+        if function is None or source is None:
+            return []
+        within = Within(function, source)
+        for block in _blocks(function):
+            lines = [
+                statement.lineno
+                for statement, quiet in block
+                if first < statement.lineno < last and _edits(statement, quiet, within, _DEEP)
+            ]
+            places += bool(lines)
+            found += [(code, line) for line in lines]
+    return found if places == 1 else []
+
+
+def _windows(begin: list[Place], end: list[Place]) -> Iterator[tuple[CodeType, int, int]]:
+    """What ran of each function: of those that had begun the rest, of those that have the start."""
+    common = 0
+    while common < min(len(begin), len(end)) and begin[common] == end[common]:
+        common += 1
+    here, there = begin[common:], end[common:]
+    if here and there and here[0][0] is there[0][0]:
+        yield here[0][0], here[0][1], there[0][1]
+        here, there = here[1:], there[1:]
+    for code, line in here:
+        yield code, line, sys.maxsize
+    for code, line in there:
+        yield code, code.co_firstlineno, line
+
+
+class Within(NamedTuple):
+    """A function, or a file, and the file that it is in."""
+
+    function: ast.AST
+    source: Source
+
+
+Block = list[tuple[ast.stmt, bool]]
+
+
+def _blocks(node: ast.AST, quiet: bool = False) -> list[Block]:
+    """The plain statements of a function, block by block, and whether gradients are off there."""
+    found: list[Block] = []
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        block: Block = []
+        inner = quiet or (isinstance(node, ast.With) and _without_gradients(node))
+        for child in getattr(node, name, ()) or ():
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            if hasattr(child, "body") or hasattr(child, "cases"):
+                found += _blocks(child, inner)
+            elif isinstance(child, ast.stmt):
+                block.append((child, inner))
+        if block:
+            found.append(block)
+    return found
+
+
+def _without_gradients(node: ast.With) -> bool:
+    return any("no_grad" in (t := ast.unparse(i)) or "inference_mode" in t for i in node.items)
+
+
+def _edits(statement: ast.stmt, quiet: bool, within: Within, deep: int) -> bool:
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AugAssign):
+        targets = [statement.target]
+    for target in targets:
+        owner = target.value if isinstance(target, ast.Subscript) else target
+        if isinstance(owner, ast.Attribute) and owner.attr == "data":
+            return True
+        if quiet and (isinstance(statement, ast.AugAssign) or isinstance(target, ast.Subscript)):
+            return True
+    calls = (n for n in ast.walk(statement) if isinstance(n, ast.Call))
+    return any(_changes(call, within, deep) for call in calls)
+
+
+def _changes(call: ast.Call, within: Within, deep: int) -> bool:
+    name = str(getattr(call.func, "attr", None) or getattr(call.func, "id", ""))
+    in_place = name.endswith("_") and not name.endswith("__") and "grad" not in name
+    if name in _NAMES:
+        return True
+    if in_place:
+        owner = getattr(call.func, "value", None)
+        return not (isinstance(owner, ast.Name) and owner.id in _results(within))
+    return deep > 0 and any(
+        _edits(statement, quiet, Within(node, within.source), deep - 1)
+        for node in within.source.defined.get(name, ())
+        for block in _blocks(node)
+        for statement, quiet in block
+    )
+
+
+def _results(within: Within) -> set[str]:
+    """Names of what other calls return, and of what loops take from loaders: batches, most often,
+    and no parameters."""
+    found: set[str] = set()
+    for node in within.source.parts(within.function):
+        if isinstance(node, ast.Assign):
+            made, targets = node.value, node.targets
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            made, targets = node.iter, [node.target]
+        else:
+            continue
+        if _CALL.search(text := ast.unparse(made)) and not _PARAMETERS.search(text):
+            found |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return found

@@ -1,0 +1,38 @@
+"""The line that an exception is about, where that is not the one that raised it."""
+
+from __future__ import annotations
+
+import ast
+import bdb
+import os
+import traceback
+
+from ..recording.code_locations import USER, Sites
+from .source_text import called_name, parts_of
+
+STOPPERS = ("breakpoint", "set_trace")
+
+
+def pointed_at(sites: Sites, error: BaseException) -> tuple[str, int, str] | None:
+    """File, line and function: what could not be parsed, or the `breakpoint()` of a debugger that
+    quit, as it does without a terminal."""
+    if isinstance(error, SyntaxError):
+        file, line = error.filename or "", error.lineno or 0
+        return (file, line, "") if sites.kind_of(file) == USER and os.path.isfile(file) else None
+    if isinstance(error, bdb.BdbQuit):
+        stops = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        for code, line in reversed(stops):
+            if sites.kind(code) == USER:
+                return code.co_filename, _stopper(parts_of(code), line), code.co_name
+    return None
+
+
+def _stopper(parts: list[ast.AST], line: int) -> int:
+    """Where it calls the debugger, which then stops on the next line: the last call up to there, or
+    else the last one."""
+    calls = [
+        node.lineno
+        for node in parts
+        if isinstance(node, ast.Call) and called_name(node) in STOPPERS
+    ]
+    return max((n for n in calls if n <= line), default=max(calls, default=line))

@@ -1,0 +1,191 @@
+"""What the user's source says around a line: read only after something was found wrong."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+from ..recording.environment import PREFIXES
+from .ast_cache import source_of
+
+
+def function_of(code: CodeType) -> ast.AST | None:
+    """The definition that a code object was compiled from; the whole file for a module's code."""
+    source = source_of(code.co_filename)
+    return source.function(code) if source is not None else None
+
+
+def parts_of(code: CodeType) -> list[ast.AST]:
+    """What `ast.walk` gives for that definition."""
+    source = source_of(code.co_filename)
+    node = source.function(code) if source is not None else None
+    return source.parts(node) if source is not None and node is not None else []
+
+
+def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
+    """The `if` in the methods of a module's class that decides whether `self.<attribute>` is
+    used: its code object and line."""
+    for kind in type(module).__mro__:
+        for method in vars(kind).values():
+            code = getattr(method, "__code__", None)
+            if code is None or code.co_name == "__init__" or attribute not in code.co_names:
+                continue
+            node = function_of(code)
+            line = _deciding_line(node, attribute) if node is not None else None
+            if line is not None:
+                return code, line
+    return None
+
+
+def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | None:
+    """Where a method of a module's class calls a function of one of these names."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch."):
+            continue
+        for method in vars(kind).values():
+            code = getattr(method, "__code__", None)
+            if code is None or not set(names) & set(code.co_names):
+                continue
+            for call in parts_of(code):
+                if isinstance(call, ast.Call) and called_name(call) in names:
+                    return code, call.lineno
+    return None
+
+
+def quoted(file: str, line: int) -> bool:
+    """Whether a line is a comment, or of a text that stands by itself, as docstrings do."""
+    if linecache.getline(file, line).lstrip().startswith("#"):
+        return True
+    source = source_of(file)
+    return any(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for node in (source.around(line) if source is not None else ())
+    )
+
+
+def only_opens(code: CodeType, line: int) -> bool:
+    """Whether a statement opens a file and closes it again, with nothing done in between."""
+    if not linecache.getline(code.co_filename, line).lstrip().startswith(("with ", "open(")):
+        return False
+    source = source_of(code.co_filename)
+    for node in source.around(line) if source is not None else ():
+        if isinstance(node, ast.With) and node.lineno == line:
+            return len(node.items) == 1 and _is_open(node.items[0].context_expr) and all(
+                isinstance(n, ast.Pass)
+                or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+                for n in node.body
+            )  # fmt: skip
+        if isinstance(node, ast.Expr) and node.lineno == line and isinstance(node.value, ast.Call):
+            closes = node.value.func
+            return (
+                isinstance(closes, ast.Attribute)
+                and closes.attr == "close"
+                and _is_open(closes.value)
+            )
+    return False
+
+
+def _is_open(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and called_name(node) == "open"
+
+
+def called_name(call: ast.Call) -> str:
+    return last_name(call.func)
+
+
+def last_name(node: ast.AST) -> str:
+    """`c` of `a.b.c`; empty of what is no name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _deciding_line(function: ast.AST, attribute: str) -> int | None:
+    leaving: int | None = None
+    passing: dict[int, int] = {}
+    for node, way in _with_branches(function, Way()):
+        if isinstance(node, ast.For) and _mentions(node.iter, attribute):
+            if (line := _deciding_in_loop(node)) is not None:
+                return line
+        elif isinstance(node, ast.Attribute) and node.attr == attribute:
+            if way.branches:
+                return way.branches[-1]
+            return next((passing[n] for n in reversed(way.loops) if n in passing), leaving)
+        elif way.branches:
+            if isinstance(node, ast.Return) and leaving is None:
+                leaving = way.branches[-1]
+            elif isinstance(node, (ast.Continue, ast.Break)) and way.loops:
+                passing[way.loops[-1]] = way.branches[-1]
+    return None
+
+
+def _mentions(node: ast.AST, attribute: str) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == attribute for n in ast.walk(node))
+
+
+def _deciding_in_loop(loop: ast.For) -> int | None:
+    """`for layer in self.layers: if skip: continue`, or `if keep: x = layer(x)`."""
+    names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    for node in ast.walk(loop):
+        if not isinstance(node, ast.If):
+            continue
+        inside = [n for part in (*node.body, *node.orelse) for n in ast.walk(part)]
+        leaves = any(isinstance(n, (ast.Continue, ast.Break)) for n in inside)
+        calls = any(
+            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in names
+            for n in inside
+        )
+        if leaves or calls:
+            return node.test.lineno
+    return None
+
+
+def _asks_for_training(test: ast.expr) -> bool:
+    """`self.training` or `not self.training`, and nothing else."""
+    asked = test.operand if isinstance(test, ast.UnaryOp) else test
+    return isinstance(asked, ast.Attribute) and asked.attr == "training"
+
+
+class Way(NamedTuple):
+    """What a node depends on: the lines of the `if`s and of the loops around it, outermost first.
+    An `if` that only asks whether the module is in training is none: all ranks answer alike."""
+
+    branches: tuple[int, ...] = ()
+    loops: tuple[int, ...] = ()
+
+
+def _with_branches(node: ast.AST, way: Way) -> Iterator[tuple[ast.AST, Way]]:
+    """Every node in order of the text."""
+    for field, value in ast.iter_fields(node):
+        inner = way
+        if isinstance(node, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
+            if not _asks_for_training(node.test):
+                inner = way._replace(branches=(*way.branches, node.test.lineno))
+        elif isinstance(node, (ast.For, ast.While)) and field == "body":
+            inner = way._replace(loops=(*way.loops, node.lineno))
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child, inner
+                yield from _with_branches(child, inner)
+
+
+_SETS = re.compile(
+    r"""environ\s*\[\s*["'](\w+)["']\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\(\s*["'](\w+)["']"""
+)
+"""A line that sets a variable."""
+
+
+def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Where a program's files set variables that matter: file and line by name."""
+    found: dict[str, tuple[str, int]] = {}
+    for file in files:
+        for number, line in enumerate(linecache.getlines(file), 1):
+            for match in _SETS.finditer(line) if "environ" in line or "putenv" in line else ():
+                name = match[1] or match[2]
+                if name.startswith(PREFIXES) and not quoted(file, number):
+                    found.setdefault(name, (file, number))
+    return found

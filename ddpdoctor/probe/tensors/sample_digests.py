@@ -1,0 +1,375 @@
+"""Digests of the content of batches and inputs, read from host memory without a torch operation.
+
+A few bytes of each sample are enough to tell one from another. Tensors on a device, of an unusual
+kind or laid out in an unusual way are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import time
+import zlib
+from array import array
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ...events import ContentRead, RowsRead
+from ...events.pack import pack
+from ..recording.recorder import Recorder
+
+PARTS = 3
+"""Parts of a batch (input, label, mask, ...) that are looked at."""
+
+SAMPLES = 256
+"""Samples to fingerprint per epoch, about."""
+
+BATCHES = 256
+"""Batches of an epoch that may be fingerprinted."""
+
+PER_BATCH = 32
+"""Samples of one batch of an iterable data set; so that every worker's batches are among them."""
+
+ROWS = 4096
+"""Rows of the batches that a stream makes itself, per epoch; more are not looked at."""
+
+WINDOW = 64
+WINDOWS = 4
+PADDED = 512
+"""Bytes of a row of whole numbers (tokens, say) that are looked at."""
+
+PIECES = 32
+"""Of a tensor that is a slice of another one's columns, or transposed."""
+
+DEEPEST = 3
+
+LEAVES = 4096
+"""Parts of a model's inputs that are counted; where there are more, their size is not told."""
+
+
+class Fingerprints:
+    """Content digests of some samples of one epoch."""
+
+    def __init__(self, length: int, batch_size: int | None, iterable: bool) -> None:
+        population = min(length, BATCHES * max(1, batch_size or 1)) if length > 0 else SAMPLES
+        self.halved = 0 if iterable else max(0, (population // SAMPLES).bit_length() - 1)
+        self.iterable = iterable
+        self.indices = array("q")
+        self.batches = array("i")
+        self.columns = [array("I") for _ in range(2 * PARTS)]
+        self.rows, self.rows_from = array("I"), array("i")
+        self.rows_left = ROWS if iterable else 0
+        self.taken = 0
+
+    def take(self, number: int, given: Any, batch: Any) -> bool:
+        """Look at a delivered batch; False once enough were looked at."""
+        from ..recording.index_sample import kept, key
+
+        if not isinstance(given, list):  # no automatic batching: one entry, whatever it holds
+            self._add(number, key(given), list(leaves(batch, None)), None)
+            if self.rows_left > 0:
+                self._add_rows(number, batch)
+        else:
+            size = first_dimension(batch) if self.iterable else len(given)
+            parts = list(leaves(batch, size))
+            rows = min(len(given), size or 0, PER_BATCH) if self.iterable else len(given)
+            for row, index in enumerate(given[:rows]):
+                found = key(index)
+                if found is not None and not kept(found, self.halved):
+                    continue
+                self._add(number, found, parts, row)
+                if self.iterable and self.taken >= SAMPLES:
+                    break
+        return number < BATCHES and (not self.iterable or self.taken < SAMPLES)
+
+    def _add(self, number: int, index: int | None, parts: list[Any], row: int | None) -> None:
+        digests = [d for part in parts for d in digest(part, row)]
+        if not any(digests):
+            return
+        self.taken += 1
+        self.batches.append(number)
+        if index is not None:
+            self.indices.append(index)
+        digests += [0] * (2 * PARTS - len(digests))
+        for column, value in zip(self.columns, digests, strict=False):
+            column.append(value)
+
+    def _add_rows(self, number: int, batch: Any) -> None:
+        size = first_dimension(batch) or 0
+        self.rows_left -= max(1, size)
+        sizes = [(n, p) for p in leaves(batch, size) if (n := _bytes(p))] if size else []
+        if self.rows_left >= 0 and sizes:
+            _, part = max(sizes, key=lambda s: s[0])
+            self.rows.extend(_of_rows(part, size))
+            self.rows_from.extend([number] * size)
+
+    def write(self, active: Recorder, loader: int, epoch: int) -> None:
+        if self.rows:
+            rows = array("i", self.rows.tobytes())
+            active.emit(RowsRead(at=time.monotonic(), loader=loader, epoch=epoch,
+                                 batches=pack(self.rows_from), rows=pack(rows)))  # fmt: skip
+            del self.rows[:], self.rows_from[:]
+        if not self.batches:
+            return
+        pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
+        used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
+        indices = self.indices if len(self.indices) == len(self.batches) else ()
+        active.emit(
+            ContentRead(
+                at=time.monotonic(),
+                loader=loader,
+                epoch=epoch,
+                batches=pack(self.batches),
+                columns=tuple(pack(array("i", c.tobytes())) for c in used if any(c)),
+                indices=pack(i & 0x7FFFFFFF for i in indices),
+            )
+        )
+        del self.batches[:], self.indices[:]
+        for column in self.columns:
+            del column[:]
+
+
+def _bytes(part: Any) -> int:
+    """Of a plain tensor in host memory; 0 of all else."""
+    import torch
+
+    plain = type(part) is torch.Tensor and part.is_cpu and part.layout is torch.strided
+    return part.numel() * part.element_size() if plain else 0
+
+
+def first_dimension(batch: Any) -> int | None:
+    """Of the first tensor in a batch, None where there is none."""
+    first = _first_tensor(batch)
+    return None if first is None else int(first.shape[0])
+
+
+def begins(batch: Any) -> int:
+    """The row at which the first tensor begins in the one that it is a slice of."""
+    import torch
+
+    first = _first_tensor(batch)
+    if type(first) is not torch.Tensor or first.layout is not torch.strided:
+        return 0
+    offset, row = first.storage_offset(), first.stride(0)
+    return offset // row if row and offset % row == 0 else 0
+
+
+def _first_tensor(batch: Any) -> Any:
+    tensors = (leaf for leaf in _walk(batch, None, 0) if getattr(leaf, "shape", None))
+    return next(tensors, None)
+
+
+def samples(inputs: tuple[Any, ...]) -> int:
+    """How many a model is given: what a list of samples holds, or the first tensor's rows."""
+    first = inputs[0] if inputs else None
+    if isinstance(first, (list, tuple)) and first and isinstance(first[0], Mapping):
+        return len(first)
+    return first_dimension(inputs) or 0
+
+
+def size_of(inputs: tuple[Any, ...], without: Collection[Any] = ()) -> int:
+    """How many numbers there are in all tensors and arrays, but those in some memory; 0 where there
+    are too many parts."""
+    parts = list(itertools.islice(_walk(inputs, None, 0, LEAVES), LEAVES))
+    kept = [p for p in parts if memory(p) not in without] if without else parts
+    return sum(map(_size, kept)) if len(parts) < LEAVES else 0
+
+
+def memory(leaf: Any) -> Any:
+    """What stands for a tensor's memory, also when that is freed; None for anything else."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    plain = _bytes(leaf) > 0
+    return StorageWeakRef(leaf.untyped_storage()) if plain else None
+
+
+def memories(value: Any) -> set[Any]:
+    """Of all tensors in a model's inputs or output."""
+    return {found for leaf in _walk(value, None, 0) if (found := memory(leaf)) is not None}
+
+
+def _size(leaf: Any) -> int:
+    count = getattr(leaf, "numel", None)
+    return int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
+
+
+def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Iterator[Any]:
+    """The first parts of a batch that hold one entry per sample (any part where `size` is None),
+    but those in some memory."""
+    parts = _walk(batch, size, 0)
+    if without:
+        parts = (part for part in parts if memory(part) not in without)
+    yield from itertools.islice(parts, PARTS)
+
+
+def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * PARTS) -> Iterator[Any]:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        if size is None or (len(shape) and shape[0] == size):
+            yield value
+    elif depth == DEEPEST:
+        return
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _walk(part, size, depth + 1, widest)
+    elif isinstance(value, (list, tuple)):
+        if value and len(value) == size and _is_column(value, size):
+            yield value
+        else:
+            for part in value[:widest]:
+                yield from _walk(part, size, depth + 1, widest)
+    elif isinstance(value, (str, bytes, int, float)):
+        if size is None:
+            yield [value]
+    elif hasattr(value, "__dict__"):
+        for part in list(vars(value).values()):
+            yield from _walk(part, size, depth + 1, widest)
+
+
+def _is_column(values: Any, size: int | None) -> bool:
+    """A list with one entry per sample, rather than the parts of a batch of that many samples."""
+    first = values[0]
+    if isinstance(first, (str, bytes, int, float)):
+        return True
+    shape = getattr(first, "shape", None)
+    if shape is not None:
+        return not (len(shape) and all(getattr(v, "shape", (None,))[:1] == (size,) for v in values))
+    return isinstance(first, (dict, list)) and len(first) != size
+
+
+def digest(part: Any, row: int | None) -> tuple[int, int]:
+    """Of a sample's entry: its first bytes, and some from all over it. 0 where out of reach."""
+    import torch
+
+    if type(part) in (torch.Tensor, torch.nn.Parameter):
+        width = part.element_size() if part.dtype in (torch.int64, torch.int32) else 0
+        address, size = _place(part, row)
+        if not size and row is None:
+            return _of_pieces(part)
+        return _of_memory(address, size, width)
+    if isinstance(part, (list, tuple)):
+        entry = part[row] if row is not None and row < len(part) else part
+        while isinstance(entry, (dict, list, tuple)) and entry:
+            entry = next(iter(entry.values())) if isinstance(entry, dict) else entry[0]
+        if type(entry) is torch.Tensor:
+            return digest(entry, None)
+        part, row = entry, None
+    if isinstance(part, (str, bytes, int, float)):
+        text = part if isinstance(part, bytes) else str(part).encode()
+        return zlib.crc32(text[:WINDOW]), zlib.crc32(text[: 64 * WINDOW])
+    if holds_objects(part):
+        entry = part if row is None else part[row]
+        return digest(entry.tolist() if holds_objects(entry) else entry, None)
+    if hasattr(part, "tobytes") and hasattr(part, "dtype"):
+        content = (part if row is None else part[row]).tobytes()
+        return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: 64 * WINDOW])
+    return 0, 0
+
+
+def holds_objects(part: Any) -> bool:
+    """Whether it is an array of numpy's whose bytes are addresses."""
+    return bool(getattr(getattr(part, "dtype", None), "hasobject", False))
+
+
+def _of_rows(tensor: Any, count: int) -> list[int]:
+    """Of each row of a plain tensor; 0 where out of reach. Its place is only asked for once."""
+    import torch
+
+    address, size = _place(tensor, 0)
+    padded = tensor.element_size() if tensor.dtype in (torch.int64, torch.int32) else 0
+    if not size or not _place(tensor, count - 1)[1]:
+        return [0] * count
+    if padded:
+        return [_of_memory(address + n * size, size, padded)[1] for n in range(count)]
+    held = memoryview((ctypes.c_char * (count * size)).from_address(address))
+    short = size <= WINDOW * WINDOWS
+    width = size if short else WINDOW
+    windows = (0,) if short else (0, (size - WINDOW) // 2, size - WINDOW)
+    found = []
+    for start in range(0, count * size, size):
+        value = size
+        for at in windows:
+            value = zlib.crc32(held[start + at : start + at + width], value)
+        found.append(value)
+    return found
+
+
+def _place(tensor: Any, row: int | None) -> tuple[int, int]:
+    """Address and size of a tensor's bytes, or of one row of it; size 0 where out of reach."""
+    import torch
+
+    count = tensor.numel()
+    if not count or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return 0, 0
+    address, width = tensor.data_ptr(), tensor.element_size()
+    if row is None:
+        dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last) \
+            if tensor.dim() == 4 else tensor.is_contiguous()  # fmt: skip
+        start, count = 0, count if dense else 0
+    else:
+        count //= tensor.shape[0]
+        start = row * count if tensor.stride(0) == count or tensor.shape[0] == 1 else -1
+    inside = (tensor.storage_offset() + start + count) * width <= tensor.untyped_storage().nbytes()
+    if not address or start < 0 or not count or not inside:
+        return 0, 0
+    return address + start * width, count * width
+
+
+def _of_pieces(tensor: Any) -> tuple[int, int]:
+    """Of a whole tensor that is not dense: the beginnings of some of the pieces that are."""
+    import torch
+
+    if not tensor.numel() or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return 0, 0
+    address, width = tensor.data_ptr(), tensor.element_size()
+    outer = [(n, by) for n, by in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in outer)
+    if not address or (last + 1) * width > tensor.untyped_storage().nbytes():
+        return 0, 0
+    piece = 1
+    while outer and outer[-1][1] == piece:
+        piece *= outer.pop()[0]
+    count = math.prod(size for size, _ in outer)
+    head, body = 0, tensor.numel()
+    for n in dict.fromkeys(i * (count - 1) // (PIECES - 1) for i in range(PIECES)):
+        start = 0
+        for size, stride in reversed(outer):
+            n, at = divmod(n, size)
+            start += at * stride
+        content = ctypes.string_at(address + start * width, min(piece * width, WINDOW))
+        head, body = head or zlib.crc32(content), zlib.crc32(content, body)
+    return head, body
+
+
+def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
+    """`padded`: bytes of an entry, where equal ones at the end may only fill up the batch."""
+    if not size:
+        return 0, 0
+    if padded:
+        content = ctypes.string_at(address, min(size, PADDED))
+        last = content[-padded:]
+        end = len(content)
+        while end > padded and content[end - 2 * padded : end - padded] == last:
+            end -= padded
+        return zlib.crc32(content[:WINDOW]), zlib.crc32(content[: end - padded] or content)
+    head = zlib.crc32(ctypes.string_at(address, min(size, WINDOW)))
+    if size <= WINDOW * WINDOWS:
+        return head, zlib.crc32(ctypes.string_at(address, size))
+    step = (size - WINDOW) // (WINDOWS - 1)
+    body = size
+    for n in range(WINDOWS):
+        body = zlib.crc32(ctypes.string_at(address + n * step, WINDOW), body)
+    return head, body
+
+
+def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
+    """A digest of the first of the inputs that do not lie in memory of the model's `own`, 0 where
+    one is out of reach; and how many numbers all of them hold."""
+    total = 0
+    for leaf in leaves(inputs, None, without=own):
+        head, body = digest(leaf, None)
+        if not body:
+            return 0, size_of(inputs, own)
+        total = total * 31 + head + 7 * body & 0xFFFFFFFF
+    return total, size_of(inputs, own)

@@ -1,0 +1,1 @@
+"""Models, forwards, backwards and optimizer steps."""

@@ -1,0 +1,68 @@
+"""What a backward does to a model: its gradients and its group, looked at before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..recording.torch_compat import sequence_number
+from ..tensors.gradient_versions import versions
+from .accumulate_grad import FiringWatch
+from .tracked_model import Model
+
+
+class Look:
+    """A model around one backward, for all watchers: it is taken once before, once after.
+
+    Attributes:
+        wrapper: of the model, None where it is gone.
+        group: its process group, None where the wrapper is gone.
+        expected: a forward of it waits for this backward.
+        before, after: identity and version of the gradients of `Model.sample`.
+        sequence: torch's count of the group's collectives before, `sequence_after` after; -1 where
+            unknown.
+        communicated: the group did meanwhile, for this model; touched: the backward reached
+            parameters of the model. Both are known after it.
+        watched: positions of the parameters that are watched, where the backward is examined
+            whole, or the one before it over the same forward was; firing: what becomes ready.
+    """
+
+    __slots__ = (
+        "after", "before", "communicated", "expected", "firing", "group", "model", "sequence",
+        "sequence_after", "touched", "watched", "wrapper",
+    )  # fmt: skip
+
+    def __init__(self, model: Model) -> None:
+        wrapper = self.wrapper = None if model.wrapper is None else model.wrapper()
+        self.model = model
+        self.expected = model.pending > 0 and wrapper is not None
+        self.before = self.after = versions(model.sampled)
+        self.communicated = self.touched = False
+        self.group = None if wrapper is None else wrapper.process_group
+        self.sequence = self.sequence_after = sequence_number(self.group)
+        self.firing: FiringWatch | None = None
+        whole = self.expected and model.examined()
+        self.watched: Sequence[int] = model.expected if whole else model.left
+        parameters = model.live_parameters() if self.watched else None
+        if parameters is not None:
+            self.firing = FiringWatch([parameters[i] for i in self.watched], self.watched)
+
+    def again(self) -> None:
+        """After the backward."""
+        self.after = versions(self.model.sampled)
+        self.sequence_after = sequence_number(self.group)
+        self.communicated = self.sequence_after != self.sequence
+        self.touched = self.after != self.before or bool(self.firing and self.firing.counts)
+
+    def touched_positions(self) -> frozenset[int]:
+        """Which of `Model.sample` the backward reached."""
+        if self.before == self.after:
+            return frozenset()
+        changed = zip(self.model.sample, self.before, self.after, strict=True)
+        return frozenset([p for p, old, new in changed if old != new])
+
+    def untouched(self) -> tuple[int, ...] | None:
+        """Positions that got no gradient; None where that was not watched."""
+        if self.firing is None:
+            return None
+        used = self.firing.given if self.model.find_unused else self.firing.counts
+        return tuple(p for p in self.watched if p not in used)

@@ -1,0 +1,263 @@
+"""Backwards: which models they belong to, whether they communicated, what got no gradient."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from ...storage.call_ring import Phase
+from ..recording.patching import around
+from ..recording.recorder import Recorder, recorder
+from ..recording.torch_compat import sequence_number, unseen
+from ..tensors.gradient_versions import version
+from . import ddp_collectives, lifecycle, wrapped_models
+from .backward_observation import Look
+from .records import Backward
+from .steady_state import Expected, Seen, Stage, Usual, routine
+from .tracked_model import Model
+
+LOST = "backwards, and with them unused parameters and unsynchronised steps"
+
+_BACKWARD, _USER = int(Phase.BACKWARD), int(Phase.USER)  # see `Stage`
+
+
+class _Backwards:
+    depth = 0
+    nested = 0
+    count = 0
+    synced = 0
+    seconds = 0.0
+    step = -1
+
+
+_state = _Backwards()
+
+
+def running() -> bool:
+    """Whether a backward is running."""
+    return _state.depth > 0
+
+
+def count() -> int:
+    """Outermost backwards so far in this process."""
+    return _state.count
+
+
+def since(step: int) -> bool:
+    """Whether one ended after that many optimizer steps."""
+    return _state.step >= step
+
+
+def synced() -> int:
+    """Those that communicated."""
+    return _state.synced
+
+
+def counts() -> tuple[int, int]:
+    """`count` and `synced`."""
+    return _state.count, _state.synced
+
+
+def take_seconds() -> float:
+    spent, _state.seconds = _state.seconds, 0.0
+    return spent
+
+
+def install() -> None:
+    import torch.autograd
+
+    _state.depth = _state.count = _state.synced = 0
+    _state.step = -1
+    usual = Usual("autograd.backward", LOST, _begins_as_usual, _ends_as_usual)
+    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, usual=usual)
+
+
+def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _state.depth += 1
+    if _state.depth > 1:  # re-entrant checkpointing runs backward inside backward
+        _state.nested += 1
+        return None
+    _state.nested = 0
+    active.moves += 1
+    frame, site = active.sites.caller("backward")
+    routine.stop(active)
+    backward = Backward(_state.count, site, _roots(args, kwargs), time.monotonic(), frame)
+    for model in (*wrapped_models.live(), *wrapped_models.discarded()):
+        look = Look(model)
+        backward.looks.append(look)
+        awaited = model.pending_sync or model.unfinished
+        if look.firing is not None and awaited and not model.find_unused:
+            look.firing.on_complete = partial(_complete, active, backward, model)
+    lifecycle.backward_begins.happens(active, backward)
+    backward.frame = None
+    return backward
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+
+
+def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The backward that a routine step has next."""
+    step = routine.expected
+    if step is None or (backward := (now := step.next).backward) is None:
+        return None
+    wrapper = step.wrapper()
+    if wrapper is None or step.model.pending != now.pending or _state.depth or step.model.running:
+        return None
+    if now.sync and not wrapper.require_backward_grad_sync:
+        return None
+    call = now.call
+    if call is None and now.sync and step.model.group >= 0:
+        return None
+    frame = now.frame(active)
+    if frame is None:
+        return None
+    _state.depth += 1
+    _state.nested = 0
+    active.moves += 1
+    backward.number, backward.roots, backward.frame = _state.count, _roots(args, kwargs), frame
+    backward.error = None
+    backward.synced.clear()
+    routine.stage = Stage.BACKWARD
+    backward.began = began = time.monotonic()
+    if call is not None and now.sync:
+        ddp_collectives.backward_recurs(step.tape.again(call, frame, now.moved, began))
+    step.ring.enter(_BACKWARD, now.site, began)
+    unseen(_look_as_usual, active, step, backward)
+    backward.frame = None
+    step.sequence = sequence_number(wrapper.process_group)
+    return backward
+
+
+def _look_as_usual(active: Recorder, step: Expected, backward: Backward) -> None:
+    """What is to be seen before a backward: what watchers look for, and the gradients."""
+    lifecycle.backward_begins.passes(active, backward)
+    step.before = version(step.sampled())
+
+
+def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
+    """The model's gradients are there, and were averaged if its group communicated. If neither is
+    so, the backward was of something else, and the model's own is still to come."""
+    step = routine.expected
+    if step is None:
+        _ends(active, backward, result, None)
+        return
+    now, ended = step.next, time.monotonic()
+    routine.stage = Stage.BETWEEN
+    model = step.model
+    _state.depth -= 1
+    _state.seconds += ended - backward.began
+    _state.count += 1
+    _state.step = active.step
+    backward.nested = _state.nested
+    averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
+    if averaged:
+        _state.synced += 1
+        backward.synced.add(model.number)
+    if averaged or version(step.sampled()) != step.before:
+        step.next, step.averaged = now.following or step.first, averaged
+        model.reached(active.step, averaged)
+        model.answered()
+    else:
+        backward.models = []
+    ddp_collectives.backward_closes(active, step.tape, backward, ended)
+    step.ring.enter(_USER, backward.site, ended)
+    if lifecycle.backward_ends.in_routine:
+        lifecycle.backward_ends.passes(active, backward)
+    backward.roots = ()
+    routine.settle(active, broken=averaged is not now.sync or not backward.models)
+
+
+def _complete(active: Recorder, backward: Backward, model: Model) -> None:
+    if recorder() is active:
+        lifecycle.gradients_ready.happens(active, (backward, model))
+
+
+def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _state.depth -= 1
+    if token is None:
+        return
+    backward: Backward = token
+    _state.seconds += time.monotonic() - backward.began
+    step = routine.expected
+    if step is not None and backward is step.next.backward:
+        routine.stage = Stage.BETWEEN  # as far as it got
+        routine.stop(active)
+    backward.error, backward.nested = error, _state.nested
+    waiting = 0
+    for look in backward.looks:
+        waiting += look.expected
+        if look.firing is not None:
+            look.firing.stop()
+            backward.fired[look.model.number] = look.firing.counts
+        if error is None:
+            look.again()
+    if error is None:
+        _state.count += 1
+        _credit(backward.looks)
+        for look in backward.looks:
+            _attribute(backward, look, active.step, alone=waiting == 1)
+        _state.synced += bool(backward.synced)
+        _state.step = active.step
+    routine.note(_seen(backward))
+    lifecycle.backward_ends.happens(active, backward)
+    if backward.untouched:
+        lifecycle.backward_examined.happens(active, backward)
+    if backward.unannounced:
+        lifecycle.backward_astray.happens(active, backward)
+    if error is not None:
+        lifecycle.backward_failed.happens(active, backward)
+
+
+def _seen(backward: Backward) -> Seen | None:
+    """A backward that may be part of a routine step."""
+    alone = len(backward.looks) == len(backward.models) == 1
+    if not alone or backward.error is not None or backward.looks[0].sequence < 0:
+        return None
+    if backward.models[0].running:
+        return None
+    return Seen(Backward, backward.models[0], backward.site, bool(backward.synced))
+
+
+def _credit(looks: list[Look]) -> None:
+    """Models that share a group share its count, with each other and with the program: one whose
+    forwards told DDP not to average it did not communicate. Where DDP was to average one that this
+    backward reached, nor did another that it was not to average."""
+    for look in looks:
+        look.communicated &= look.model.armed or not look.expected
+    moved = [look for look in looks if look.communicated]
+    if len(moved) < 2:
+        return
+    due = {id(look.group) for look in moved if look.model.armed and look.touched}
+    for look in moved:
+        if not look.model.armed and id(look.group) in due:
+            look.communicated = False
+
+
+def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> None:
+    """Tell whether this backward was (also) that model's, and what it left out."""
+    model = look.model
+    communicated, touched = look.communicated, look.touched
+    if communicated and (look.expected or touched):
+        backward.synced.add(model.number)
+    if not touched and not (alone and look.expected and communicated):
+        return  # this backward was of another model: its own is still to come
+    untouched = look.untouched()
+    model.reached(step, communicated)
+    if look.expected:
+        backward.models.append(model)
+        backward.expected_sync[model.number] = model.pending_sync
+        if model.pending_sync:
+            model.waits_for(untouched, communicated)
+        model.answered()
+    elif model.unfinished:
+        backward.continued.append(model)
+        model.waits_for(untouched, communicated)
+    else:
+        backward.unannounced.append((model, communicated))
+        return
+    if untouched is not None:
+        backward.untouched[model.number] = untouched

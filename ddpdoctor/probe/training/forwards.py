@@ -1,0 +1,252 @@
+"""Forwards of wrapped models."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ...storage.call_ring import Phase
+from ..recording.import_hooks import when_imported
+from ..recording.patching import around, hide_hooks
+from ..recording.recorder import Recorder
+from ..recording.torch_compat import unseen
+from . import ddp_collectives, lifecycle, module_origins, wrapped_models
+from .records import Forward
+from .steady_state import Seen, Stage, Usual, routine
+from .tracked_model import Model
+
+LOST = "forwards of wrapped models"
+
+_FORWARD, _USER = int(Phase.FORWARD), int(Phase.USER)  # see `Stage`
+
+
+class _Forwards:
+    def __init__(self) -> None:
+        self.hooked = False
+        self.adopting = False
+        self.inside = 0
+        self.count = 0
+        self.seconds = 0.0
+        self.grad_enabled: Callable[[], bool] = bool
+        self.registrations = 0
+
+
+_state = _Forwards()
+
+
+def count() -> int:
+    """Forwards of all wrappers so far, with and without gradients."""
+    return _state.count
+
+
+def running() -> bool:
+    """Whether a wrapper's forward is running."""
+    return _state.inside > 0
+
+
+def take_seconds() -> float:
+    """Seconds spent in them since the last call."""
+    spent, _state.seconds = _state.seconds, 0.0
+    return spent
+
+
+def install() -> None:
+    import torch
+
+    _state.__init__()  # type: ignore[misc]
+    _state.grad_enabled = torch.is_grad_enabled
+    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
+
+
+def adopt(active: Recorder) -> None:
+    """Take up the models that were wrapped before this process was watched. One that is still
+    being made, or that the garbage collector does not know, is met at its next forward."""
+    _state.adopting = True
+    when_imported("torch._dynamo", lambda _: _take_up(active), lost=LOST)  # as for `_hook`
+
+
+def _take_up(active: Recorder) -> None:
+    _hook()
+    for wrapper in _wrappers():
+        if "reducer" in vars(wrapper) and wrapped_models.of_wrapper(wrapper) is None:
+            wrapped_models.adopted(active, wrapper)
+
+
+def _wrappers() -> list[Any]:
+    """Every living DistributedDataParallel, in the order in which they were made as far as it is
+    known: older generations first. torch keeps no list of them."""
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    return [
+        thing
+        for generation in (2, 1, 0)
+        for thing in gc.get_objects(generation)
+        if DistributedDataParallel in type(thing).__mro__  # `issubclass` asks its ABCMeta, slowly
+    ]
+
+
+def _wrapped(active: Recorder, model: Model) -> None:
+    _hook()
+
+
+def _hook() -> None:
+    # Wrapping forward needs torch._dynamo, which DDP's constructor has imported by now; importing
+    # it earlier would cost every script a second.
+    if _state.hooked:
+        return
+    _state.hooked = True
+    hide_hooks()
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    around(
+        DistributedDataParallel,
+        "forward",
+        before=_begins,
+        after=_ends,
+        lost=LOST,
+        traced=True,
+        usual=Usual("DistributedDataParallel.forward", LOST, _begins_as_usual, _ends_as_usual),
+    )
+
+
+def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wrapper = args[0]
+    model = wrapped_models.of_wrapper(wrapper)
+    if model is None and _state.adopting:
+        model = wrapped_models.adopted(active, wrapper)
+    if model is None:
+        return None
+    _state.count += 1
+    frame, site = active.sites.caller("forward")
+    grad_enabled = _state.grad_enabled()
+    sync = bool(wrapper.require_backward_grad_sync)
+    number = model.forwards
+    usual = grad_enabled and wrapper.training and not model.superseded
+    if routine.expected is not None and grad_enabled:
+        if usual and routine.expected.examined():
+            routine.pause()
+        routine.stop(active)
+    forward = Forward(
+        model=model,
+        wrapper=wrapper,
+        site=site,
+        grad_enabled=grad_enabled,
+        sync=sync,
+        args=args[1:],
+        kwargs=kwargs,
+        frame=frame,
+    )
+    if model.superseded:
+        wrapped_models.supersede(model)
+    if grad_enabled:
+        model.began(forward.site, forward.sync, active.step)
+        routine.note(Seen(Forward, model, site, sync) if usual else None)
+    _state.inside += 1
+    lifecycle.forward_begins.happens(active, forward)
+    if not (grad_enabled and wrapper.training):
+        lifecycle.trial_begins.happens(active, forward)
+    if grad_enabled and _due(number):
+        lifecycle.forward_due.happens(active, forward)
+    forward.frame = None
+    return forward, time.monotonic()
+
+
+def _due(number: int) -> bool:
+    """Whether a model's forward of that number is looked at closely: also where parameters were
+    made since the last one, which may be the model's."""
+    made = module_origins.registrations()
+    new, _state.registrations = made != _state.registrations, made
+    return new or lifecycle.looked_at(number)
+
+
+def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward that a routine step has next."""
+    step = routine.expected
+    if step is None or (forward := (now := step.next).forward) is None:
+        return None
+    wrapper, model, stage = step.wrapper(), step.model, routine.stage
+    if (
+        wrapper is None
+        or wrapper is not args[0]
+        or model.pending != now.pending
+        or model.superseded
+        or model.rebuilds
+        or wrapper.require_backward_grad_sync is not now.sync
+        or not (wrapper.training and _state.grad_enabled())
+        or stage == Stage.FORWARD
+        or (stage == Stage.NONE and step.examined())
+    ):
+        return None
+    call, broadcasts = now.call, ddp_collectives.broadcasts(wrapper) and model.group >= 0
+    if call is None and broadcasts:
+        return None
+    frame = now.frame(active)
+    if frame is None:
+        return None
+    routine.stage = Stage.FORWARD
+    number = model.forwards
+    model.began(forward.site, forward.sync, active.step)
+    _state.count += 1
+    _state.inside += 1
+    forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
+    forward.error = None
+    began = time.monotonic()
+    if call is not None and broadcasts:
+        ddp_collectives.forward_recurs(model, step.tape.again(call, frame, now.moved, began))
+    step.ring.enter(_FORWARD, now.site, began)
+    new = module_origins.registrations() != _state.registrations
+    if new or number >= model.looked_at or lifecycle.forward_begins.in_routine:
+        unseen(_look_as_usual, active, forward, number, frame)
+    return forward, began
+
+
+def _look_as_usual(active: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
+    """What is to be seen before a forward that somebody waits for."""
+    forward.frame = frame
+    lifecycle.forward_begins.passes(active, forward)
+    forward.model.looked_at = lifecycle.next_looked_at(number)
+    if _due(number):
+        lifecycle.forward_due.happens(active, forward)
+    forward.frame = None
+
+
+def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) -> None:
+    if routine.stage != Stage.FORWARD:  # something else happened meanwhile
+        _ends(active, token, result, None)
+        return
+    step, (forward, began) = routine.expected, token
+    assert step is not None
+    ended = time.monotonic()
+    ddp_collectives.forward_closes(active, step.tape, forward, ended)
+    step.ring.enter(_USER, forward.site, ended)
+    step.next = step.next.following or step.first
+    routine.stage = Stage.BETWEEN
+    _state.inside -= 1
+    _state.seconds += ended - began
+    forward.model.ended(forward.sync, True)
+    forward.output = result
+    if lifecycle.forward_ends.in_routine:
+        lifecycle.forward_ends.passes(active, forward)
+    forward.wrapper = forward.output = None
+    forward.args, forward.kwargs = (), {}
+
+
+def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None:
+        return
+    forward, began = token
+    _state.inside -= 1
+    _state.seconds += time.monotonic() - began
+    forward.output, forward.error = result, error
+    if routine.stage == Stage.FORWARD:
+        routine.stop(active)
+    if forward.grad_enabled:
+        forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
+    lifecycle.forward_ends.happens(active, forward)
+    if not (forward.grad_enabled and forward.wrapper.training):
+        lifecycle.trial_ends.happens(active, forward)
+    if error is not None:
+        lifecycle.forward_failed.happens(active, forward)

@@ -1,0 +1,77 @@
+"""Which wrapped models' parameters an optimizer holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..recording.recorder import Recorder
+from . import lifecycle, optimizers, wrapped_models
+from .records import Holding, Step
+from .tracked_model import Model
+
+LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
+
+
+class _Known:
+    def __init__(self) -> None:
+        self.holdings: list[Holding] = []
+        self.size = -1
+        self.models = -1
+
+
+def install() -> None:
+    """To be called before the watchers subscribe that read `Step.holdings`."""
+    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
+    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+
+
+def steps_taken(holding: Holding) -> int:
+    """How many steps the optimizer of a holding has taken, -1 where that is gone."""
+    return next((k.steps for k in optimizers.known() if k.number == holding.optimizer), -1)
+
+
+def steps_of(model: Model) -> int:
+    """Steps so far of the optimizer that trains a model, 0 where none is known to."""
+    notes = ((known.steps, known.notes.get(_Known)) for known in optimizers.known())
+    mine = [n for n, k in notes if k is not None and any(h.model is model for h in k.holdings)]
+    return max(mine, default=0)
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    known = step.known.notes.get(_Known)
+    if known is None:
+        known = step.known.notes[_Known] = _Known()
+    count = wrapped_models.count()
+    # Parameters may be added to an optimizer at any time; few do.
+    if step.due or known.models != count:
+        optimizer = step.optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        size = sum(len(group["params"]) for group in groups)
+        if (size, count) != (known.size, known.models):
+            known.size, known.models = size, count
+            known.holdings = _find(optimizer, step.known.number)
+    step.holdings = known.holdings
+
+
+def _find(optimizer: Any, number: int) -> list[Holding]:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    claimed = {
+        h.model
+        for other in optimizers.known()
+        if other.number != number and _Known in other.notes
+        for h in other.notes[_Known].holdings
+    }
+    found = []
+    for model in wrapped_models.live():
+        parameters = [ref() for ref in model.parameters]
+        mine = [i for i, p in enumerate(parameters) if p is not None and id(p) in held]
+        if not mine:
+            continue
+        if model not in claimed:
+            mine += [
+                i
+                for i, p in enumerate(parameters)
+                if p is not None and not p.requires_grad and i not in model.ignored
+            ]
+        found.append(Holding(model, number, sorted(set(mine) - model.ignored)))
+    return found

@@ -1,0 +1,77 @@
+"""What the rank is doing when it is in no collective, for the ring's header. Of forwards, backwards
+and the end of steps `calls` tells together with their calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...storage.call_ring import Phase, State
+from ..collectives import process_groups
+from ..collectives.call_log import NEW_GROUPS, tape
+from ..recording import hooks
+from ..recording.patching import around
+from ..recording.recorder import Recorder
+from . import lifecycle
+
+LOST = "where a rank that stands still is"
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    for moment, phase in (
+        (lifecycle.loading_begins, Phase.DATA),
+        (lifecycle.loading_ends, Phase.USER),
+        (lifecycle.step_begins, Phase.OPTIMIZER),
+        (hooks.leaving, Phase.LEAVING),
+    ):
+        told = phase is not Phase.OPTIMIZER  # see `optimizers`
+        moment.subscribe(_enters(phase), routine=told, lost=LOST)
+    around(process_groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
+    around(process_groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
+    around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)
+
+
+def _enters(phase: Phase) -> Any:
+    def enters(active: Recorder, moment: Any) -> None:
+        if written := active.tape or tape(active):
+            written.ring.phase(phase, -1 if moment is None else moment.site)
+
+    return enters
+
+
+def _now(active: Recorder, phase: Phase, site: int) -> None:
+    if written := tape(active):
+        written.ring.phase(phase, site)
+
+
+def _joins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(active, Phase.INIT, active.site())
+
+
+def _destroys(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(active, Phase.LEAVING, active.site())
+
+
+def _goes_on(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(active, Phase.USER, -1)
+
+
+def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(active, Phase.USER, active.site())
+
+
+def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Creating a group is a collective of the whole world, unless asked otherwise."""
+    written = tape(active)
+    local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
+    if written is None or local:
+        return None
+    members = tuple(sorted(int(r) for r in process_groups.asked_for(args, kwargs) or ()))
+    return written.collective(NEW_GROUPS, "new_group", written.here(), ranks=members)
+
+
+def _made_group(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
+    if number is not None and (written := tape(active)):
+        written.ring.mark(number, State.DONE if error is None else State.FAILED)

@@ -1,0 +1,160 @@
+"""What is known of one wrapped model."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from ...events.model import examined
+from ..recording.torch_compat import graph
+from ..recording.weak_references import Reference
+from ..source.call_resolver import Found
+from ..tensors import gradient_versions
+
+
+class Model:
+    """What the probe knows of one wrapper. Holds no reference that keeps anything alive.
+
+    Attributes:
+        number: in the order of wrapping, as in `Wrapped.model`.
+        names, trainable: of its parameters as they were given.
+        parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
+            positions of those that DDP synchronises, `ignored` of those it was told to ignore.
+        buffers: names and shapes of those it was given.
+        superseded: a later wrapper has taken the module, and this one is not called any more.
+        sample: a few of the expected ones, which tell whether a backward reached the model;
+            `sampled` are references to them.
+        made_at: the line that wraps it.
+        group: number of the process group, -1 where it is not known.
+        forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
+            were under `no_sync`, last at `unsynced_site`.
+        running: forwards with gradients that have begun and not ended. Their backward may run
+            inside of them (Lightning's manual optimisation); `answered_inside`: one has.
+        rebuilds: DDP has yet to order its buckets as the first backward had them, which it does in
+            the next forward with gradients.
+        armed: a forward has told DDP to average in the next backward, and none has done so yet.
+        backwards: those that reached it; `synced_backwards` that should have synchronised.
+        unfinished: a backward that was to average them left DDP waiting for gradients, of those at
+            `left` where it was examined; another one over the same forwards may bring them.
+        looked_at: the number of the forward before which no routine one is looked at closely.
+        next_examined: the number of `synced_backwards` at which `examined` holds next.
+        forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
+            forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
+            `forwards_in_step` as many as `forward_step`.
+    """
+
+    def __init__(self, number: int, module: Any, parameters: list[Any], expected: list[int]):
+        self.number = number
+        self.wrapper: weakref.ref[Any] | None = None
+        self.superseded = False
+        self.inner = weakref.ref(module)
+        self.made_at: Found | None = None
+        self.group = -1
+        self.names: list[str] = []
+        self.buffers: dict[str, tuple[int, ...]] = {}
+        self.trainable: list[bool] = []
+        self.parameters = [Reference(p) for p in parameters]
+        self.expected = expected
+        self.sample = gradient_versions.some(expected)
+        self.sampled = [self.parameters[position] for position in self.sample]
+        self.ignored: frozenset[int] = frozenset()
+        self.find_unused = False
+        self.static_graph = False
+        self.bucket_view = False
+        self.rebuilds = False
+        self.forwards = 0
+        self.pending = self.running = 0
+        self.answered_inside = False
+        self.pending_sync = self.armed = False
+        self.unfinished = False
+        self.left: tuple[int, ...] = ()
+        self.backwards = 0
+        self.synced_backwards = 0
+        self.forward_site = self.first_node = -1
+        self.forwards_now = 0
+        self.backwards_now = 0
+        self.forwards_in_step = 0
+        self.forward_step = -1
+        self.backward_step = -1
+        self.unsynced = 0
+        self.unsynced_site = -1
+        self.leading: tuple[int, ...] = ()
+        self.next_examined = -1
+        self.looked_at = 0
+
+    def ddp(self) -> Any:
+        """The wrapper, None where there is none yet or any more."""
+        return None if self.wrapper is None else self.wrapper()
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """Identity and version of the sampled gradients; (0, -1) where there is none."""
+        return gradient_versions.versions(self.sampled)
+
+    def began(self, site: int, sync: bool, step: int) -> None:
+        """A forward with gradients begins at a line, after so many optimizer steps; `sync`: the
+        next backward is to average."""
+        self.forwards += 1
+        self.pending += 1
+        self.running += 1
+        self.pending_sync = sync
+        self.unfinished, self.left = False, ()
+        self.armed |= sync
+        self.forward_site, self.first_node = site, graph.next_number()
+        if self.backwards_now:
+            self.forwards_now = self.backwards_now = 0
+        self.forwards_now += 1
+        if self.forward_step != step:
+            self.forward_step, self.forwards_in_step = step, 0
+        self.forwards_in_step += 1
+        if not sync:
+            self.unsynced, self.unsynced_site = self.unsynced + 1, site
+
+    def ended(self, meant: bool, sync: bool) -> None:
+        """A forward with gradients ends; `meant`: its backward is to average, said its beginning,
+        and `sync` says its end. DDP prepares for a backward to come only where `sync` holds; who
+        has switched it off meanwhile had the backward inside the forward."""
+        self.running -= 1
+        if self.answered_inside and not self.running:
+            self.answered_inside = False
+            if meant and not sync:
+                self.pending, self.pending_sync, self.armed = 0, False, False
+
+    def reached(self, step: int, averaged: bool) -> None:
+        """A backward reached it, after so many optimizer steps, and averaged its gradients."""
+        self.backwards += 1
+        self.backwards_now += 1
+        self.backward_step = step
+        if averaged and not self.running:  # else another one may come in the same forward
+            self.armed = False
+
+    def answered(self) -> None:
+        """That was the backward of the forwards that were pending."""
+        self.synced_backwards += self.pending_sync
+        if self.running:
+            self.pending, self.answered_inside = self.running, True
+        else:
+            self.pending, self.pending_sync = 0, False
+
+    def waits_for(self, left: tuple[int, ...] | None, averaged: bool) -> None:
+        """What DDP does after a backward; it left gradients at these positions out, if known."""
+        expects = not self.find_unused and not self.static_graph
+        self.unfinished = bool(left) if expects and left is not None else not averaged
+        self.left = left or ()
+
+    def examined(self) -> bool:
+        """Whether its next backward that synchronises is examined whole."""
+        return self.examined_within(1)
+
+    def examined_within(self, backwards: int) -> bool:
+        """Whether one of the next so many that synchronise may be."""
+        made = self.synced_backwards
+        if made > self.next_examined:
+            count = len(self.expected)
+            self.next_examined = next(n for n in itertools.count(made) if examined(n, count))
+        return made + backwards > self.next_examined
+
+    def live_parameters(self) -> list[Any] | None:
+        """The parameters, or None where the model is gone."""
+        alive = [ref() for ref in self.parameters]
+        return None if any(p is None for p in alive) else alive

@@ -1,0 +1,238 @@
+"""Models wrapped for distributed training: what DDP was given, and its forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import time
+import weakref
+from typing import Any
+
+from ...events import Submodule, Tensor, Wrapped
+from ..collectives import process_groups
+from ..recording.patching import around
+from ..recording.recorder import Recorder
+from ..recording.weak_references import WeakIdentityMap
+from ..source.call_resolver import Found, setting_in_frames
+from . import lifecycle
+from .module_origins import birth_site, parameter_site
+from .tracked_model import Model
+
+LOST = "models wrapped in DistributedDataParallel"
+
+
+class _Models:
+    def __init__(self) -> None:
+        self.all: list[Model] = []
+        self.live: list[Model] = []
+        self.gone: list[Model] = []
+        self.by_wrapper: WeakIdentityMap[Model] = WeakIdentityMap()
+
+
+_models = _Models()
+
+
+def live() -> list[Model]:
+    """Models whose wrapper still exists."""
+    for model in _models.live:
+        if model.wrapper is None or model.wrapper() is None:
+            _sort()
+            break
+    return _models.live
+
+
+def _sort() -> None:
+    """Tell the models whose wrapper exists from those whose wrapper is gone."""
+    known = [m for m in _models.all if m.wrapper is not None and not m.superseded]
+    _models.live = [m for m in known if m.ddp() is not None]
+    _models.gone = [m for m in known if m.ddp() is None]
+
+
+def supersede(model: Model) -> None:
+    """A wrapper is made, or called: others around the same module may live on, forgotten."""
+    for other in _models.all:
+        other.superseded |= other.inner() is model.inner()
+    model.superseded = False
+    _sort()
+
+
+def count() -> int:
+    """How many models were wrapped so far."""
+    return len(_models.all)
+
+
+def discarded() -> list[Model]:
+    """Models whose wrapper is gone although they live on, and that no other wrapper has taken."""
+    current = live()
+    if not _models.gone:
+        return []
+    taken = {id(m.inner()) for m in current}
+    return [m for m in _models.gone if m.inner() is not None and id(m.inner()) not in taken]
+
+
+def covered() -> set[int]:
+    """Identities of all parameters that some wrapper was given, or that its model has by now."""
+    given = {id(p) for m in _models.all for ref in m.parameters if (p := ref()) is not None}
+    now = {id(p) for m in live() if (i := m.inner()) is not None for p in i.parameters()}
+    return given | now
+
+
+def of_wrapper(wrapper: Any) -> Model | None:
+    return _models.by_wrapper.get(wrapper)
+
+
+def install() -> None:
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    _models.__init__()  # type: ignore[misc]
+    around(DistributedDataParallel, "__init__", before=_wrapping, after=_wrapped, lost=LOST)
+
+
+def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record what is about to be wrapped: the constructor itself may hang or abort."""
+    given = arguments(args, kwargs)
+    module = given.get("module")
+    if module is None:
+        return None
+    return _tell(active, module, given), weakref.ref(args[0])
+
+
+def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False) -> Model:
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    named = list(module.named_parameters())
+    expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
+    model = Model(len(_models.all), module, [p for _, p in named], expected)
+    model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
+    model.names = [n for n, _ in named]
+    model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
+    model.trainable = [p.requires_grad for _, p in named]
+    model.group = process_groups.number_of(_group(given))
+    frame = active.sites.user_frame(sys._getframe(1))
+    model.made_at = None if frame is None or adopted else Found(frame.f_code, frame.f_lineno)
+    _models.all.append(model)
+    active.emit(
+        Wrapped(
+            at=time.monotonic(),
+            model=model.number,
+            wrapper="DistributedDataParallel",
+            kind=type(module).__name__,
+            group=model.group,
+            site=active.site(),
+            parameters=_tensors(module, named, ignored),
+            buffers=tuple(_tensor(n, b, False, n in ignored) for n, b in module.named_buffers()),
+            modules=_submodules(module),
+            options={
+                k: v
+                for k, v in given.items()
+                if isinstance(v, (bool, int, float, str)) or v is None
+            },
+            device=str(named[0][1].device) if named else "",
+            frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(active),
+            adopted=adopted,
+        )
+    )
+    return model
+
+
+def _frozen_site(active: Recorder) -> int:
+    found = setting_in_frames(
+        sys._getframe(1), lambda code: active.sites.kind(code) == "user", "requires_grad", False
+    )
+    return active.sites.number(found.code, found.line) if found else -1
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What DDP's constructor was given, defaults included, by name."""
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    given = dict(zip(("self", "module"), args, strict=False)) | kwargs
+    with contextlib.suppress(TypeError, ValueError):
+        signature = inspect.signature(DistributedDataParallel.__init__)
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    return {k: v for k, v in given.items() if k != "self"}
+
+
+def _group(given: dict[str, Any]) -> Any:
+    mesh = given.get("device_mesh")
+    if given.get("process_group") is None and mesh is not None:
+        return mesh.get_group(mesh_dim=0)
+    return given.get("process_group")
+
+
+def _submodules(module: Any) -> tuple[Submodule, ...]:
+    """The submodules that hold parameters, themselves or below them."""
+    holders = {""}
+    listed = list(module.named_modules())
+    for name, part in listed:
+        if part._parameters:
+            words = name.split(".")
+            holders.update(".".join(words[:n]) for n in range(1, len(words) + 1))
+    return tuple(
+        Submodule(name=name, kind=type(part).__name__, site=birth_site(part))
+        for name, part in listed
+        if name in holders
+    )
+
+
+def _tensors(module: Any, named: list[tuple[str, Any]], ignored: set[str]) -> tuple[Tensor, ...]:
+    owners = dict(module.named_modules())
+    tensors = []
+    for name, parameter in named:
+        owner, _, last = name.rpartition(".")
+        site = parameter_site(owners.get(owner), last) if owner in owners else -1
+        tensors.append(_tensor(name, parameter, parameter.requires_grad, name in ignored, site))
+    return tuple(tensors)
+
+
+def _tensor(name: str, value: Any, trainable: bool, ignored: bool, site: int = -1) -> Tensor:
+    return Tensor(
+        name=name,
+        shape=tuple(int(n) for n in value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        trainable=trainable,
+        ignored=ignored,
+        site=site,
+    )
+
+
+def buffer_of(name: str, buffer: Any) -> Tensor:
+    return _tensor(name, buffer, False, False)
+
+
+def tensor_of(name: str, parameter: Any) -> Tensor:
+    """A parameter that no wrapper was given."""
+    return _tensor(name, parameter, bool(parameter.requires_grad), False)
+
+
+def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    model, reference = token
+    if (wrapper := reference()) is not None:
+        _join(active, model, wrapper)
+
+
+def _join(active: Recorder, model: Model, wrapper: Any) -> None:
+    model.wrapper = weakref.ref(wrapper)
+    supersede(model)
+    model.find_unused = bool(wrapper.find_unused_parameters)
+    model.static_graph = bool(wrapper.static_graph)
+    model.bucket_view = bool(wrapper.gradient_as_bucket_view)
+    model.rebuilds = model.static_graph or not model.find_unused
+    _models.by_wrapper[wrapper] = model
+    lifecycle.wrapped.happens(active, model)
+
+
+def adopted(active: Recorder, wrapper: Any) -> Model:
+    """A model that was wrapped before this process was watched; this place stands for the wrap."""
+    known = (
+        "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
+        "broadcast_buffers",
+    )  # fmt: skip
+    given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
+    model = _tell(active, wrapper.module, given, adopted=True)
+    _join(active, model, wrapper)
+    return model

@@ -1,0 +1,1 @@
+"""One package per question; none imports another but `manual_sync`."""

@@ -1,0 +1,1 @@
+"""Loaders, samplers, data sets and what models are given."""

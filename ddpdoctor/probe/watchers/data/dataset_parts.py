@@ -1,0 +1,227 @@
+"""What a data set is made of: the things that its indices select, and what it is a part of."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from array import array
+from collections.abc import Iterator
+from numbers import Integral
+from typing import Any
+
+from ....events import Layer, Payload
+from ....events.pack import pack
+from ...tensors.sample_digests import digest, holds_objects
+from .dataset_entries import at_index, kept
+
+MOST = 12
+"""Payloads recorded of one data set."""
+
+WHOLE = 8192
+"""Entries up to which all are looked at; of longer lists as many, spread evenly."""
+
+DEEPEST = 4
+
+UNLIKELY = 5
+"""Equal pairs to be expected among random numbers, where the lack of any is no chance."""
+
+APART = 0.75
+"""Share of entries that are unlike where an entry says which sample it is."""
+
+SELECTED, REGULAR = 16384, 262144
+"""Entries up to which it is recorded what a `Subset` selects, and whether at equal distances."""
+
+_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""By the id of a data set: some cannot be hashed."""
+
+_made: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""The lines that make the first `SUBSETS` of a program, likewise."""
+
+SUBSETS = 1024
+
+
+def forget() -> None:
+    _numbers.clear()
+    _made.clear()
+
+
+def made(dataset: Any, site: int) -> None:
+    """Note the line that makes a `Subset`."""
+    if len(_made) < SUBSETS:
+        _made[id(dataset)] = weakref.ref(dataset), site
+
+
+def layers(dataset: Any) -> tuple[Layer, ...]:
+    """The data set and, as long as it is a `Subset`, what it selects from."""
+    import torch.utils.data as data
+
+    found: list[Layer] = []
+    while len(found) <= DEEPEST:
+        subset = isinstance(dataset, data.Subset)
+        selected = dataset.indices if subset else ()
+        regular = _regular(selected)
+        short = 0 < len(selected) <= SELECTED and not regular[2]
+        packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
+        known, length = _known(_made, dataset), _length(dataset)
+        found.append(Layer(_number(dataset), packed, known, length, regular))
+        if not subset:
+            break
+        dataset = dataset.dataset
+    return tuple(found)
+
+
+def _regular(selected: Any) -> tuple[int, int, int]:
+    """As `Layer.regular`."""
+    count = len(selected)
+    if not 1 < count <= REGULAR or not isinstance(selected, (range, list)):
+        return 0, 0, 0
+    first, step = selected[0], selected[1] - selected[0]
+    if type(step) is not int or not step:
+        return 0, 0, 0
+    alike = range(first, first + count * step, step)
+    return (first, step, count) if list(alike) == list(selected) else (0, 0, 0)
+
+
+def _number(dataset: Any) -> int:
+    """The same for the same object, -1 for one that cannot be watched."""
+    if (known := _known(_numbers, dataset)) >= 0:
+        return known
+    try:
+        watched = weakref.ref(dataset)
+    except TypeError:
+        return -1
+    number = max((n for _, n in _numbers.values()), default=-1) + 1
+    _numbers[id(dataset)] = watched, number
+    return number
+
+
+def _known(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> int:
+    watched, number = numbers.get(id(dataset), (None, -1))
+    return number if watched is not None and watched() is dataset else -1
+
+
+def payloads(dataset: Any) -> tuple[Payload, ...]:
+    """The lists and tensors that a data set, or one inside it, keeps one entry per sample in."""
+    return tuple(itertools.islice(_of(dataset, "", 0, plainly=True), MOST))
+
+
+def _of(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator[Payload]:
+    """`plainly`: what surrounds it takes its entries by the index that it is given itself."""
+    import torch.utils.data as data
+
+    if depth > DEEPEST:
+        return
+    if isinstance(dataset, (list, tuple)):
+        yield from _column(dataset, path or "list", "other")
+        return
+    subset = isinstance(dataset, data.Subset)
+    indexed = at_index(dataset) if plainly else ()
+    for name, value in list(kept(dataset).items()):
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, data.Dataset):
+            yield from _of(value, where, depth + 1, plainly=name in indexed)
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], data.Dataset):
+            for n, part in enumerate(value[:MOST]):
+                yield from _of(part, f"{where}[{n}]", depth + 1, plainly=False)
+        elif isinstance(value, (list, tuple)) and len(value) <= MOST and _arrays(value):
+            for n, part in enumerate(value):
+                yield from _column(part, f"{where}[{n}]", "tensor")
+        elif subset and name == "indices":
+            yield from _column(value, where, "indices")
+        elif _sized(value) and len(value) == _length(dataset):
+            yield from _column(value, where, "other", indexed=name in indexed)
+
+
+def _arrays(values: Any) -> bool:
+    return bool(values) and all(hasattr(v, "dtype") and len(v.shape) for v in values)
+
+
+def _sized(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return True
+    return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))
+
+
+def _length(of: Any) -> int:
+    try:
+        return len(of)
+    except Exception:  # of the user's class
+        return -1
+
+
+def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iterator[Payload]:
+    length = len(values)
+    if not length:
+        yield Payload(name=name, kind=kind, length=0, order=0)
+        return
+    tensor = hasattr(values, "dtype") and not holds_objects(values)
+    stride = max(1, -(-length // WHOLE))
+    rows = range(0, length, stride)
+    if kind == "indices":
+        digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
+    elif tensor:
+        digests = array("Q", [_mixed(*digest(values, r)) for r in rows])
+    elif any(values[r] is None for r in rows):
+        return  # what is filled while samples are read is another on each rank
+    else:
+        digests = array("Q", [_entry(values[r]) for r in rows])
+    if not any(digests) and kind != "indices":
+        return
+    if kind != "indices":
+        kind = "tensor" if tensor else _kind(values[0])
+        kind = "choice" if kind != "text" and _chosen(values, stride) else kind
+    yield Payload(
+        name=name,
+        kind=kind,
+        length=length,
+        order=zlib.crc32(digests),
+        # A sum does not depend on the order; squares so that two entries cannot make up for two.
+        content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
+        ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
+        tells=indexed and kind != "choice" and len(set(digests)) >= APART * len(digests),
+    )
+
+
+def _chosen(values: Any, stride: int) -> bool:
+    """Whether these are whole numbers, none of them twice, and closer together than chance would
+    have it: they say which samples to take. What lies on a device is not looked at."""
+    if hasattr(values, "dtype"):
+        device = getattr(values, "device", "cpu")
+        if len(values.shape) != 1 or str(device) != "cpu" or "int" not in str(values.dtype):
+            return False
+        numbers = values[::stride].tolist()
+    else:
+        numbers = values[::stride]
+        if not all(isinstance(v, Integral) for v in numbers):  # numpy's are such, too
+            return False
+    distinct = set(numbers)
+    if len(distinct) < len(numbers):
+        return False
+    span = int(max(distinct)) - int(min(distinct)) + 1
+    return len(distinct) ** 2 > 2 * UNLIKELY * span
+
+
+def _mixed(head: int, body: int) -> int:
+    return head << 32 ^ body
+
+
+def _entry(value: Any) -> int:
+    """A number for an entry of a list, the same in every process."""
+    if isinstance(value, (str, int, float, bytes)):
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "__fspath__"):
+        return zlib.crc32(str(value).encode())
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([_entry(v) for v in value[:4]]).encode())
+    return _mixed(*digest(value, None))
+
+
+def _kind(value: Any) -> str:
+    while isinstance(value, (list, tuple, dict)) and value:
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    if isinstance(value, str) or hasattr(value, "__fspath__"):
+        return "text"
+    return "tensor" if hasattr(value, "dtype") else "other"

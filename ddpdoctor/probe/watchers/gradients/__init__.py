@@ -1,0 +1,1 @@
+"""Gradients and parameters between a backward and the next step."""

@@ -1,0 +1,279 @@
+"""Learning rates and the like, and the loss scale of mixed precision, step by step."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import time
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from ....events import Hyperparameters, ScalerStep, SchedulerStep
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...recording.weak_references import WeakIdentityMap
+from ...source.call_resolver import item_set_in_frames
+from ...training import backwards, lifecycle
+from ...training.optimizers import known_optimizer
+from ...training.records import Step
+
+LOST = "hyper-parameters and loss scales"
+
+LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
+GROUPS_AT_MOST = 16
+LISTED_BELOW = 8
+EXACT_BELOW = 1 << 53
+SCALER_CALLS_AT_MOST = 5000
+
+
+class Scaler:
+    """What is known of one GradScaler, and by optimizer of its steps."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps: WeakIdentityMap[Scaled] = WeakIdentityMap()
+
+
+class Scaled:
+    """The steps of one optimizer by one scaler, and what was told of the last of them."""
+
+    def __init__(self) -> None:
+        self.calls = self.backwards = 0
+        self.told: tuple[Any, ...] = ()
+
+
+class Told:
+    """What was told last of one optimizer."""
+
+    def __init__(self) -> None:
+        self.groups: list[dict[str, Any]] = []
+
+
+class _Known:
+    def __init__(self) -> None:
+        self.scalers: WeakIdentityMap[Scaler] = WeakIdentityMap()
+        self.scalers_made = 0
+        self.made: WeakIdentityMap[list[dict[str, Any]]] = WeakIdentityMap()
+        self.set_sites: WeakIdentityMap[int] = WeakIdentityMap()
+        self.scheduler_calls: dict[int, int] = {}
+        self.scheduler_depth = 0
+        self.located: set[str] = set()
+
+
+_known = _Known()
+
+
+def install() -> None:
+    import torch.amp
+    from torch.optim import Optimizer, lr_scheduler
+
+    _known.__init__()  # type: ignore[misc]
+    around(Optimizer, "__init__", before=_making, after=_made, lost=LOST)
+    lifecycle.step_due.subscribe(_step_due, lost=LOST)
+    around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
+    around(torch.amp.GradScaler, "update", before=_scaler_updates, lost=LOST)
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and "step" in vars(kind):
+            around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
+
+
+def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _made(active: Recorder, optimizer: Any, result: Any, error: BaseException | None) -> None:
+    if optimizer is not None and error is None:
+        _known.made[optimizer] = _groups(optimizer)
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
+
+
+def _step_due(active: Recorder, step: Step) -> None:
+    optimizer = step.optimizer()
+    if optimizer is None:
+        return
+    told = step.known.notes.get(Told)
+    if told is None:
+        told = step.known.notes[Told] = Told()
+    now = _groups(optimizer)
+    if told.groups == now:
+        return
+    set_sites = _set_sites(active, told.groups or _known.made.pop(optimizer, []), now)
+    told.groups = now
+    active.emit(
+        Hyperparameters(
+            at=time.monotonic(),
+            optimizer=step.known.number,
+            step=step.number,
+            groups=tuple(now),
+            site=step.site,
+            set_sites=set_sites,
+        )
+    )
+
+
+def _set_sites(
+    active: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> dict[str, int]:
+    """Where the options that changed were assigned; looked up once for each."""
+    pairs = list(zip(before, now, strict=False))
+    changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - _known.located
+    _known.located |= changed
+    found = {}
+    for name in changed:
+        place = item_set_in_frames(
+            sys._getframe(1), lambda code: active.sites.kind(code) == "user", name
+        )
+        if place is not None:
+            found[name] = active.sites.number(place.code, place.line)
+    return found
+
+
+def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
+    values: dict[str, float | bool | str] = {}
+    for name, value in group.items():
+        if name in LEFT_OUT or value is None:
+            continue
+        kind = type(value)
+        if kind is bool or (kind is float and isfinite(value)):  # nearly all of them
+            values[name] = value
+        elif (several := _several(value)) is not None:
+            told = [v if type(v) is str or v is None else _number(v) for v in several]
+            if all(t is not None or v is None for t, v in zip(told, several, strict=True)):
+                values[name] = ", ".join(map(str, told))
+        elif (number := _number(value)) is not None:
+            values[name] = number
+    return values
+
+
+def _several(value: Any) -> Sequence[Any] | None:
+    """The elements of a short sequence, numbers or not: an optimizer may keep buffers in one."""
+    if isinstance(value, (tuple, list)):
+        return value if len(value) < LISTED_BELOW else None
+    listed = _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW
+    return value.tolist() if listed else None
+
+
+def _number(value: Any) -> float | bool | str | None:
+    """A number of any library as a plain one; None for what is none, or lies on a device."""
+    kind = type(value)
+    if kind is bool or (kind is float and isfinite(value)):
+        return value
+    try:
+        if kind is not int and kind is not float:
+            value = _plain(value)
+        if type(value) is bool or (type(value) is int and abs(value) < EXACT_BELOW):
+            return value
+        number = float(value)
+    except Exception:  # whatever it is, it is the user's
+        return None
+    return number if isfinite(number) else str(number)
+
+
+def _plain(value: Any) -> Any:
+    """What stands in a scalar of numpy or in a tensor of one element on the CPU.
+
+    Raises:
+        TypeError: no number.
+    """
+    if _of_numpy(value):
+        return value.item()
+    if getattr(value, "numel", None) is not None:
+        return value.detach().item() if value.is_cpu else None
+    if isinstance(value, numbers.Number):
+        return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+    raise TypeError
+
+
+def _of_numpy(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "item")
+
+
+def _scaler_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scaler = args[0]
+    optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+    if optimizer is None or not scaler.is_enabled():
+        return None
+    known = known_optimizer(optimizer)
+    return scaler, optimizer, known.steps if known else 0, _scale(scaler), active.site()
+
+
+def _scale(scaler: Any) -> float:
+    held = getattr(scaler, "_scale", None)
+    if held is None:
+        return float(getattr(scaler, "_init_scale", -1.0))
+    return float(held) if held.is_cpu else -1.0
+
+
+def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    scaler, optimizer, before, scale, site = token
+    state = _known.scalers.get(scaler)
+    if state is None:
+        state = _known.scalers[scaler] = Scaler(_known.scalers_made)
+        _known.scalers_made += 1
+    mine = state.steps.get(optimizer)
+    if mine is None:
+        mine = state.steps[optimizer] = Scaled()
+    call, mine.calls = mine.calls, mine.calls + 1
+    synced = backwards.synced()
+    each, mine.backwards = synced - mine.backwards, synced
+    known = known_optimizer(optimizer)
+    skipped = (known.steps if known else 0) == before
+    set_site = _known.set_sites.pop(scaler, -1)
+    now = scale, set_site, each
+    if (now == mine.told and not skipped) or call >= SCALER_CALLS_AT_MOST:
+        return
+    mine.told = now
+    active.emit(
+        ScalerStep(
+            at=time.monotonic(),
+            scaler=state.number,
+            optimizer=known.number if known else -1,
+            call=call,
+            step=before,
+            scale=scale,
+            skipped=skipped,
+            site=site,
+            kind=type(scaler).__name__,
+            set_site=set_site,
+            backwards=synced,
+            each=each,
+        )
+    )
+
+
+def _scaler_updates(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
+    if scale is not None and args[0].is_enabled():
+        _known.set_sites[args[0]] = active.site()
+
+
+def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _known.scheduler_depth += 1
+    made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
+    if _known.scheduler_depth > 1 or not active.step or not made:
+        return
+    site = active.site()
+    call = _known.scheduler_calls.get(site, 0)
+    _known.scheduler_calls[site] = call + 1
+    if call < 20 or call & (call - 1) == 0:
+        known = known_optimizer(getattr(args[0], "optimizer", None))
+        active.emit(
+            SchedulerStep(
+                at=time.monotonic(),
+                kind=type(args[0]).__name__,
+                step=active.step,
+                call=call,
+                site=site,
+                optimizer=-1 if known is None else known.number,
+            )
+        )
+
+
+def _scheduler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _known.scheduler_depth -= 1

@@ -1,0 +1,334 @@
+"""What the loss was divided by on its way to the backward, and how it was reduced."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from math import isfinite, prod
+from types import CodeType
+from typing import Any
+
+import msgspec
+
+from ....events import BatchSeen, LossScaled
+from ...recording import hooks
+from ...recording.code_locations import classify
+from ...recording.hooks import Subscriptions
+from ...recording.recorder import Recorder
+from ...recording.torch_compat import anomaly_mode, made_at, saved
+from ...source.division import divided_by_world_size, loss_divided
+from ...tensors.autograd_nodes import divisor_of, is_of_a_device
+from ...training import lifecycle, wrapped_models
+from ...training.records import Backward, Forward
+from ...training.tracked_model import Model
+
+LOST = "how losses are scaled"
+
+NODES = 12
+"""How far from the root of the loss to look."""
+
+LOOKED_AT = 6
+"""Backwards of a line whose loss is looked at, and later one in `LOOKED_AT_AGAIN` of all."""
+
+LOOKED_AT_AGAIN = 17  # a prime: lines that take turns all get theirs
+WAYS_AT_MOST = 8
+"""Of making a line's loss: a new one is looked at. Its last nodes tell them apart."""
+
+FOLLOWED_AT_MOST = 100
+"""Forwards of whose graphs torch keeps the lines, to find one that divides the loss."""
+
+ENOUGH = 32
+"""After so many backwards of known lines in a row, sizes of batches are noted no more, until there
+is a new line."""
+
+BATCHES_AT_MOST = 300
+REDUCTION = {1: "mean", 2: "sum"}
+SIZES = "_saved_self_sym_sizes"
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+_NONE = "", "0", ""
+
+
+class _Losses:
+    """
+    Attributes:
+        ways: by site of the backward, how its loss was made.
+        suspected: by site, the step since which its loss may be divided by the world size;
+            `unclear` as much of that as can be told if no backward follows; `cleared` the divisors
+            that are equal to it, or multiples, and that no line calls so.
+    """
+
+    def __init__(self) -> None:
+        self.looked: dict[int, int] = {}
+        self.ways: dict[int, set[tuple[str, ...]]] = {}
+        self.cleared: dict[int, set[tuple[float, ...]]] = {}
+        self.suspected: dict[int, int] = {}
+        self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
+        self.told: set[int] = set()
+        self.following = False
+        self.batches: dict[Model, tuple[int, str, float]] = {}
+        self.batches_told = 0
+        self.idle = 0
+        self.last = 0
+        self.followed = 0
+
+
+_losses = _Losses()
+_sizing = Subscriptions()
+
+
+def install() -> None:
+    _losses.__init__()  # type: ignore[misc]
+    _sizing[:] = (lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST),)
+    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
+    if not forward.grad_enabled:
+        return
+    wanted = _losses.suspected.keys() - _losses.told and _losses.followed < FOLLOWED_AT_MOST
+    if wanted and not _losses.following:
+        _losses.following = anomaly_mode(True)
+        _losses.followed += 1
+    if forward.error is None:
+        given = (*forward.args, *forward.kwargs.values())
+        tensors = [v for v in given if hasattr(v, "untyped_storage") and v.dim()]
+        forward.model.leading = tuple(int(t.shape[0]) for t in tensors)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    if _losses.following:
+        anomaly_mode(False)
+        _losses.following = False
+    looked = _losses.looked.get(backward.site, 0)
+    suspected = backward.site in _losses.suspected and backward.site not in _losses.told
+    due = backward.number >= _losses.last + LOOKED_AT_AGAIN
+    due |= _made_anew(backward)
+    if looked >= LOOKED_AT and not suspected and not due:
+        _losses.idle += 1
+        if _losses.idle == ENOUGH:
+            _sizing.rest()
+            for model in wrapped_models.live():
+                model.leading = ()
+        return
+    if looked < LOOKED_AT or suspected:
+        _losses.idle = 0
+        _sizing.wake()
+    pending = [m for m in wrapped_models.live() if m.pending]
+    if not pending:
+        return
+    _losses.last = backward.number
+    _losses.looked[backward.site] = looked + 1
+    for root in backward.roots:
+        node = getattr(root, "grad_fn", None)
+        if node is not None:
+            reduction, weight, rows = _look(active, backward, node, pending)
+            for model in pending:
+                _tell_batch(active, backward, model, reduction, weight, rows)
+
+
+def _made_anew(backward: Backward) -> bool:
+    """Whether the loss was made in a way that this line has not seen."""
+    ways = _losses.ways.setdefault(backward.site, set())
+    node = getattr(backward.roots[0], "grad_fn", None) if backward.roots else None
+    way: tuple[str, ...] = ()
+    while node is not None and len(way) < 3:
+        way = (*way, node.name())
+        node = next((n for n, _ in node.next_functions), None)
+    if way in ways or len(ways) >= WAYS_AT_MOST:
+        return False
+    ways.add(way)
+    return True
+
+
+def _look(
+    active: Recorder, backward: Backward, node: Any, pending: list[Model]
+) -> tuple[str, float, int]:
+    """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
+    by (0 where that cannot be told), and the leading size of what was reduced (0 where unknown)."""
+    sizes = {_group_size(m): m for m in pending if not _frozen(m)}
+    divided: list[tuple[Any, float, Model]] = []
+    undone = unread = False
+    reduction, weight, rows = "", 1.0, 0
+    for _ in range(NODES):
+        name = node.name()
+        divisor = divisor_of(node)
+        unread |= is_of_a_device(node)
+        weight /= divisor or 1.0
+        if (model := _by_the_size(divisor, sizes)) is not None:
+            divided.append((node, divisor, model))
+        # Multiplied by the world size too, or a sum over the ranks that autograd knows of.
+        undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
+        undone |= "AllReduce" in name or "AllGather" in name
+        reduction = _reduction(node)
+        ahead = [n for n, _ in node.next_functions if n is not None]
+        if reduction:
+            rows = _rows(node)
+        if len(ahead) != 1 or reduction:
+            break
+        node = ahead[0]
+    if divided and not undone:
+        _suspect(active, backward, divided, _averaging(node, reduction))
+    if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
+        weight /= divisor_of(ahead[0]) or 1.0
+        unread |= is_of_a_device(ahead[0])
+    return reduction, 0.0 if unread and reduction == "sum" else weight, rows
+
+
+def _frozen(model: Model) -> bool:
+    """A backward passes through it, to what was before it: a discriminator in its rival's step."""
+    held = [p for i in model.expected if (p := model.parameters[i]()) is not None]
+    return bool(held) and not any(p.requires_grad for p in held)
+
+
+def _reduction(node: Any) -> str:
+    """How a node makes one number of many, where it does."""
+    kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
+    if kind:
+        return "" if getattr(node, SIZES, None) == () else kind
+    return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
+
+
+def _averaging(node: Any, reduction: str) -> int:
+    """By what the one number that a node makes is divided to be a mean; 0 where it is no number of
+    many, or that is unknown."""
+    if reduction != "sum":
+        return int(reduction == "mean")
+    sizes = list(_sizes_reduced(node))
+    if node.name().startswith("Nll"):
+        del sizes[1:2]  # classes, of which each place has one
+    return prod(sizes) if sizes else 0
+
+
+def _rows(node: Any) -> int:
+    """The leading size of what a node reduces; 0 where unknown."""
+    sizes = _sizes_reduced(node)
+    return int(sizes[0]) if sizes else 0
+
+
+def _sizes_reduced(node: Any) -> Sequence[int]:
+    """The sizes of what a node reduces; none where unknown."""
+    sizes = getattr(node, SIZES, None)
+    if sizes is None:
+        try:
+            sizes = saved(node, "_saved_self").shape
+        except (LookupError, AttributeError):
+            return ()
+    return tuple(int(size) for size in sizes)
+
+
+def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
+    """The model whose group's size a divisor is, or a multiple of: `accumulation * world_size`."""
+    return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
+
+
+def _suspect(
+    active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
+) -> None:
+    """Numbers that equal the world size, or a multiple: only the lines can tell which is that.
+    `averaging` as in `_averaging`."""
+    cleared = _losses.cleared.setdefault(backward.site, set())
+    divisors = tuple(divisor for _, divisor, _ in divided)
+    if backward.site in _losses.told or divisors in cleared:
+        return
+    known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
+    if not any(text for text, _, _ in known):
+        _losses.suspected.setdefault(backward.site, active.step)
+        exact = [model for _, divisor, model in known if divisor == _group_size(model)]
+        if (frame := backward.frame) is not None and exact:
+            event = LossScaled(
+                at=time.monotonic(),
+                model=exact[0].number,
+                step=_losses.suspected[backward.site],
+                divisor=_group_size(exact[0]),
+                site=-1,
+                backward_site=backward.site,
+            )
+            _losses.unclear[backward.site] = frame.f_code, frame.f_lineno, event
+        _sizing.wake()
+        return
+    for text, divisor, model in known:
+        frames = [m.groups() for line in text if (m := _FRAME.search(line))]
+        file, line, function = next(
+            (f for f in reversed(frames) if classify(f[0]) == "user"), _NONE
+        )
+        size = _group_size(model)
+        expression = divided_by_world_size(file, int(line)) if divisor == size else ""
+        # A sum over what was gathered is rightly divided by how much that is.
+        if not expression and averaging and (averaging == 1 or divisor == averaging * size):
+            expression = divided_by_world_size(file, int(line), product=True)
+        if expression:
+            active.emit(
+                LossScaled(
+                    at=time.monotonic(),
+                    model=model.number,
+                    step=_losses.suspected.get(backward.site, active.step),
+                    divisor=size,
+                    site=active.sites.place(file, int(line), function),
+                    backward_site=backward.site,
+                    expression=expression,
+                )
+            )
+            _losses.told.add(backward.site)
+            return
+    cleared.add(divisors)
+    if len(cleared) >= WAYS_AT_MOST:
+        _losses.told.add(backward.site)
+    _losses.suspected.pop(backward.site, None)
+    _losses.unclear.pop(backward.site, None)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    """No backward came that could tell which line divides: what the function says that called."""
+    for site, (code, number, event) in _losses.unclear.items():
+        if site not in _losses.told:
+            line, expression = loss_divided(code, number)
+            place = active.sites.number(code, line) if expression else -1
+            active.emit(msgspec.structs.replace(event, site=place, expression=expression))
+    _losses.unclear.clear()
+
+
+def _group_size(model: Model) -> int:
+    wrapper = model.ddp()
+    group = getattr(wrapper, "process_group", None)
+    return int(group.size()) if group is not None else 0
+
+
+def _tell_batch(
+    active: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
+) -> None:
+    if not model.leading or not reduction:
+        return
+    size = model.leading[0]
+    if reduction == "sum":
+        size, reduction = _summed(rows, model.leading)
+    now = size, reduction, weight
+    if _losses.batches.get(model) == now or not isfinite(weight):
+        return
+    if _losses.batches_told >= BATCHES_AT_MOST:
+        return
+    _losses.batches[model] = now
+    _losses.batches_told += 1
+    active.emit(
+        BatchSeen(
+            at=time.monotonic(),
+            model=model.number,
+            forward=model.forwards - 1,
+            size=size,
+            reduction=reduction,
+            weight=float(f"{weight:.6g}"),
+            site=backward.site,
+        )
+    )
+
+
+def _summed(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:
+    """The size of the input whose samples a sum is over. Of a sum over anything else, as over the
+    losses of several tasks, nothing can be told."""
+    over = [n for n in leading if n == rows or (n > 1 and rows and not rows % n)]
+    if not over:
+        return leading[0], ""
+    return (rows if rows in over else over[0]), "sum"

@@ -1,0 +1,439 @@
+"""Digests of replicated tensors at the moments when ranks must agree."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+from ....events import Digests, Replica, Sketch
+from ....events.drift import EARLY, UNHELD, chosen, full
+from ....events.pack import pack
+from ...collectives import call_hooks
+from ...collectives.call_hooks import Call
+from ...recording import hooks
+from ...recording.hooks import Subscription
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...recording.sampling import FIRST_STEPS, Pace
+from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
+from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
+from ...tensors.pending_digests import Row, Rows, Waiting
+from ...training import lifecycle, optimizer_models, optimizers, write_counts
+from ...training.records import Backward, Forward, Holding, Step
+from ...training.tracked_model import Model
+from ..manual_sync import exchanges
+from ..manual_sync.parameter_averaging import WriteBack
+from . import gradient_sync, manual_edits
+
+LOST = "drift of gradients, parameters and buffers"
+
+STATES_AT_MOST = 64
+"""Parameters whose optimizer state is digested at a full step."""
+
+ENOUGH_UNCHANGED = 8
+"""Steps in which a communication hook must have left the parameters as they were."""
+
+SKETCHED_AT_MOST = 400_000_000
+SKETCHED_AT_EASE = 1_000_000
+
+
+class Watch:
+    """What is followed of one model through one optimizer.
+
+    Attributes:
+        buffers_next: the stride of the buffers to look at before its next forward, 0 for none.
+    """
+
+    def __init__(self, active: Recorder, holding: Holding) -> None:
+        self.holding = holding
+        self.rows: dict[str, Rows] = {}
+        self.pace = Pace(active, len(holding.positions))
+        self.writes = write_counts.Writes()
+        self.write_back = WriteBack()
+        self.size = sum(p.numel() for p in _parameters(self) if p is not None)
+        self.whole_next = False
+        self.buffers_next = 0
+        self.broadcast = True
+        self.left_out = ""
+
+
+class _Drift:
+    def __init__(self) -> None:
+        self.watches: dict[tuple[int, int], Watch] = {}
+        self.sketcher: Sketcher | None = None
+        self.forwards: Subscription[Forward] | None = None
+
+
+_drift = _Drift()
+
+
+def install() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _drift.__init__()  # type: ignore[misc]
+    around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
+    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
+    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+    lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST)
+    call_hooks.called.subscribe(_called, lost="averages of parameters (local SGD)")
+    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    begins = lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False)
+    _drift.forwards = begins
+    hooks.leaving.subscribe(_leaving, lost="drift at the end")
+
+
+def look_whole(model: Model) -> None:
+    """Digest every tensor of the model at its next step."""
+    for watch in _drift.watches.values():
+        if watch.holding.model is model:
+            watch.whole_next = True
+            for known in optimizers.known():
+                known.due_at = 0
+
+
+def _watch(active: Recorder, holding: Holding) -> Watch:
+    key = (holding.optimizer, holding.model.number)
+    watch = _drift.watches.get(key)
+    if watch is None or watch.holding is not holding:
+        watch = _drift.watches[key] = Watch(active, holding)
+        _tell_replica(active, watch)
+    return watch
+
+
+def _tell_replica(active: Recorder, watch: Watch) -> None:
+    holding = watch.holding
+    wrapper = holding.model.ddp()
+    if wrapper is None:
+        return
+    hook, average = comm_hook(wrapper), averages(wrapper)
+    if hook:
+        exchanges.hook_seen(average)
+    if "localsgd" in hook.lower():
+        watch.left_out = "its communication hook is local SGD"
+    watch.broadcast = bool(getattr(wrapper, "broadcast_buffers", True))
+    active.emit(
+        Replica(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            ranks=group_ranks(wrapper.process_group),
+            parameters=pack(holding.positions),
+            broadcast=watch.broadcast,
+            hook=hook,
+            averages=average,
+            left_out=watch.left_out,
+        )
+    )
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    due = []
+    for holding in step.holdings:
+        watch = _watch(active, holding)
+        if step.number:
+            _look_for_local_steps(active, watch)
+        due.append(watch.pace)
+        if watch.pace.passes(step.number) and not watch.whole_next:
+            continue
+        kinds = 1 + (not step.closure) + (not watch.broadcast)
+        stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
+        if stride or watch.whole_next:
+            _look(active, watch, step, 1 if watch.whole_next else stride)
+    known = step.known
+    known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
+
+
+def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
+    _look_for_join(active, watch)
+    gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
+    kinds = ["parameters", *gradients]
+    watch.whole_next = False
+    if not watch.broadcast and _drift.forwards is not None:
+        watch.buffers_next = stride
+        _drift.forwards.wake()
+    began = time.perf_counter_ns()
+    looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
+    if not step.closure:
+        write_counts.look(active, watch.holding, watch.writes, step.number)
+    watch.pace.spent(time.perf_counter_ns() - began, looked)
+    if stride == 1 and full(step.number // max(1, active.every)):
+        _look_closely(active, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
+    _flush(active, watch, soon=step.number < 10)
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    """Buffers that nothing copies: what was saved since the step, and what the program has made of
+    them since (an average over the ranks, say), is only there now."""
+    for watch in _drift.watches.values():
+        if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
+            began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
+            looked = _record(active, watch, "buffers", forward.model.forwards - 1, stride)
+            watch.pace.spent(time.perf_counter_ns() - began, looked)
+
+
+def _look_for_join(active: Recorder, watch: Watch) -> None:
+    """Whether the ranks take different numbers of steps: they are not to be compared then."""
+    if not watch.left_out and joins(watch.holding.model.ddp()):
+        watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
+        _tell_replica(active, watch)
+
+
+def _called(active: Recorder, call: Call) -> None:
+    hooked = exchanges.in_hook()  # which may hand over all of them at once
+    for watch in _drift.watches.values():
+        if not watch.left_out:
+            size = 0 if hooked else watch.size
+            watch.write_back.called(partial(_digest_whole, active, watch), size)
+
+
+def _digest_whole(active: Recorder, watch: Watch) -> Waiting | None:
+    return digest(active, _parameters(watch))
+
+
+def _parameters(watch: Watch) -> list[Any]:
+    return watch.holding.parameters(watch.holding.positions)
+
+
+def _look_for_local_steps(active: Recorder, watch: Watch, *, last: bool = False) -> None:
+    """Whether the program averages the parameters themselves between steps (local SGD)."""
+    if watch.left_out:
+        return
+    averaged = watch.write_back.changed(wait=last)
+    if not last and exchanges.before_backward():
+        parameters = [p for p in _parameters(watch) if p is not None]
+        if exchanges.parameters_exchanged(parameters):
+            averaged |= watch.write_back.exchanged(partial(_digest_whole, active, watch))
+            averaged |= watch.write_back.changed()
+        if not averaged and exchanges.in_hooks_alone():
+            _look_at_hooks(active, watch)
+    if averaged:
+        watch.left_out = "the program exchanges the parameters themselves between steps"
+        _tell_replica(active, watch)
+
+
+def _look_at_hooks(active: Recorder, watch: Watch) -> None:
+    """What DDP's communication hooks exchange, if it is not the parameters, are gradients."""
+    wrapper = watch.holding.model.ddp()
+    ranks = () if wrapper is None else group_ranks(wrapper.process_group)
+    if exchanges.in_smaller_groups(ranks):
+        watch.left_out = "its communication hook exchanges within smaller groups"
+        _tell_replica(active, watch)
+    elif watch.write_back.unchanged >= ENOUGH_UNCHANGED:
+        exchanges.hooks_spare_parameters()
+
+
+def _closure_ends(active: Recorder, step: Step) -> None:
+    for holding in step.holdings:
+        watch = _watch(active, holding)
+        stride = watch.pace.stride
+        kind = _kind_of_gradients(holding)
+        _record(active, watch, kind, step.number, 1 if step.number in EARLY else stride)
+        _flush(active, watch, soon=step.number < 10)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    """A model that no optimizer holds is trained all the same: through copies, or by hand."""
+    for model in backward.models:
+        number = model.synced_backwards - 1
+        if model.number not in backward.synced or not full(number) or _held(model):
+            continue
+        watch = _drift.watches.get((UNHELD, model.number))
+        if watch is None:
+            positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
+            watch = _watch(active, Holding(model, UNHELD, positions))
+        _look_for_join(active, watch)
+        if number:
+            _look_for_local_steps(active, watch)
+        _record(active, watch, "parameters", number, 1)
+        _flush(active, watch, soon=True)
+
+
+def _held(model: Model) -> bool:
+    held = optimizers.held()
+    return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
+
+
+def _kind_of_gradients(holding: Holding) -> str:
+    return "gradients" if gradient_sync.averaged(holding.model, holding.optimizer) else "local"
+
+
+def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
+    """Digest one kind; how many tensors that were."""
+    tensors = _tensors(watch.holding, kind, key, stride)
+    waiting = digest(active, tensors)
+    if waiting is not None:
+        made = watch.holding.model.synced_backwards
+        watch.rows.setdefault(kind, Rows()).add(Row(key, stride, made, waiting))
+    return len(tensors)
+
+
+def _tensors(holding: Holding, kind: str, key: int, stride: int) -> list[Any]:
+    if kind == "buffers":
+        every = buffers(holding.model)
+        return [every[i] for i in chosen(key, stride, len(every))]
+    positions = holding.positions
+    picked = holding.parameters([positions[i] for i in chosen(key, stride, len(positions))])
+    if kind == "parameters":
+        return picked
+    return [None if p is None else p.grad for p in picked]
+
+
+def buffers(model: Model) -> list[Any]:
+    """In the order of `Wrapped.buffers`; None for those that were ignored at the wrap."""
+    inner = model.inner()
+    if inner is None:
+        return []
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    return [None if name in ignored else b for name, b in inner.named_buffers()]
+
+
+def digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
+    """Digests of tensors; None while a CUDA graph is being recorded."""
+    if capturing():
+        return None
+    totals, reasons = sums(tensors)
+    for reason in reasons:
+        active.not_observed("drift", f"some tensors are left out: {reason}")
+    return Waiting(totals)
+
+
+def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
+    """At full steps also: how large the tensors are, and the optimizer's state."""
+    early = step.number < FIRST_STEPS
+    if step.number and (early or active.affordable()):
+        _record_state(active, watch, step)
+    size = _size_to_sketch(watch)
+    cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or active.affordable()
+    if cheap and size <= SKETCHED_AT_MOST:
+        for kind in kinds:
+            _sketch(active, watch, kind, step.number)
+
+
+def _size_to_sketch(watch: Watch) -> float:
+    """Elements of the parameters; no limit allows for what is not on the CPU."""
+    parameters = watch.holding.parameters(watch.holding.positions)
+    if any(p is not None and not p.is_cpu for p in parameters):
+        return math.inf
+    return sum(p.numel() for p in parameters if p is not None)
+
+
+def _sketch(active: Recorder, watch: Watch, kind: str, step: int) -> None:
+    if _drift.sketcher is None:
+        _drift.sketcher = Sketcher()
+    norm, bins = _drift.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
+    # NaN and infinity have no distance; nor has JSON a number for them.
+    if not all(map(math.isfinite, (norm, *bins))):
+        return
+    active.emit(
+        Sketch(
+            at=time.monotonic(),
+            model=watch.holding.model.number,
+            optimizer=watch.holding.optimizer,
+            kind=kind,
+            step=step,
+            norm=norm,
+            bins=tuple(float(f"{b:.8g}") for b in bins),
+        )
+    )
+
+
+def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
+    optimizer = step.optimizer()
+    holding = watch.holding
+    if optimizer is None or "ZeroRedundancy" in type(optimizer).__name__:
+        return
+    count = len(holding.positions)
+    stride = 1 << max(0, (count - 1) // STATES_AT_MOST).bit_length()
+    picked = holding.parameters([holding.positions[i] for i in chosen(step.number, stride, count)])
+    states = [optimizer.state.get(p, {}) if p is not None else {} for p in picked]
+    for key in sorted({str(k) for state in states for k in state}):
+        values = [state.get(key) for state in states]
+        if any(hasattr(v, "untyped_storage") for v in values):
+            waiting = digest(active, [v if hasattr(v, "untyped_storage") else None for v in values])
+        elif all(v is None or isinstance(v, int) for v in values):
+            waiting = Waiting([])
+            waiting.values = [ABSENT if v is None else scattered(hash(v)) for v in values]
+        else:
+            continue
+        if waiting is not None:
+            row = Row(step.number, stride, holding.model.synced_backwards, waiting)
+            watch.rows.setdefault(f"state:{key}", Rows()).add(row)
+
+
+def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not (args or kwargs.get("group")):
+        _finish(active)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _finish(active)
+
+
+def _finish(active: Recorder) -> None:
+    """The last look, and everything that waits to be written."""
+    for watch in list(_drift.watches.values()):
+        holding = watch.holding
+        alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
+        _flush(active, watch, soon=True, wait=True)
+        _look_for_local_steps(active, watch, last=True)
+        if not alive:
+            continue
+        if (steps := optimizer_models.steps_taken(holding)) > 0:
+            manual_edits.tell_parameters(active, steps, holding)
+            write_counts.look(active, holding, watch.writes, steps, last=True)
+            if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
+                _sketch(active, watch, "parameters", steps)
+        for kind in ("parameters", "buffers"):
+            tensors = _tensors(holding, kind, 0, 1)
+            waiting = digest(active, tensors)
+            if waiting is not None and waiting.ready(wait=True):
+                model = holding.model
+                rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
+                write(active, rows, holding.model.number, holding.optimizer, kind, "end")
+    _drift.watches.clear()
+
+
+def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
+    for kind, rows in watch.rows.items():
+        if not (soon or rows.due()):
+            continue
+        ready = []
+        while rows.rows and rows.rows[0].waiting.ready(wait=wait):
+            ready.append(rows.rows.pop(0))
+        rows.since = time.monotonic()
+        if ready:
+            model = watch.holding.model.number
+            point = "kept" if kind == "buffers" else "step"
+            write(active, ready, model, watch.holding.optimizer, kind, point)
+
+
+def write(
+    active: Recorder,
+    rows: list[Row],
+    model: int,
+    optimizer: int,
+    kind: str,
+    point: str,
+    step: int = -1,
+    site: int = -1,
+) -> None:
+    """Put rows of one kind on record, as taken in this step where no other is given."""
+    active.emit(
+        Digests(
+            at=time.monotonic(),
+            model=model,
+            optimizer=optimizer,
+            kind=kind,
+            point=point,
+            keys=tuple(row.key for row in rows),
+            strides=tuple(row.stride for row in rows),
+            counts=tuple(len(row.waiting.values) for row in rows),
+            values=pack(v for row in rows for v in row.waiting.values),
+            backwards=tuple(row.backwards for row in rows),
+            step=active.step if step < 0 else step,
+            site=site,
+        )
+    )

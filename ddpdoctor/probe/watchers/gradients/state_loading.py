@@ -1,0 +1,159 @@
+"""Weights and the states of optimizers and schedulers loaded into a model after it was wrapped, and
+taken out of it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+from ....events import Loaded, StateTaken
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...training import lifecycle, wrapped_models
+from ...training.tracked_model import Model
+from . import replica_digests
+
+LOST = "loads of weights and optimizer states"
+
+TOLD_AT_MOST = 1000
+
+
+EARLY_AT_MOST = 50
+
+
+class _Loads:
+    """`early`: what was loaded for which optimizer while no model was wrapped, when and where: DDP
+    evens out weights at the wrap, not these; `taken`: how often the state was, by line."""
+
+    depth = 0
+    told = 0
+    saving = 0
+    taken: Counter[int] = Counter()
+    early: list[tuple[str, weakref.ref[Any], float, int]] = []
+
+
+_loads = _Loads()
+
+
+def install() -> None:
+    import torch.amp
+    import torch.nn
+    from torch.optim import Optimizer, lr_scheduler
+
+    _loads.depth = _loads.told = _loads.saving = 0
+    _loads.taken = Counter()
+    _loads.early = []
+    around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
+    around(torch.nn.Module, "state_dict", before=_taking, after=_took, lost="checkpoints")
+    around(Optimizer, "load_state_dict", before=_into_optimizer, after=_done, lost=LOST)
+    scaler = torch.amp.GradScaler
+    around(scaler, "load_state_dict", before=_into_scaler, after=_done, lost=LOST)
+    for kind in vars(lr_scheduler).values():
+        own = isinstance(kind, type) and kind is not Optimizer  # which is imported there
+        if own and "load_state_dict" in vars(kind):
+            around(kind, "load_state_dict", before=_into_scheduler, after=_done, lost=LOST)
+    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
+
+
+def _into_module(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    if _loads.depth > 1 or not wrapped_models.count():
+        return None
+    loaded = {id(p) for p in args[0].parameters()}
+    assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
+    return "weights", _owners(loaded), active.site(), assigned
+
+
+def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    return None if _loads.depth > 1 else _for_optimizer(active, "optimizer", args[0])
+
+
+def _into_scheduler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    optimizer = getattr(args[0], "optimizer", None)
+    if _loads.depth > 1 or optimizer is None:
+        return None
+    return _for_optimizer(active, "scheduler", optimizer)
+
+
+def _for_optimizer(active: Recorder, what: str, optimizer: Any) -> Any:
+    owners = _owners(_held(optimizer)) if wrapped_models.count() else []
+    if not owners and len(_loads.early) < EARLY_AT_MOST:
+        _loads.early.append((what, weakref.ref(optimizer), time.monotonic(), active.site()))
+    return what, owners, active.site(), False
+
+
+def _into_scaler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.depth += 1
+    return None if _loads.depth > 1 else ("scaler", [None], active.site(), False)
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _wrapped(active: Recorder, model: Model) -> None:
+    mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
+    for what, reference, at, site in list(_loads.early):
+        optimizer = reference()
+        if optimizer is not None and mine & _held(optimizer):
+            active.emit(Loaded(at=at, what=what, model=model.number, step=active.step, site=site))
+
+
+def _owners(parameters: set[int]) -> list[Model]:
+    return [
+        model
+        for model in wrapped_models.live()
+        if any((p := ref()) is not None and id(p) in parameters for ref in model.parameters)
+    ]
+
+
+def _done(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _loads.depth = max(0, _loads.depth - 1)
+    if token is None or error is not None:
+        return
+    what, owners, site, assigned = token
+    for model in owners:
+        if model is not None:
+            replica_digests.look_whole(model)
+        _loads.told += 1
+        if _loads.told <= TOLD_AT_MOST:
+            active.emit(
+                Loaded(
+                    at=time.monotonic(),
+                    what=what,
+                    model=-1 if model is None else model.number,
+                    step=active.step,
+                    site=site,
+                    assigned=assigned,
+                )
+            )
+
+
+def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _loads.saving += 1  # modules ask their children
+    if _loads.saving > 1 or not wrapped_models.count():
+        return
+    for model in wrapped_models.live():
+        if args[0] is model.inner() or (model.wrapper and args[0] is model.wrapper()):
+            replica_digests.look_whole(model)
+            site = active.site()
+            call, _loads.taken[site] = _loads.taken[site], _loads.taken[site] + 1
+            if call < 20 or call & (call - 1) == 0:
+                active.emit(
+                    StateTaken(
+                        at=time.monotonic(),
+                        model=model.number,
+                        step=active.step,
+                        forwards=model.forwards,
+                        site=site,
+                        call=call,
+                    )
+                )
+
+
+def _took(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _loads.saving = max(0, _loads.saving - 1)

@@ -1,0 +1,121 @@
+"""Optimizers that step inside the backward, as hooks on parameters have them do, on gradients that
+DDP has yet to average."""
+
+from __future__ import annotations
+
+import time
+
+from ....events import SteppedInside
+from ...recording import hooks
+from ...recording.recorder import Recorder
+from ...recording.torch_compat import sequence_number
+from ...tensors.digests import ABSENT, digests, scattered
+from ...training import backwards, lifecycle
+from ...training.records import Backward, Step
+from ...training.tracked_model import Model
+from ..manual_sync import exchanges
+
+LOST = "steps inside the backward"
+FIRST = 8
+
+
+class Inside:
+    """What is known of one model.
+
+    Attributes:
+        backward: the last one in which an optimizer stepped it.
+        count: backwards in which one did so before the group had communicated; the last of them is
+            at `backward_site`, the first of these steps at `site`, number `first` of its optimizer.
+        told: `count` when it was last recorded.
+        carried: what the program itself had exchanged before the first.
+    """
+
+    def __init__(self) -> None:
+        self.backward = self.backward_site = -1
+        self.count = self.told = self.carried = 0
+        self.first = self.site = -1
+
+
+class Within(tuple[Model, ...]):
+    """The models that an optimizer holds parameters of."""
+
+
+_known: dict[Model, Inside] = {}
+_began: dict[Model, tuple[int, int]] = {}
+"""By model, torch's count of its group's collectives when the backward began; the line of that."""
+
+
+def install() -> None:
+    _known.clear()
+    _began.clear()
+    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    lifecycle.step_inside.subscribe(_step_inside, lost=LOST)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    for model, inside in _known.items():
+        if inside.count != inside.told and _due(inside.count):
+            _tell(active, model, inside)
+    _began.clear()
+    for look in backward.looks:
+        _began[look.model] = look.sequence, backward.site
+
+
+def _due(count: int) -> bool:
+    return count <= FIRST or count & (count - 1) == 0
+
+
+def _step_inside(active: Recorder, step: Step) -> None:
+    within = step.known.notes.get(Within)
+    if within is None:
+        within = step.known.notes[Within] = _within(step)
+    for model in within:
+        inside = _known.setdefault(model, Inside())
+        if inside.backward == backwards.count():
+            continue
+        inside.backward = backwards.count()
+        (sequence, site), wrapper = _began.get(model, (-1, -1)), model.ddp()
+        if wrapper is None or sequence < 0 or sequence_number(wrapper.process_group) != sequence:
+            continue
+        if not inside.count:
+            inside.first, inside.site = step.number, step.site
+            inside.carried = exchanges.carried()
+        inside.count, inside.backward_site = inside.count + 1, site
+
+
+def _within(step: Step) -> Within:
+    optimizer = step.optimizer()
+    groups = optimizer.param_groups if optimizer is not None else ()
+    held = {id(p) for group in groups for p in group["params"]}
+    return Within(
+        model
+        for model in _began
+        if any(id(model.parameters[position]()) in held for position in model.expected)
+    )
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    for model, inside in _known.items():
+        if inside.count != inside.told:
+            _tell(active, model, inside)
+
+
+def _tell(active: Recorder, model: Model, inside: Inside) -> None:
+    inside.told = inside.count
+    alive = model.live_parameters()
+    each = digests([alive[position] for position in model.expected]) if alive else []
+    active.emit(
+        SteppedInside(
+            at=time.monotonic(),
+            model=model.number,
+            first=inside.first,
+            count=inside.count,
+            backwards=model.backwards,
+            parameters=scattered(hash(tuple(each))) if each and ABSENT not in each else ABSENT,
+            carried=exchanges.carried() - inside.carried,
+            site=inside.site,
+            backward_site=inside.backward_site,
+        ),
+        vital=True,
+    )

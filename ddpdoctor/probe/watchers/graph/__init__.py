@@ -1,0 +1,1 @@
+"""What DDP's graph is made of: unused parameters, bypassed wrappers, devices."""

@@ -1,0 +1,269 @@
+"""Parameters of a wrapped model that are not what DDP was given: added, replaced, removed, tied,
+cast, moved, frozen or unfrozen since the wrap."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....events import ParametersChanged
+from ...recording.hooks import Subscriptions
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...recording.torch_compat import without_gradient
+from ...recording.weak_references import Reference
+from ...source.call_resolver import setting_in_frames
+from ...training import lifecycle, optimizer_models, wrapped_models
+from ...training.accumulate_grad import nodes_of
+from ...training.module_origins import added_site, registrations
+from ...training.records import Backward, Forward
+from ...training.tracked_model import Model
+
+LOST = "parameters that change after the wrap"
+
+LIGHT = 50
+"""Flags are looked at once in so many parameters' worth of forwards, and in the first few."""
+
+FIRST, FIRST_OF_FEW = 3, 128
+FULL_EVERY = 16
+CALLS_KEPT = 50
+
+WITHOUT_GRADIENT = ("frozen", "removed", "tied")
+"""What leaves DDP waiting for a gradient that does not come."""
+
+
+@dataclass
+class Change:
+    """What one kind of change did to which parameters, by name."""
+
+    kind: str
+    names: tuple[str, ...]
+    parameters: list[weakref.ref[Any]]
+    site: int = -1
+
+
+@dataclass
+class Watch:
+    """What is known of one model.
+
+    Attributes:
+        found: changes that wait for a backward to show what they do; told: those on record.
+        sites: where flags were set, by kind, names and line of the forward: a GAN sets them twice
+            per step, and finding a line takes long.
+    """
+
+    registrations: int = -1
+    found: list[Change] = field(default_factory=list)
+    told: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    sites: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
+
+
+_watches: defaultdict[Model, Watch] = defaultdict(Watch)
+_judging = Subscriptions()
+"""Of what follows a change: it may be taken back, or a backward shows what it does."""
+
+
+class _Calls:
+    """Calls of `Module.requires_grad_` since the first wrap: module, flag, site."""
+
+    made: list[tuple[weakref.ref[Any], bool, int]] = []
+    applying = 0
+
+
+def install() -> None:
+    import torch.nn
+
+    _Calls.made, _Calls.applying = [], 0
+    _watches.clear()
+    around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
+    around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
+    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
+    lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
+    _judging[:] = (
+        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+    )
+
+
+def _setting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if wrapped_models.live() and len(_Calls.made) < CALLS_KEPT:
+        flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+        _Calls.made.append((weakref.ref(args[0]), flag, active.site()))
+
+
+def _apply_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casting or moving gives a parameter a new node for its gradient, without DDP's hook."""
+    _Calls.applying += 1
+    live = wrapped_models.live() if _Calls.applying == 1 else []
+    inside = {id(m) for m in args[0].modules()} if live else set()
+    before = []
+    for model in live:
+        inner, parameters = model.inner(), model.live_parameters()
+        if inner is None or parameters is None:
+            continue
+        if id(inner) in inside or any(id(m) in inside for m in inner.modules()):
+            before.append((model, parameters, nodes_of(parameters)))
+    return before
+
+
+def _apply_ends(active: Recorder, before: Any, result: Any, error: BaseException | None) -> None:
+    _Calls.applying -= 1
+    for model, parameters, nodes in before or ():
+        now = nodes_of(parameters)
+        lost = [i for i in model.expected if now[i] is not nodes[i]]
+        if lost:
+            names = tuple(model.names[i] for i in lost)
+            change = Change("converted", names, [model.parameters[i] for i in lost], active.site())
+            _watches[model].found.append(change)
+            _judging.wake()
+
+
+def _forward_due(active: Recorder, forward: Forward) -> None:
+    model = forward.model
+    if not forward.sync:
+        return
+    watch = _watches[model]
+    turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()  # as in `looked_at`
+    first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
+    if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
+        watch.registrations = registrations()
+        _look_whole(active, forward, watch)
+    elif model.forwards <= first or model.forwards % turns == 0:
+        _look_at_flags(active, forward, watch)
+    _judging.wake(any(w.found for w in _watches.values()))
+
+
+def _forward_begins(active: Recorder, forward: Forward) -> None:
+    if forward.grad_enabled and forward.sync:
+        _look_at_flags(active, forward, _watches[forward.model])
+
+
+def _look_at_flags(active: Recorder, forward: Forward, watch: Watch) -> None:
+    model = forward.model
+    for flag in (True, False):
+        changed = [
+            i
+            for i, (ref, was) in enumerate(zip(model.parameters, model.trainable, strict=True))
+            if was is not flag
+            and (p := ref()) is not None
+            and p.requires_grad is flag
+            and i not in model.ignored
+        ]
+        names = tuple(model.names[i] for i in changed)
+        kind = "unfrozen" if flag else "frozen"
+        if names and (kind, names) not in watch.told:
+            place = (kind, names, forward.site)
+            if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
+                watch.sites[place] = _flag_site(active, model, changed, flag)
+            site = watch.sites.get(place, -1)
+            watch.found = [c for c in watch.found if c.kind != kind]
+            watch.found.append(Change(kind, names, [model.parameters[i] for i in changed], site))
+        elif not names:
+            watch.found = [c for c in watch.found if c.kind != kind]
+
+
+def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -> int:
+    """The line that set `requires_grad`: a call on a module, or else what the source shows."""
+    ids = {id(model.parameters[i]()) for i in changed}
+    for reference, to, site in reversed(_Calls.made):
+        module = reference()
+        if module is not None and to is flag and any(id(p) in ids for p in module.parameters()):
+            return site
+    found = setting_in_frames(
+        sys._getframe(1),
+        lambda code: active.sites.kind(code) == "user",
+        "requires_grad",
+        flag,
+        after=model.made_at,
+    )
+    return active.sites.number(found.code, found.line) if found else -1
+
+
+def _look_whole(active: Recorder, forward: Forward, watch: Watch) -> None:
+    model = forward.model
+    inner = model.inner()
+    if inner is None:
+        return
+    _look_at_flags(active, forward, watch)
+    known = {id(ref()) for ref in model.parameters}
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    owners = dict(inner.named_modules())
+    kinds: dict[str, list[tuple[str, Any]]] = {}
+    for name, parameter in inner.named_parameters():
+        if id(parameter) in known or not parameter.requires_grad or name in ignored:
+            continue
+        kind = "replaced" if name in model.names else "added"
+        kinds.setdefault(kind, []).append((name, parameter))
+    for kind, listed in (kinds or _lost(model, inner)).items():
+        names = tuple(n for n, _ in listed)
+        if (kind, names) in watch.told or any(c.names == names for c in watch.found):
+            continue
+        owner, _, last = names[0].rpartition(".")
+        module = owners.get(owner)
+        site = -1 if module is None else added_site(module, last)
+        watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
+
+
+def _lost(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
+    """Parameters that DDP waits for and that the model has no more: with the one that has taken
+    the name, or the old one where none has."""
+    now = dict(inner.named_parameters(remove_duplicate=False))
+    there = {id(p) for p in now.values()}
+    kinds: dict[str, list[tuple[str, Any]]] = {}
+    for position in model.expected:
+        name, parameter = model.names[position], model.parameters[position]()
+        if parameter is not None and id(parameter) not in there:
+            kind = "tied" if name in now else "removed"
+            kinds.setdefault(kind, []).append((name, now.get(name, parameter)))
+    return kinds
+
+
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    if "finished reduction in the prior iteration" in str(forward.error):
+        model, watch = forward.model, _watches[forward.model]
+        _look_whole(active, forward, watch)
+        positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
+        without = {model.names[model.expected[i]] for i in positions}
+        for change in list(watch.found):
+            # What had a gradient then was frozen later: a GAN does so between its two backwards.
+            if change.kind != "frozen" or without.issuperset(change.names):
+                _tell(active, model, watch, change, communicated=False)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for model, watch in list(_watches.items()):
+        reached = model in backward.models
+        # A backward through none of what DDP was given is not known to be the model's.
+        if not (backward.expected_sync[model.number] if reached else model.pending_sync):
+            continue
+        for change in list(watch.found):
+            if reached or change.kind not in WITHOUT_GRADIENT:
+                _tell(active, model, watch, change, model.number in backward.synced)
+
+
+def _tell(active: Recorder, model: Model, watch: Watch, change: Change, communicated: bool) -> None:
+    live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
+    trained = sum(p is not None and p.grad is not None for _, p in live)
+    if change.kind not in WITHOUT_GRADIENT and not trained:
+        return  # not yet in any loss
+    watch.found.remove(change)
+    watch.told.add((change.kind, change.names))
+    active.emit(
+        ParametersChanged(
+            at=time.monotonic(),
+            model=model.number,
+            kind=change.kind,
+            names=change.names,
+            trained=trained,
+            communicated=communicated,
+            step=optimizer_models.steps_of(model),
+            site=change.site,
+            forward_site=model.forward_site,
+            find_unused=model.find_unused,
+        ),
+        vital=True,
+    )

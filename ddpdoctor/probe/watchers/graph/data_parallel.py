@@ -1,0 +1,199 @@
+"""`torch.nn.DataParallel`: one process, several devices, and outputs gathered on one of them.
+
+Such a program has no process group, so making the wrapper is what makes the process a rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ....events import DataParallelMade, DeviceMemory, Gathered, GatheredTensor
+from ...recording import hooks
+from ...recording.frames import passed_over, unframe
+from ...recording.patching import around, replace
+from ...recording.recorder import Recorder, complain, recorder
+from ...recording.weak_references import WeakIdentityMap
+from ...training import lifecycle
+from ...training.records import Step
+
+LOST = "what DataParallel gathers"
+
+MEMORY_EVERY_S = 1.0
+MOST_TENSORS = 32
+
+
+class Known:
+    """What the probe knows of one wrapper."""
+
+    def __init__(self, number: int, devices: tuple[int, ...]) -> None:
+        self.number = number
+        self.devices = devices
+        self.forwards = 0
+        self.told_bytes = 0
+        self.site = -1
+
+
+class _State:
+    def __init__(self) -> None:
+        self.known: WeakIdentityMap[Known] = WeakIdentityMap()
+        self.made = 0
+        self.devices: tuple[int, ...] = ()
+        self.looked = 0.0
+
+
+_state = _State()
+
+
+def install() -> None:
+    _state.__init__()  # type: ignore[misc]
+    wrapper = _wrapper()
+    around(wrapper, "__init__", before=_making, after=_made, lost=LOST)
+    around(wrapper, "forward", before=_forward, lost=LOST)
+    around(wrapper, "gather", before=_gathering, after=_gathered, lost=LOST)
+    lifecycle.pulse.subscribe(_pulse, lost=LOST)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _wrapper() -> Any:
+    # By name: torch.nn.parallel re-exports a function that hides the module of the same name.
+    return importlib.import_module("torch.nn.parallel.data_parallel").DataParallel
+
+
+def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
+    """Let the wrapper's constructor make this process a rank, the only one."""
+    wrapper = _wrapper()
+    watched = vars(wrapper)["__init__"]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recorder() is None:
+            try:
+                activate(0, 1, None)
+            except Exception as error:  # training goes on, unobserved
+                complain(error)
+        try:
+            watched(self, *args, **kwargs)
+        except BaseException as error:
+            unframe(error)
+            raise
+
+    replace(wrapper, "__init__", passed_over(__init__, watched))
+
+
+def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return weakref.ref(args[0]), active.site()
+
+
+def _made(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    reference, site = token
+    wrapper = reference()
+    if wrapper is None:
+        return
+    devices = tuple(int(d) for d in wrapper.device_ids)
+    _state.devices = max(_state.devices, devices, key=len)
+    known = _state.known[wrapper] = Known(_state.made, devices)
+    _state.made += 1
+    inner = wrapper.module
+    active.emit(
+        DataParallelMade(
+            at=time.monotonic(),
+            model=known.number,
+            kind=type(inner).__name__,
+            site=site,
+            devices=devices,
+            output_device=int(getattr(wrapper, "output_device", -1)) if devices else -1,
+            parameter_bytes=sum(p.numel() * p.element_size() for p in inner.parameters()),
+        ),
+        vital=True,
+    )
+
+
+def _forward(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    known = _state.known.get(args[0])
+    if known is not None:
+        known.forwards += 1
+        known.site = active.site()
+
+
+def _gathering(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = _state.known.get(args[0])
+    where = args[2] if len(args) > 2 else kwargs.get("output_device", -1)
+    return None if known is None else (known, int(where))
+
+
+def _gathered(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    if token is None or error is not None:
+        return
+    known, where = token
+    tensors = tuple(_tensors(result, ""))[:MOST_TENSORS]
+    size = sum(t.size_bytes for t in tensors)
+    if known.told_bytes and size < 1.25 * known.told_bytes:
+        return
+    known.told_bytes = size
+    active.emit(
+        Gathered(
+            at=time.monotonic(),
+            model=known.number,
+            forward=known.forwards - 1,
+            step=active.step,
+            site=known.site,
+            output_device=where,
+            size_bytes=size,
+            tensors=tensors,
+        )
+    )
+
+
+def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
+    """The tensors of an output, by the way to them."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield GatheredTensor(
+            name=name or "output",
+            shape=tuple(int(n) for n in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            size_bytes=value.numel() * value.element_size(),
+        )
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors(part, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        fields = getattr(value, "_fields", None)
+        for index, part in enumerate(value):
+            yield from _tensors(part, f"{name}.{fields[index]}" if fields else f"{name}[{index}]")
+
+
+def _pulse(active: Recorder, step: Step) -> None:
+    if len(_state.devices) < 2:
+        return
+    now = time.monotonic()
+    if active.step <= 3 or now - _state.looked >= MEMORY_EVERY_S:
+        _tell_memory(active, now)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    if len(_state.devices) > 1:
+        _tell_memory(active, time.monotonic())
+
+
+def _tell_memory(active: Recorder, now: float) -> None:
+    """What the allocator has counted; the devices themselves are not asked."""
+    import torch
+
+    _state.looked = now
+    stats = [torch.cuda.memory_stats(device) for device in _state.devices]
+    active.emit(
+        DeviceMemory(
+            at=now,
+            step=active.step,
+            devices=_state.devices,
+            allocated_bytes=tuple(int(s.get("allocated_bytes.all.current", 0)) for s in stats),
+            peak_bytes=tuple(int(s.get("allocated_bytes.all.peak", 0)) for s in stats),
+        )
+    )

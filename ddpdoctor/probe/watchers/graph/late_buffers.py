@@ -1,0 +1,117 @@
+"""Buffers that a model got after it was wrapped, or that changed their shapes: masks, statistics.
+DDP broadcasts what it finds at each forward, if the model had any buffers at the wrap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from ....events import LateBuffers, SentBuffers
+from ....events.drift import full
+from ....events.pack import pack
+from ...recording import hooks
+from ...recording.recorder import Recorder
+from ...tensors.digests import capturing, sums
+from ...tensors.pending_digests import Waiting
+from ...training import lifecycle, optimizer_models
+from ...training.records import Forward, Step
+from ...training.tracked_model import Model
+from ...training.wrapped_models import buffer_of
+
+LOST = "buffers that came after the wrap"
+
+TOLD_AT_MOST = 500
+
+FIRST, OFTEN = 16, 64
+"""Forwards whose broadcast is looked at: the first ones, powers of two, and one in so many."""
+
+
+class _Late:
+    waiting: list[tuple[LateBuffers, Waiting]] = []
+    shapes: WeakKeyDictionary[Model, dict[str, tuple[int, ...]]]
+
+
+def install() -> None:
+    _Late.waiting = []
+    _Late.shapes = WeakKeyDictionary()
+    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
+    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
+    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_due(active: Recorder, forward: Forward) -> None:
+    model, number = forward.model, forward.model.forwards - 1
+    if number >= FIRST and number & (number - 1) and number % OFTEN:
+        return
+    inner = model.inner()
+    if inner is None or not forward.wrapper.will_sync_module_buffers():
+        return
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    now = {n: b for n, b in inner.named_buffers() if n not in ignored}
+    shapes = {n: tuple(b.shape) for n, b in now.items()}
+    before = _Late.shapes.get(model)
+    if before is None:
+        before = {n: s for n, s in model.buffers.items() if n not in ignored}
+    if shapes == before:
+        return
+    _Late.shapes[model] = shapes
+    active.emit(
+        SentBuffers(
+            at=time.monotonic(),
+            model=model.number,
+            forward=number,
+            step=optimizer_models.steps_of(model),
+            total=active.step,
+            site=forward.site,
+            buffers=tuple(buffer_of(n, b) for n, b in now.items()),
+        )
+    )
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    _write(active)
+    if not full(step.number) or capturing():
+        return
+    for holding in step.holdings:
+        found = list(_late(holding.model))[:TOLD_AT_MOST]
+        if not found:
+            continue
+        state = LateBuffers(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            step=step.number,
+            names=tuple(name for name, _ in found),
+            shapes=tuple(tuple(int(n) for n in buffer.shape) for _, buffer in found),
+            values="",
+        )
+        _Late.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
+    _write(active)
+
+
+def _late(model: Model) -> Iterator[tuple[str, Any]]:
+    """Of those that a checkpoint holds, and that are no counters or the like."""
+    inner = model.inner()
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    for path, module in () if inner is None else inner.named_modules():
+        for name, buffer in module._buffers.items():
+            whole = f"{path}.{name}" if path else name
+            if buffer is None or whole in model.buffers or whole in ignored:
+                continue
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                yield whole, buffer
+
+
+def _write(active: Recorder) -> None:
+    while _Late.waiting and _Late.waiting[0][1].ready(wait=False):
+        state, values = _Late.waiting.pop(0)
+        active.emit(msgspec.structs.replace(state, values=pack(values.values)))
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _write(active)

@@ -1,0 +1,320 @@
+"""Whether the optimizers hold the parameters that are trained, and only those."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+from ....events import Ownership
+from ...recording import hooks
+from ...recording.recorder import Recorder
+from ...recording.torch_compat import fully_sharded, fully_shards, ready_indices
+from ...recording.weak_references import WeakIdentityMap
+from ...tensors.digests import ABSENT, digests
+from ...training import lifecycle, optimizers, wrapped_models
+from ...training.module_origins import birth_site, in_some_module, living, parameter_site
+from ...training.records import Backward, Step
+from ...training.tracked_model import Model
+
+LOST = "optimizers that hold the wrong parameters"
+
+RENEWED = 16
+"""Times that an optimizer's first step has a model looked at as often as in its first steps."""
+
+
+class Watch:
+    """What is known of one model, or of one that `fully_shard` was applied to.
+
+    Attributes:
+        number: of the model; below 0 where it has no wrapper.
+        began, due: optimizer steps before its first backward, or the first step of an optimizer
+            since, and before the next look at it; `renewed` how often such a step came.
+        since: steps of the optimizer that steps, before the first look.
+        missing: parameters with gradients that no optimizer holds: name to what they were;
+            `first` what those were after the first backward that no optimizer held then, or at the
+            first look that met them where it was renewed before; `begun` steps of the optimizer
+            that stepped at the first look that met each.
+        told: what was recorded last.
+    """
+
+    def __init__(self, number: int, began: int = 0) -> None:
+        self.number = number
+        self.began = self.due = began
+        self.renewed = 0
+        self.since = -1
+        self.missing: dict[str, tuple[int, int]] = {}
+        self.first: dict[str, tuple[int, int]] = {}
+        self.begun: dict[str, int] = {}
+        self.told: tuple[object, ...] = ((), 0, False)
+
+    @property
+    def new(self) -> bool:
+        """It was not yet looked at twice."""
+        return self.due < self.began + 2
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is to be looked at after so many steps, and if so, when next."""
+        if step < self.due:
+            return False
+        self.due = self.began + max(1, 2 * (step - self.began))
+        return True
+
+    def renew(self, step: int) -> None:
+        """An optimizer takes its first step after so many: maybe in the place of another."""
+        if step > self.began and self.renewed < RENEWED:
+            if not self.renewed:  # one made before the examination is known from its step on
+                self.first = {n: s for n, s in self.first.items() if n in self.missing}
+            self.renewed += 1
+            self.began = self.due = step
+
+
+_watches: dict[Model, Watch] = {}
+_sharded: WeakIdentityMap[Watch] = WeakIdentityMap()
+_first_steps = hooks.Subscriptions()
+"""Of a new model. Many steps of an optimizer from before it may pass until one is due."""
+
+
+def install() -> None:
+    _watches.clear()
+    _sharded.clear()
+    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    lifecycle.step_due.subscribe(_step_due, lost=LOST)
+    _first_steps[:] = (
+        lifecycle.step_begins.subscribe(_new_models, routine=False, lost=LOST, awake=False),
+    )
+    lifecycle.pulse.subscribe(_pulse, lost=LOST)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _due(step: int) -> bool:
+    return step & (step - 1) == 0
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    """Before a program that updates parameters by hand can have done so."""
+    for model in backward.models:
+        inner = model.inner() if model not in _watches else None
+        if inner is not None:
+            held = optimizers.held()
+            watch = _watches[model] = Watch(model.number, active.step)
+            _first_steps.wake()
+            loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
+            watch.first = {n: _state(p) for n, p in loose.items()}
+
+
+def _step_due(active: Recorder, step: Step) -> None:
+    """Before the step: the gradients are there."""
+    if step.number == 0:
+        for watch in _watches.values():
+            watch.renew(active.step)
+    _look(active, step)
+    for module in _sharded_roots() if _due(step.number) else ():
+        watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
+        _compare(active, module, watch, optimizers.held(), step)
+
+
+def _new_models(active: Recorder, step: Step) -> None:
+    _look(active, step)
+    if not any(watch.new for model, watch in _watches.items() if model.ddp() is not None):
+        _first_steps.rest()
+
+
+def _look(active: Recorder, step: Step) -> None:
+    for model in wrapped_models.live():
+        # Gradients may be left from training that is over.
+        if model.backward_step == active.step:
+            watch = _watches.setdefault(model, Watch(model.number, active.step))
+            if watch.is_due(active.step):
+                _compare(active, model.inner(), watch, optimizers.held(), step)
+
+
+def _sharded_roots() -> list[Any]:
+    """The outermost modules that `fully_shard` was applied to."""
+    every = [m for m in living() if fully_sharded(m)] if fully_shards() else []
+    within = {id(part) for m in every for part in m.modules() if part is not m}
+    return [m for m in every if id(m) not in within]
+
+
+def _pulse(active: Recorder, step: Step) -> None:
+    if step.number:
+        return
+    for model, watch in _watches.items():
+        if watch.renewed or not watch.missing:
+            continue
+        if model.backward_step == active.step - 1:  # a run may have one step only
+            _compare(active, model.inner(), watch, optimizers.held(), step)
+
+
+def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], step: Step) -> None:
+    optimizer = step.optimizer()
+    if inner is None or optimizer is None:
+        return
+    trained = _trained(inner)
+    if not trained:
+        return
+    if watch.since < 0:
+        watch.since = step.number
+    loose = {n: p for n, p in trained.items() if id(p) not in held}
+    state = {n: _state(p) for n, p in loose.items()}
+    if watch.renewed:  # what optimizers take turns at is changed once it is met again
+        watch.first = {**state, **watch.first}
+    unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
+    watch.missing = state
+    watch.begun = {n: watch.begun.get(n, step.number) for n in loose}
+    mine = {id(p): p for p in inner.parameters()}
+    holder = _holder(optimizer, mine)
+    stale = _stale(holder, mine)
+    if watch.number < 0:
+        # Whose gradients these are is not known: the optimizer has to hold what is of no module.
+        stale = [p for p in stale if not in_some_module(p)] if unchanged else []
+        unchanged = unchanged if stale else []
+    outer = bool(unchanged) and _outer(watch.number, trained, set(unchanged))
+    told = (tuple(unchanged), len(stale), outer)
+    if told != watch.told:
+        watch.told = told
+        _tell(active, watch, inner, unchanged, len(trained), holder, stale, outer)
+
+
+def _trained(inner: Any) -> dict[str, Any]:
+    """The parameters that have gradients, by name, without those that DDP ignores."""
+    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    return {
+        n: p
+        for n, p in inner.named_parameters()
+        if p.requires_grad and p.grad is not None and n not in ignored
+    }
+
+
+def _state(parameter: Any) -> tuple[int, int]:
+    """Equal as long as nothing changes the parameter. By hand, through `.data`, counts too."""
+    (digest,) = digests([getattr(parameter, "_local_tensor", parameter)])
+    return digest or ABSENT, parameter._version
+
+
+def _holder(stepping: Any, mine: Mapping[int, Any]) -> Any:
+    """The optimizer to name: of those that hold some of the model, one that holds what is not
+    trained, or the one with the most; else one that holds a copy of it, or the one that steps,
+    which also goes before its equals."""
+    best, most = stepping, (0, False, 0, False)
+    sizes = Counter(p.shape for p in mine.values() if p.requires_grad)
+    for optimizer in optimizers.made():
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        ours, stale = sum(id(p) in mine for p in held), _stale(optimizer, mine)
+        copied = not ours and stale and Counter(p.shape for p in stale) == sizes
+        weight = (min(ours, 1), bool(stale), ours, optimizer is stepping)
+        if (ours or copied) and weight > most:
+            best, most = optimizer, weight
+    return best
+
+
+def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
+    """Parameters that it holds and that never got a gradient: of no module any more, or all of
+    them of other modules than the one that is trained. Where all are of no module any more, they
+    may have been trained before."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    idle = [p for p in held if p.requires_grad and p.grad is None and id(p) not in mine]
+    fresh = [p for p in idle if p not in optimizer.state]
+    if len(fresh) == len(held):
+        return fresh
+    if len(idle) == len(held) and not any(map(in_some_module, idle)):
+        return idle
+    return [p for p in fresh if not in_some_module(p)]
+
+
+def _outer(number: int, trained: Iterable[str], missing: Container[str]) -> bool:
+    """Whether what is missing is all farther from the loss than the rest: its gradients come last.
+    Where DDP has no order on record yet, it is what stands first in the model."""
+    order = _arrival(number) or list(trained)[::-1]
+    lost = [name in missing for name in order]
+    return lost == sorted(lost) and not all(lost)
+
+
+def _arrival(number: int) -> list[str]:
+    """The parameters of a wrapped model, in the order in which their gradients arrived."""
+    for model in wrapped_models.live():
+        if model.number == number:
+            positions = ready_indices(model.ddp()) or []
+            known = [model.expected[i] for i in positions if i < len(model.expected)]
+            return [model.names[position] for position in known]
+    return []
+
+
+def _tell(
+    active: Recorder,
+    watch: Watch,
+    inner: Any,
+    missing: list[str],
+    trained: int,
+    optimizer: Any,
+    stale: list[Any],
+    outer: bool,
+) -> None:
+    owners = dict(inner.named_modules())
+    site = -1
+    if missing:
+        owner, _, last = missing[0].rpartition(".")
+        module = owners.get(owner)
+        site = parameter_site(module, last) if module is not None else -1
+        site = birth_site(module) if site < 0 and module is not None else site
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    whose, other = _of_another(optimizer, inner)
+    active.emit(
+        Ownership(
+            at=time.monotonic(),
+            model=watch.number,
+            kind=type(optimizer).__name__,
+            module=type(inner).__name__.removeprefix("FSDP"),
+            step=active.step,
+            missing=tuple(missing),
+            trained=trained,
+            held=len(held),
+            frozen=sum(not p.requires_grad for p in held),
+            stale=tuple("x".join(map(str, p.shape)) for p in stale) if whose < 0 else (),
+            site=optimizers.made_at(optimizer),
+            made=site,
+            since=watch.since,
+            outer=outer,
+            empty=sum(not group["params"] for group in optimizer.param_groups),
+            begun=min((watch.begun[n] for n in missing), default=-1),
+            whose=whose,
+            other=other,
+        ),
+        vital=True,
+    )
+
+
+def _of_another(optimizer: Any, inner: Any) -> tuple[int, int]:
+    """The number of another model, which is trained and to which all belongs that an optimizer
+    holds, and the line of a second optimizer that holds it too; (-1, -1) for none."""
+    held = _held(optimizer)
+    second = next((o for o in optimizers.made() if o is not optimizer and held <= _held(o)), None)
+    if not held or second is None or not held.isdisjoint(map(id, inner.parameters())):
+        return -1, -1
+    whole = (
+        m for m in wrapped_models.live() if m.backwards and held <= {id(p()) for p in m.parameters}
+    )
+    whose = next((model.number for model in whole), -1)
+    return (whose, optimizers.made_at(second)) if whose >= 0 else (-1, -1)
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    """Whatever no optimizer held is forgiven where one holds it at the end."""
+    held = optimizers.held()
+    watched = [(model.inner(), watch) for model, watch in _watches.items()]
+    for inner, watch in [*watched, *_sharded.items()]:
+        if inner is None or not watch.told[0]:
+            continue
+        still = {n for n, p in inner.named_parameters() if id(p) not in held}
+        if held and not still.intersection(watch.missing):
+            active.emit(
+                Ownership(
+                    at=time.monotonic(), model=watch.number, kind="", step=active.step, trained=0
+                ),
+                vital=True,
+            )

@@ -1,0 +1,187 @@
+"""DDP's synchronisation going wrong: marked ready twice, a static graph that is none; and the hooks
+that do it in DDP's place."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from functools import partial
+from types import CodeType
+from typing import Any
+
+from ....events import CommHook, ReadyTwice, StaticGraphBroken
+from ...recording.hooks import Subscriptions
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...source.source_text import call_named
+from ...training import lifecycle, optimizer_models, wrapped_models
+from ...training.records import Backward, Forward
+from ...training.tracked_model import Model
+
+LOST = "errors of DDP's synchronisation"
+
+HOOKS = "communication hooks of wrapped models"
+
+TWICE = "mark a variable ready only once"
+CHANGED = "training graph has changed"
+ASSERTED = "expect_autograd_hooks_"
+PARAMETER = re.compile(r"Parameter at index (\d+)(?: with name (\S+))?")
+
+
+_silent: Counter[Model] = Counter()
+"""Backwards of models with a static graph that should have averaged gradients and did not."""
+
+_hollow: dict[Model, set[int]] = {}
+"""What the first averaging backward of such a model reached without a gradient."""
+
+_nested: Counter[Model] = Counter()
+"""The most backwards inside one of such a model's."""
+
+_static = Subscriptions()
+
+
+def install() -> None:
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    _silent.clear()
+    _hollow.clear()
+    _nested.clear()
+    around(
+        DistributedDataParallel, "register_comm_hook", after=_hooked, before=_hooking, lost=HOOKS
+    )
+    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
+    lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
+    lifecycle.backward_failed.subscribe(_backward_failed, lost=LOST)
+    _static[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+
+
+def _hooking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommHook | None:
+    model = wrapped_models.of_wrapper(args[0])
+    hook = args[2] if len(args) > 2 else kwargs.get("hook")
+    while isinstance(hook, partial):
+        hook = hook.func
+    if model is None or hook is None:
+        return None
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
+    return CommHook(at=time.monotonic(), model=model.number, name=name, site=active.site())
+
+
+def _hooked(active: Recorder, hook: Any, result: Any, error: BaseException | None) -> None:
+    if hook is not None and error is None:
+        active.emit(hook)
+
+
+def _wrapped(active: Recorder, model: Model) -> None:
+    if model.static_graph:
+        _static.wake()
+
+
+def _forward_failed(active: Recorder, forward: Forward) -> None:
+    _judge_static(active, forward.model, str(forward.error), -1)
+
+
+def _backward_failed(active: Recorder, backward: Backward) -> None:
+    text = str(backward.error)
+    if TWICE in text:
+        _tell_twice(active, backward, text)
+    for model in wrapped_models.live():
+        _judge_static(active, model, text, backward.site)
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    for model in backward.models:
+        if not model.static_graph:
+            continue
+        _nested[model] = max(_nested[model], backward.nested)
+        silent = model.number not in backward.synced
+        if not silent and model not in _hollow:
+            firing = next((k.firing for k in backward.looks if k.model is model), None)
+            _hollow[model] = firing.counts.keys() - firing.given if firing is not None else set()
+        if silent and backward.expected_sync[model.number]:
+            _silent[model] += 1
+            if _silent[model] & (_silent[model] - 1) == 0:
+                untouched = backward.untouched.get(model.number, ())
+                promised = untouched if _hollow.get(model, set()).issuperset(untouched) else ()
+                _tell_static(active, model, "silent", backward.site, promised)
+
+
+def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
+    if model.static_graph and (CHANGED in text or ASSERTED in text):
+        _tell_static(active, model, "changed" if CHANGED in text else "asserted", site)
+
+
+def _tell_static(
+    active: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
+) -> None:
+    active.emit(
+        StaticGraphBroken(
+            at=time.monotonic(),
+            model=model.number,
+            kind=kind,
+            step=optimizer_models.steps_of(model),
+            backward=model.synced_backwards,
+            silent=_silent[model],
+            unsynced=model.unsynced,
+            unsynced_site=model.unsynced_site,
+            site=site,
+            forward_site=model.forward_site,
+            promised=promised,
+            nested=_nested[model],
+            checkpoint_site=_checkpoint_site(active, model) if _nested[model] else -1,
+        ),
+        vital=True,
+    )
+
+
+def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
+    model = _whose(backward, text)
+    if model is None:
+        return
+    found = PARAMETER.search(text)
+    name = (found.group(2) or "").rstrip(".,") if found else ""
+    if found and not name and int(found.group(1)) < len(model.expected):
+        name = model.names[model.expected[int(found.group(1))]]
+    counts = backward.fired.get(model.number, {})
+    active.emit(
+        ReadyTwice(
+            at=time.monotonic(),
+            model=model.number,
+            step=optimizer_models.steps_of(model),
+            parameter=name.removeprefix("."),
+            twice=tuple(model.names[i] for i, n in sorted(counts.items()) if n > 1),
+            nested=backward.nested,
+            forwards=model.forwards_now,
+            backwards=model.backwards_now,
+            find_unused=model.find_unused,
+            static_graph=model.static_graph,
+            site=backward.site,
+            forward_site=model.forward_site,
+            checkpoint_site=_checkpoint_site(active, model) if backward.nested else -1,
+            backward=model.synced_backwards + 1,
+        ),
+        vital=True,
+    )
+
+
+def _whose(backward: Backward, text: str) -> Model | None:
+    """The model that torch complains about: the one that waits, or has the parameter it names."""
+    live = wrapped_models.live()
+    found = PARAMETER.search(text)
+    named = found.group(2).rstrip(".,") if found and found.group(2) else ""
+    having = [m for m in live if named.removeprefix(".") in m.names] if named else []
+    waiting = [m for m in live if m.pending or backward.fired.get(m.number)]
+    return next(iter([m for m in having if m in waiting] or having or waiting or live), None)
+
+
+def _checkpoint_site(active: Recorder, model: Model) -> int:
+    """The user's line that checkpoints a part of the model."""
+    inner = model.inner()
+    for module in inner.modules() if inner is not None else ():
+        found: tuple[CodeType, int] | None = call_named(
+            module, ("checkpoint", "checkpoint_sequential")
+        )
+        if found is not None and active.sites.kind(found[0]) == "user":
+            return active.sites.number(*found)
+    return -1

@@ -1,0 +1,69 @@
+"""Parameters that the last forward made numbers of which the program still holds, in the variables
+of its running functions. Where a backward brought no gradient to them, the loss left those out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from ...recording.frames import variables
+from ...recording.recorder import Recorder
+from ...recording.torch_compat import node_number
+from ...training.tracked_model import Model
+
+FRAMES_AT_MOST = 12
+VALUES_AT_MOST = 50
+"""Variables of a frame, or items of one of them."""
+
+NODES_AT_MOST = 20_000
+
+
+def unspent(active: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the positions that such a number depends on."""
+    import torch
+
+    if model.first_node < 0 or not unused:
+        return ()
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [t.grad_fn for t in _held(active)]
+    wanted = {id(p): i for i in unused if (p := model.parameters[i]()) is not None}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    ahead = [node for node in held if node_number(node) >= model.first_node]
+    while ahead and len(seen) < NODES_AT_MOST and len(found) < len(wanted):
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if id(leaf) in wanted:
+            found.add(wanted[id(leaf)])
+        ahead += [n for n, _ in node.next_functions if n is not None]
+    return tuple(sorted(found))
+
+
+def _held(active: Recorder) -> Iterator[Any]:
+    """Tensors with a graph in the variables of the user's running functions."""
+    frame, frames = sys._getframe(1), 0
+    while frame is not None and frames < FRAMES_AT_MOST:
+        if active.sites.kind(frame.f_code) == "user":
+            frames += 1
+            for value in list(variables(frame).values())[:VALUES_AT_MOST]:
+                yield from filter(_has_graph, _items(value))
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """What a container holds, not by methods of a class of the user's."""
+    for kind, items in ((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)):
+        if issubclass(type(value), kind):
+            return islice(items(value), VALUES_AT_MOST)
+    return iter([value])
+
+
+def _has_graph(value: Any) -> bool:
+    import torch
+
+    return issubclass(type(value), torch.Tensor) and value.grad_fn is not None

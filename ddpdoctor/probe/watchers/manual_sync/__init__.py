@@ -1,0 +1,1 @@
+"""Gradients and parameters that the program itself exchanges."""

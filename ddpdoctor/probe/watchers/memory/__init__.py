@@ -1,0 +1,1 @@
+"""Memory between steps, and what holds it."""

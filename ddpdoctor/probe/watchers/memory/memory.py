@@ -1,0 +1,270 @@
+"""Memory between steps, and what holds it where it only grows."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+from ....events import MemoryHeld, MemorySample
+from ...recording import hooks, names_in_frames
+from ...recording.hooks import Subscriptions
+from ...recording.recorder import Recorder
+from ...recording.weak_references import Reference
+from ...training import forwards, lifecycle
+from ...training.records import Backward, Forward, Step
+from . import memory_holders
+
+LOST = "memory of this rank, step by step"
+
+SHORTEST_S = 0.04
+SAMPLES_PER_PACE = 50
+"""After so many samples they are taken half as often."""
+
+LONGEST_S = 5.0
+
+SUSPICIOUS_GROWTH = 8 << 20
+"""What a container without graphs has to gain to be told."""
+COUNTED = 4
+"""One output and one loss in so many is looked at, whether it lives on."""
+
+SUSPICIOUS_LOSSES = 48 // COUNTED
+"""So many of those that are still alive."""
+
+FORWARDS_WITHOUT_STEP = 3
+"""More of them in a row are evaluation, not accumulation."""
+
+FORWARDS_OF_A_STEP = 64
+"""More of them between two looks for one step are evaluation, too."""
+
+STEPS_BETWEEN = 12
+CHAIN_EVERY = 8
+MOST_CENSUSES = 6
+"""Of all that there is; more only of what is at hand."""
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Memory:
+    """
+    Attributes:
+        census_at: steps and forwards before the last census, -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self.pace = SHORTEST_S
+        self.samples: list[int] = []
+        self.taken = 0
+        self.idle = 0
+        self.last_step = 0
+        self.chain = 0
+        self.made: list[Any] = []
+        self.censuses = 0
+        self.census: dict[int, memory_holders.Held] = {}
+        self.census_at = (-1, -1)
+        self.told = False
+        self.gpu: Any = None
+
+
+_memory = _Memory()
+_made = Subscriptions()
+"""Of the next output and loss, whatever step they are of."""
+
+
+def install() -> None:
+    _memory.__init__()  # type: ignore[misc]
+    lifecycle.pulse.subscribe(_pulse, lost=LOST)
+    lifecycle.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    _made[:] = (
+        lifecycle.forward_ends.subscribe(_forward_made, lost=LOST, awake=False),
+        lifecycle.backward_begins.subscribe(_backward_made, lost=LOST, awake=False),
+    )
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    if backward.number % COUNTED == 0 and backward.roots:
+        _watch(backward.roots[0])
+
+
+def _forward_made(active: Recorder, forward: Forward) -> None:
+    if getattr(forward.output, "requires_grad", False):
+        _watch(forward.output)
+
+
+def _backward_made(active: Recorder, backward: Backward) -> None:
+    if backward.roots:
+        _watch(backward.roots[0])
+    _made.rest()
+
+
+def _watch(tensor: Any) -> None:
+    """Count it as long as it lives: of what every step makes, only what is kept adds up."""
+    made = _memory.made
+    if len(made) < 4 * SUSPICIOUS_LOSSES or _alive() < 2 * SUSPICIOUS_LOSSES:
+        made.append(Reference(tensor))
+
+
+def _alive() -> int:
+    """How many of the tensors that were made are still there."""
+    _memory.made[:] = [reference for reference in _memory.made if reference() is not None]
+    return len(_memory.made)
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    if forwards.count() % COUNTED == 0:
+        _forward_made(active, forward)
+    # Where steps are taken they are the better place: gradients and activations are gone then.
+    if active.step != _memory.last_step:
+        _memory.idle, _memory.last_step = 0, active.step
+        return
+    now = time.monotonic()
+    if now >= _memory.due:
+        _memory.idle += 1
+        if _memory.idle > FORWARDS_WITHOUT_STEP:
+            _sample(active, now)
+
+
+def _pulse(active: Recorder, step: Step) -> None:
+    _made.wake()
+    now = time.monotonic()
+    if now >= _memory.due:
+        _sample(active, now)
+
+
+def _sample(active: Recorder, now: float) -> None:
+    _memory.taken += 1
+    if _memory.taken % SAMPLES_PER_PACE == 0:
+        _memory.pace = min(2 * _memory.pace, LONGEST_S)
+    _memory.due = now + _memory.pace
+    resident = _resident()
+    device, peak, reserved = _device()
+    active.emit(
+        MemorySample(
+            at=now,
+            step=active.step,
+            rss_bytes=resident,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            forwards=forwards.count(),
+            device_bytes=device,
+            device_peak_bytes=peak,
+            device_reserved_bytes=reserved,
+        )
+    )
+    _memory.samples.append(device or resident)
+    if len(_memory.samples) > 2 * SAMPLES_PER_PACE:
+        del _memory.samples[::2]
+    if _memory.told:
+        return
+    if _memory.taken % CHAIN_EVERY == 0:
+        _look_for_chain(active)
+    if not _memory.told:
+        kept = _alive() >= SUSPICIOUS_LOSSES
+        if kept or _grows():
+            _look_for_holder(active, everywhere=kept or active.affordable())
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
+
+
+def _device() -> tuple[int, int, int]:
+    """What torch's allocator says, without asking the device."""
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return 0, 0, 0
+    stats = torch.cuda.memory_stats()
+    return (
+        int(stats.get("allocated_bytes.all.current", 0)),
+        int(stats.get("allocated_bytes.all.peak", 0)),
+        int(stats.get("reserved_bytes.all.current", 0)),
+    )
+
+
+def _grows() -> bool:
+    """Whether it looks like growth: enough to look for what grows, not enough to say so."""
+    seen = _memory.samples
+    if len(seen) < 12:
+        return False
+    quarter = len(seen) // 4
+    parts = [sorted(seen[i * quarter : (i + 1) * quarter])[quarter // 2] for i in range(4)]
+    before, lately = parts[2] - parts[1], parts[3] - parts[2]
+    # What an allocator takes to warm up levels off, and a census takes a tenth of a second.
+    lasting = lately >= before / 2 and before >= lately / 4
+    return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH and lasting
+
+
+def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
+    progress = active.step, forwards.count()
+    since = [now - then for now, then in zip(progress, _memory.census_at, strict=True)]
+    evaluates = since[1] > FORWARDS_OF_A_STEP * since[0]
+    last, steps = _memory.census_at[evaluates], since[evaluates]
+    if last >= 0 and steps < max(STEPS_BETWEEN, last // 4):
+        return
+    if everywhere and _memory.censuses < MOST_CENSUSES:
+        _memory.censuses += 1
+        now = memory_holders.census()
+    else:
+        now = memory_holders.census(memory_holders.at_hand(sys._getframe(1), active.sites))
+    before, _memory.census, _memory.census_at = _memory.census, now, progress
+    grown = {
+        key: more
+        for key, held in now.items()
+        if key in before
+        and held.kind == before[key].kind
+        and (more := held.length - before[key].length) >= steps // 2
+    }
+    if grown:
+        key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
+        one = names_in_frames.name_of(
+            key, sys._getframe(1), active.sites, names_in_frames.DEEPEST_NAME
+        )
+        _tell(active, one, now[key], grown[key], steps)
+
+
+def _look_for_chain(active: Recorder) -> None:
+    """A sum of losses is no container: look at the tensors that the user's code has at hand."""
+    one, length = memory_holders.long_chain(sys._getframe(1), active.sites)
+    if one is not None and length > _memory.chain > 0:
+        grown = length - _memory.chain
+        _tell(active, one, memory_holders.Held(length, True, "graph"), grown, grown)
+    _memory.chain = length
+
+
+def _tell(
+    active: Recorder,
+    one: names_in_frames.AtHand | None,
+    held: memory_holders.Held,
+    grown: int,
+    steps: int,
+) -> None:
+    sites = active.sites
+    site = (
+        active.site() if one is None else sites.place(*memory_holders.place_that_grows(one, sites))
+    )
+    _memory.told = held.graphs
+    active.emit(
+        MemoryHeld(
+            at=time.monotonic(),
+            name=one.name if one is not None else "",
+            kind=held.kind,
+            length=held.length,
+            grown=grown,
+            steps=steps,
+            step=active.step,
+            graphs=held.graphs,
+            site=site,
+            entry_bytes=held.entry_bytes,
+        ),
+        vital=True,
+    )
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    if _memory.taken:
+        _sample(active, time.monotonic())

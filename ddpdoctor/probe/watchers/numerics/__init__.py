@@ -1,0 +1,1 @@
+"""NaN and infinity, and where they arose."""

@@ -1,0 +1,106 @@
+"""The user's line where NaN or infinity arose, as near as it is known."""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType
+from typing import Any
+
+from ...recording.recorder import Recorder
+from ...training.tracked_model import Model
+from . import nonfinite_origin
+from .nonfinite_origin import Origin
+
+
+def of(
+    active: Recorder,
+    origin: Origin,
+    live: list[Model],
+    frame: Any,
+    root: Any,
+    forward_site: int,
+    beyond: bool,
+    returned: list[int],
+) -> int:
+    """-1 where it is not known.
+
+    Args:
+        frame: of the function that calls the backward of `root`.
+        forward_site: the call of the models.
+        beyond: it came in as a constant after that.
+        returned: by model, torch's number for the first node after it, -1 where that is not known.
+    """
+    if beyond:
+        return _after_the_forward(active, origin, forward_site, frame, root)
+    if origin.entered:
+        return _of_maker(active, live, origin.module, forward_site)
+    outside = bool(returned) and all(0 <= number <= origin.number for number in returned)
+    if outside and frame is not None and origin.derivative_site < 0:
+        site = _outside(active, origin, frame, forward_site)
+    else:
+        site = _of_operation(active, origin, live, frame)
+    if site >= 0 or frame is None or origin.derivative_site >= 0:
+        return site if site >= 0 else origin.derivative_site
+    within = len(returned) == 1 and 0 <= origin.number < returned[0]
+    if within and forward_site >= 0:
+        return forward_site
+    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+
+
+def module_at(active: Recorder, site: int, live: list[Model]) -> str:
+    """The module in whose forward that line is; empty where it is in none, or in the one of several
+    modules, or of a whole model."""
+    found: dict[CodeType, list[str]] = {}
+    for inner in (model.inner() for model in live):
+        for name, module in inner.named_modules() if inner is not None else ():
+            forward = getattr(type(module), "forward", None)
+            if isinstance(forward, FunctionType):
+                found.setdefault(forward.__code__, []).append(name)
+    for code, names in found.items():
+        lines = [line for *_, line in code.co_lines() if line]
+        if min(lines) <= active.sites.line(site, code) <= max(lines):
+            return names[0] if len(names) == 1 else ""
+    return ""
+
+
+def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
+    operation = origin.operation
+    if origin.derivative_site >= 0 and not operation:
+        return -1
+    for model in live:
+        inner = model.inner()
+        place = (
+            nonfinite_origin.line_of_operation(operation, inner, frame)
+            if inner is not None
+            else None
+        )
+        if place is not None:
+            return active.sites.place(*place)
+    return -1
+
+
+def _outside(active: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
+    """The line that made it of what the models returned: after the call of these where the same
+    function makes the backward, or else in its file."""
+    first = active.sites.line(forward_site, frame.f_code)
+    found = nonfinite_origin.lines_from(origin.operation, frame, first) if first > 0 else set()
+    if not found:
+        place = nonfinite_origin.line_of_operation(origin.operation, None, frame)
+        found = set() if place is None else {place}
+    return active.sites.place(*found.pop()) if len(found) == 1 else -1
+
+
+def _after_the_forward(
+    active: Recorder, origin: Origin, forward_site: int, frame: Any, root: Any
+) -> int:
+    """The line between the forward and the backward, where one function makes both."""
+    first = -1 if frame is None else active.sites.line(forward_site, frame.f_code)
+    if first < 0:
+        return -1
+    line = nonfinite_origin.line_after(origin.entered, frame, root, first)
+    return active.sites.number(frame.f_code, line) if line >= 0 else -1
+
+
+def _of_maker(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
+    inner = live[0].inner() if len(live) == 1 and module else None
+    place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
+    return otherwise if place is None else active.sites.place(*place)

@@ -1,0 +1,447 @@
+"""NaN and infinity: looks at the loss and at a sample of this rank's own gradients.
+
+A loss that is not finite is followed back at once, while its graph is there. It is told only when
+an optimizer then steps on it: what a GradScaler or the user's own test skips is no fault. Of finite
+gradients it is told where they arrived so (see `spared`). On a GPU nothing waits for the device:
+flags are copied to the host and read at a later step.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ....events import NonFinite
+from ...recording import hooks
+from ...recording.device_flags import Flag
+from ...recording.hooks import Subscriptions
+from ...recording.recorder import Recorder, shielded
+from ...recording.torch_compat import compiling, graph
+from ...recording.weak_references import Reference
+from ...tensors.digests import finite
+from ...training import lifecycle, optimizers, wrapped_models
+from ...training.accumulate_grad import Captures, GradientHooks
+from ...training.finite_gradients import finite_gradient, telling
+from ...training.module_origins import named_roots
+from ...training.records import Backward, Forward, Step
+from ...training.tracked_model import Model
+from . import nonfinite_origin, nonfinite_sites
+from .finite_gradients_of_nan_loss import Spared, spares
+from .nonfinite_origin import Origin
+
+LOST = "where NaN and infinity come from"
+
+MOST_TOLD = 8
+MOST_INPUTS = 16
+ALWAYS = 128
+"""So many backwards have their own gradients looked at whatever it costs, in many parameters; later
+ones as the budget allows, in one, and one in `WHOLE_EVERY` of these in many."""
+
+WHOLE_EVERY = 16
+
+LASTING, LASTING_PARAMETERS = 16, 4
+"""So many backwards in a row without a step are no overflow of mixed precision: of a NaN loss, and
+of parameters that are not finite."""
+
+
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+"""Of the gradient itself: the others are of its square, which can overflow."""
+
+
+class _Numerics:
+    """
+    Attributes:
+        returned: by model, of its last forward: torch's number for the first node of the graph
+            after it, what it returned, and what it was given.
+        marked: models with inputs that are not finite, whose loss is still to come; masked: those
+            of which it was finite all the same.
+    """
+
+    def __init__(self) -> None:
+        self.suspect: NonFinite | None = None
+        self.local: NonFinite | None = None
+        self.spared = Spared()
+        self.lasting: tuple[NonFinite | None, int] = (None, 0)
+        self.hooks = GradientHooks()
+        self.flags: list[tuple[Flag, NonFinite]] = []
+        self.waiting: list[tuple[Flag, NonFinite]] = []
+        self.told = 0
+        self.plain: Any = None
+        self.backwards = 0
+        self.returned: dict[Model, tuple[int, Any, list[tuple[int | str, Any]]]] = {}
+        self.marked: set[Model] = set()
+        self.masked: set[Model] = set()
+        self.telling: dict[Model, list[int]] = {}
+
+
+_NOTHING: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
+_state = _Numerics()
+_looked = Subscriptions()
+"""Of the end of a backward whose gradients are looked at."""
+_judging = Subscriptions()
+"""Of the step that would apply what is not finite, or that the device has yet to tell of."""
+
+
+def install() -> None:
+    import torch
+
+    _state.__init__()  # type: ignore[misc]
+    _state.plain = torch.Tensor
+    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
+    lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST)
+    _looked[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+    _judging[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
+    hooks.leaving.subscribe(_leaving, lost=LOST)
+
+
+def _forward_due(active: Recorder, forward: Forward) -> None:
+    made = forward.model.forwards
+    if _state.told < MOST_TOLD and made & (made - 1) == 0:
+        given = (ref() for _, ref in _inputs(forward))
+        if not all(finite(tensor) for tensor in given):
+            _state.marked.add(forward.model)
+
+
+def _forward_ends(active: Recorder, forward: Forward) -> None:
+    if forward.grad_enabled and _state.told < MOST_TOLD:
+        output = forward.output
+        kept = Reference(output) if type(output) is _state.plain else None
+        _state.returned[forward.model] = graph.next_number(), kept, _inputs(forward)
+
+
+def _inputs(forward: Forward) -> list[tuple[int | str, Any]]:
+    """Weak references to the tensors that a forward was given, by name or position."""
+    args, kwargs = forward.args, forward.kwargs
+    if len(args) == 1 and not kwargs and type(args[0]) is _state.plain:  # as most often
+        return [(0, Reference(args[0]))]
+    return [*_tensors(enumerate(args)), *_tensors(kwargs.items())]
+
+
+def _beyond(origin: Origin, live: list[Model]) -> str:
+    """As in `NonFinite`: what came into the graph as a constant after all forwards."""
+    known = [_state.returned.get(model, _NOTHING) for model in live]
+    if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _, _ in known):
+        return ""
+    outputs = [None if reference is None else reference() for _, reference, _ in known]
+    if not all(finite(output) for output in outputs):
+        return ""
+    return "gone" if any(output is None for output in outputs) else "finite"
+
+
+def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
+    """Weak references to the tensors among the inputs of a forward, and in their containers; by
+    name or position."""
+    found: list[tuple[int | str, Any]] = []
+    for name, value in named:
+        if hasattr(value, "untyped_storage"):
+            found.append((name, Reference(value)))
+        elif isinstance(value, dict):
+            found += _tensors((str(k), v) for k, v in value.items())
+        elif isinstance(value, (list, tuple)):
+            found += _tensors((f"{_spelled(name)}[{n}]", v) for n, v in enumerate(value))
+        if len(found) >= MOST_INPUTS:
+            break
+    return found
+
+
+def _spelled(name: int | str) -> str:
+    return name if isinstance(name, str) else f"argument {name}"
+
+
+def _backward_begins(active: Recorder, backward: Backward) -> None:
+    earlier, _state.suspect, _state.local = _state.suspect, None, None
+    _state.flags.clear()
+    _state.hooks.alone = False
+    marked, _state.marked = _state.marked, set()
+    if _state.told >= MOST_TOLD:
+        return
+    for root in backward.roots:
+        if type(root) is _state.plain and root.is_floating_point():
+            break
+    else:
+        return
+    one_number = root.is_cpu and root.numel() == 1  # as most losses are
+    if not one_number and root.is_cuda:
+        if compiling():
+            return
+        _flag_later(active, backward, root, "loss")
+    elif not (math.isfinite(root.item()) if one_number else finite(root)):
+        if not compiling():
+            _state.suspect = _remaining(earlier) or _diagnose(active, backward, root)
+            _judging.wake()
+            if spares(_state.suspect):
+                _watch_gradients(active, backward, True)
+            _lasts(active, _state.suspect, root)
+        return
+    _state.lasting = None, 0
+    if earlier is not None:
+        _state.suspect = _remaining(earlier)
+    if marked and not root.is_cuda:
+        _state.masked |= marked
+    asked = active.every and active.step % active.every == 0
+    if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
+        seen, _state.backwards = _state.backwards, _state.backwards + 1
+        _watch_gradients(active, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
+
+
+def _remaining(earlier: NonFinite | None) -> NonFinite | None:
+    """What an earlier backward began with, if it is in the gradients still: they accumulate."""
+    if earlier is None or all(finite(p.grad) for p in optimizers.held().values()):
+        return None
+    return earlier
+
+
+def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:
+    """No step may be taken on it ever: a GradScaler goes on skipping what no scale can mend."""
+    first, count = _state.lasting
+    overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
+    if overflow or (first is not None and (first.step, first.kind) != (suspect.step, suspect.kind)):
+        first, count = None, 0
+    if not overflow:
+        first, count = first or suspect, count + 1
+        if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
+            told = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
+            _tell(active, told)
+    _state.lasting = first, count
+
+
+def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return
+    bad = torch.logical_not(torch.isfinite(value.detach()).all())
+    event = NonFinite(
+        at=time.monotonic(), kind=kind, step=active.step, value="not finite", site=backward.site
+    )
+    _state.flags.append((Flag(bad), event))
+    _judging.wake()
+
+
+def _watch_gradients(active: Recorder, backward: Backward, whole: bool) -> None:
+    """Look at what arrives at one early parameter of each model, or at many (`whole`), before it is
+    averaged."""
+    look = shielded("numerics.look", partial(_look, active, backward, whole), LOST)
+    for model in wrapped_models.live():
+        if not model.pending:
+            continue
+        known = _state.telling.get(model)
+        if known is None:
+            known = _state.telling[model] = telling(model)
+        for position in known if whole else known[:1]:
+            parameter = model.parameters[position]()
+            if parameter is None or not parameter.requires_grad:  # frozen for this backward
+                continue
+            _state.hooks.add([(parameter, partial(look, model.names[position]))])
+            _looked.wake()
+            if parameter.is_cuda:  # each look has its price there
+                break
+
+
+def _look(active: Recorder, backward: Backward, whole: bool, name: str, gradient: Any) -> None:
+    if gradient is None or Captures.depth:
+        return
+    if gradient.is_cuda:
+        _flag_later(active, backward, gradient, "gradient")
+        return
+    began = time.perf_counter_ns()
+    if not finite_gradient(gradient):
+        if _state.local is None:
+            _state.local = _own_gradient(active, backward, gradient)
+        if whole:
+            _state.local = msgspec.structs.replace(_state.local, names=(*_state.local.names, name))
+    active.own_ns += time.perf_counter_ns() - began
+
+
+def _own_gradient(active: Recorder, backward: Backward, gradient: Any) -> NonFinite:
+    return NonFinite(
+        at=time.monotonic(),
+        kind="gradient",
+        step=active.step,
+        value=nonfinite_origin.value_in(gradient),
+        site=backward.site,
+    )
+
+
+def _backward_ends(active: Recorder, backward: Backward) -> None:
+    _looked.rest()
+    _state.hooks.remove()
+    if _state.local is not None and _state.suspect is None:
+        _state.suspect = _state.local
+        _judging.wake()
+
+
+def _names() -> dict[int, list[str]]:
+    """Names of the wrapped models' parameters, by id."""
+    found: dict[int, list[str]] = {}
+    for model in wrapped_models.live():
+        inner = model.inner()
+        if inner is not None:
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
+    """What was not finite before the loss was: inputs, parameters, buffers, or an operation."""
+    live = [m for m in wrapped_models.live() if m.pending]
+    frame = active.sites.user_frame(sys._getframe(1))
+    base = NonFinite(
+        at=time.monotonic(),
+        kind="loss",
+        step=active.step,
+        value=nonfinite_origin.value_in(root),
+        site=backward.site,
+        backward=backward.number,
+        forward_site=live[0].forward_site if live else -1,
+    )
+    for kind, named in _started_from(live):
+        bad = [(name, t) for name, t in named if not finite(t)]
+        if bad:
+            return msgspec.structs.replace(
+                base,
+                kind=kind,
+                value=nonfinite_origin.value_in(bad[0][1]),
+                names=tuple(name for name, _ in bad[:5]),
+                count=len(bad),
+                rows=_rows(bad[0][1]) if kind == "input" else (),
+                gradients=kind == "parameter" and _by_gradients([t for _, t in bad]),
+                origin_site=base.forward_site if kind == "input" else -1,
+            )
+    origin = nonfinite_origin.trace(root, _names())
+    beyond = _beyond(origin, live)
+    returned = [_state.returned.get(model, _NOTHING)[0] for model in live]
+    site = nonfinite_sites.of(
+        active, origin, live, frame, root, base.forward_site, bool(beyond), returned
+    )
+    return msgspec.structs.replace(
+        base,
+        operation=origin.operation,
+        module="" if beyond else origin.module,
+        names=(origin.parameter,) if origin.parameter and not beyond else (),
+        entered=origin.entered,
+        beyond=beyond,
+        derivative_site=origin.derivative_site,
+        origin_site=site,
+        within=nonfinite_sites.module_at(active, site, live),
+    )
+
+
+def _by_gradients(parameters: list[Any]) -> bool:
+    """Whether an optimizer keeps of one of these what only a gradient can have left there."""
+    states = [o.state.get(p) or {} for o in optimizers.made() for p in parameters]
+    return any(
+        not finite(kept) and (key in _FIRST_MOMENTS or nonfinite_origin.value_in(kept) == "nan")
+        for state in states
+        for key, kept in state.items()
+    )
+
+
+def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+    """What the forwards began with, by kind: named, what is to blame before others first."""
+    for model in live:
+        inner = model.inner()
+        if inner is not None:
+            yield "parameter", inner.named_parameters()
+        _, _, given = _NOTHING if model in _state.masked else _state.returned.get(model, _NOTHING)
+        inputs = [(_spelled(name), ref()) for name, ref in given]
+        yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
+        if inner is not None:
+            yield "buffer", _buffers_read(inner)
+    if not live:  # no wrapper, or one of another kind
+        held = list(optimizers.held().values())
+        names, _ = named_roots(held)
+        yield "parameter", [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(held)]
+
+
+def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
+    """Buffers that the forward may have read: a normalisation in training only writes its own."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    for name, part in module.named_modules():
+        if not (isinstance(part, _NormBase) and part.training):
+            yield from part.named_buffers(prefix=name, recurse=False)
+
+
+def _rows(tensor: Any) -> tuple[int, ...]:
+    """Positions in the batch that are not finite."""
+    import torch
+
+    if tensor.dim() == 0:
+        return ()
+    bad = torch.logical_not(torch.isfinite(tensor.detach())).flatten(1) if tensor.dim() > 1 else (
+        torch.logical_not(torch.isfinite(tensor.detach())).unsqueeze(1)
+    )  # fmt: skip
+    return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:10])
+
+
+def _step_begins(active: Recorder, step: Step) -> None:
+    _read_flags(active)
+    suspect, _state.suspect = _state.suspect, None
+    _judging.wake(bool(_state.waiting or _state.flags))
+    optimizer = step.optimizer()
+    if optimizer is None or _skips_itself(optimizer):
+        _state.flags.clear()
+        return
+    # A step is being taken on what the device has yet to answer about.
+    _state.waiting += _state.flags
+    _state.flags.clear()
+    if suspect is None:
+        return
+    bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
+    if not bad and _state.local is None:
+        hooks, number = _state.hooks, step.number
+        if (first := _state.spared.add(suspect, hooks, step=number, total=active.step)) is not None:
+            _tell(active, first)
+    if bad:
+        if suspect.kind == "gradient":
+            known = _names()
+            # Else in the order of the forward: the last one is the nearest to where it arose.
+            found = suspect.names or [known[id(p)][0] for p in reversed(bad) if id(p) in known]
+            suspect = msgspec.structs.replace(
+                suspect,
+                names=tuple(found[:5]),
+                count=len(bad),
+                module=found[0].rpartition(".")[0] if found else "",
+            )
+        _tell(active, msgspec.structs.replace(suspect, step=step.number, total=active.step))
+
+
+def _skips_itself(optimizer: Any) -> bool:
+    """Fused optimizers are called by GradScaler in any case and skip the step on the device."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+def _read_flags(active: Recorder) -> None:
+    still: list[tuple[Flag, NonFinite]] = []
+    for flag, event in _state.waiting:
+        answer = flag.answer()
+        if answer is None:
+            still.append((flag, event))
+        elif answer:
+            _tell(active, event)
+    _state.waiting = still[-20:]
+
+
+def _tell(active: Recorder, event: NonFinite) -> None:
+    if _state.told < MOST_TOLD:
+        _state.told += 1
+        if event.kind in ("loss", "gradient"):
+            largest = nonfinite_origin.largest(optimizers.held().values())
+            event = msgspec.structs.replace(event, largest=largest)
+        active.emit(event, vital=True)
+
+
+def _leaving(active: Recorder, _: None) -> None:
+    _read_flags(active)
+    if (spared := _state.spared.first) is not None and spared.spared > 1:
+        active.emit(spared)
+    if _state.suspect is not None:  # the program ended over it, or left it out
+        _tell(active, msgspec.structs.replace(_state.suspect, applied=False))

@@ -1,0 +1,1 @@
+"""How this process runs and ends: exits, signals, exceptions, files."""

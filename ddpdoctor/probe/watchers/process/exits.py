@@ -1,0 +1,451 @@
+"""How this rank's process ends: exceptions, exits, signals; stacks on demand."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NoReturn
+
+from ....events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFailed
+from ...collectives import call_hooks
+from ...recording import hooks, stack_file
+from ...recording.code_locations import USER
+from ...recording.frames import passed_over
+from ...recording.patching import replace
+from ...recording.recorder import Recorder, guarded, recorder
+from ...source.raising_line import pointed_at
+from ...source.statements import enclosing
+from ...training import lifecycle, records
+from .caught_exceptions import raised_at
+from .worker_exceptions import relayed
+
+MESSAGE_LIMIT = 8000
+FRAME_LIMIT = 60
+_CHAIN_LIMIT = 20
+_STARTERS = (
+    "multiprocessing.popen_fork",
+    "multiprocessing.spawn",
+    "multiprocessing.forkserver",
+    "torch.multiprocessing.spawn",
+)
+"""Modules that call the program's function in a process of its own, and exit after it."""
+_LOST = "lines that raise SystemExit"
+_JUST_BEFORE_S = 10.0
+"""So long after an exception was caught the program may leave because of it."""
+_STARTING = 5
+"""At most so many frames start a program (`python -m` has some of its own)."""
+
+
+class _Ending:
+    """What is known of the end so far."""
+
+    how = "return"
+    status: int | None = None
+    site = -1
+    message = ""
+    caught: tuple[int, ExceptionRaised] | None = None
+    """The last call that raised, by its number, and what."""
+    handled: tuple[int, ExceptionRaised] | None = None
+    """What the program told last that it had caught, and the number of the last call before."""
+    lines: Sequence[tuple[CodeType, int]] = ()
+    """On its way."""
+    passed = -1
+    """The line that raised the last `SystemExit` to come out of a forward or a backward."""
+    told = False
+    stays = False
+
+
+_ending = _Ending()
+
+
+def install(active: Recorder) -> None:
+    """Watch the end of this process. Chains to whatever the user installed before."""
+    global _ending
+    _ending = _Ending()
+    stack_file.watch(active)
+    _wrap_excepthook()
+    _wrap_thread_excepthook()
+    _wrap_exits()
+    atexit.register(_at_exit)
+
+
+def listen() -> None:
+    """Be told what may end this process; once torch is watched, with all that listen to it."""
+    lifecycle.forward_failed.subscribe(_failed, lost=_LOST)
+    lifecycle.backward_failed.subscribe(_failed, lost=_LOST)
+    hooks.handled.subscribe(_handled, lost="what this rank caught before it left")
+    call_hooks.call_failed.subscribe(_call_failed, lost="what this rank caught before it left")
+
+
+def uninstall() -> None:
+    atexit.unregister(_at_exit)
+    stack_file.drop()
+
+
+def failed() -> bool:
+    """Whether an exception or an exit status ends this process."""
+    return bool(_ending.status)
+
+
+def leave() -> None:
+    """The rank is done, though its process, and its groups, may go on."""
+    _ending.stays = True
+    _leaving()
+
+
+def _wrap_excepthook() -> None:
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        note_exception(error, trace)
+        previous(kind, error, trace)
+
+    replace(sys, "excepthook", excepthook)
+
+
+def _wrap_thread_excepthook() -> None:
+    previous = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        guarded("thread", lambda active: _note_thread(active, args), lost="threads that failed")
+        previous(args)
+
+    replace(threading, "excepthook", excepthook)
+
+
+def _note_thread(active: Recorder, args: threading.ExceptHookArgs) -> None:
+    """A rank may wait for ever for what that thread was to do."""
+    error = args.exc_value
+    if error is None or isinstance(error, SystemExit):  # which ends a thread, and no more
+        return
+    active.emit(
+        ThreadFailed(
+            at=time.monotonic(),
+            thread=args.thread.name if args.thread is not None else "",
+            kind=qualified(args.exc_type),
+            message=text_of(error)[:MESSAGE_LIMIT],
+            frames=_frames(active, args.exc_traceback),
+            step=active.step,
+        ),
+        vital=True,
+    )
+
+
+def _wrap_exits() -> None:
+    leave, vanish = sys.exit, os._exit
+    finish = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+
+    def exit(status: Any = None, /) -> NoReturn:
+        caller = sys._getframe().f_back
+        if guarded("sys.exit", lambda _: _by_starter(caller)):
+            _ending.status = status
+            if _ending.how != "exception":  # else it was seen where it came out
+                _note_handled(status, sys.exc_info()[1], caught=False)
+        elif threading.current_thread() is threading.main_thread():  # another ends itself only
+            guarded("sys.exit", lambda active: _note_exit(active, status))
+        leave(status)
+
+    def _exit(status: int) -> NoReturn:
+        if recorder() is not None and not _ending.told:
+            caller = sys._getframe().f_back
+            if guarded("os._exit", lambda _: _by_starter(caller)):
+                _ending.status = status
+            else:
+                _ending.how, _ending.status = "os._exit", status
+                guarded("os._exit", _note_site)
+                _note_handled(status, sys.exc_info()[1])
+            _leaving()
+        vanish(status)
+
+    def _exit_function(*args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe().f_back  # None where the interpreter itself calls
+        if caller is not None and caller.f_globals.get("__name__") == "multiprocessing.process":
+            guarded("multiprocessing", lambda active: _note_child(active, caller))
+        finish(*args, **kwargs)
+
+    for owner, name, original, wrapper in (
+        (sys, "exit", leave, exit),
+        (os, "_exit", vanish, _exit),
+        (multiprocessing.util, "_exit_function", finish, _exit_function),
+    ):
+        replace(owner, name, passed_over(wrapper, original))
+    _exit.__module__ = "os"  # its own, `posix`, still has the original
+
+
+def _by_starter(caller: FrameType | None) -> bool:
+    """Whether it is not the program that exits, but who called its function in this process."""
+    return caller is not None and caller.f_globals.get("__name__") in _STARTERS
+
+
+def _note_child(active: Recorder, caller: FrameType) -> None:
+    """The function of a `multiprocessing.Process` is over; `caller` calls this in the `finally`
+    around it, and prints what came out of it later."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if error is not None else None
+    if error is None or trace is None or trace.tb_frame is not caller:
+        # What its parent was handling when it forked is none of its own.
+        _ending.how, _ending.status, _ending.site, _ending.message = "return", None, -1, ""
+    elif not isinstance(error, SystemExit):
+        note_exception(error, trace)
+    elif _ending.how != "exception":  # else `torch.multiprocessing.spawn` has caught that
+        _note_raised(error, raised_at(active, trace, -1))
+
+
+def _note_exit(active: Recorder, status: Any) -> None:
+    _note_status(status, active.site())
+    _note_handled(_ending.status, sys.exc_info()[1])
+
+
+def _note_raised(error: SystemExit, site: int) -> None:
+    """It came out of the program; where `sys.exit` raised it, that has told the rest."""
+    told = (_ending.how, _ending.site) == ("sys.exit", site)
+    _note_status(error.code, site)
+    if not told:
+        _note_handled(_ending.status, error.__context__)
+
+
+def _note_handled(status: Any, handled: BaseException | None, *, caught: bool = True) -> None:
+    """Who exits with a bad status in a handler does so because of what it handles."""
+    if status and handled is not None and not isinstance(handled, SystemExit):
+        _ending.caught = _ending.handled = None
+        note_exception(handled, handled.__traceback__, caught=caught)
+
+
+def note_exit(error: SystemExit, trace: TracebackType | None) -> None:
+    """The program exits, as a `with` block sees it: with that status, by no fault of its own."""
+    guarded("sys.exit", lambda active: _note_raised(error, raised_at(active, trace, _ending.site)))
+
+
+def _note_status(status: Any, site: int) -> None:
+    _ending.how, _ending.site = "sys.exit", site
+    _ending.status = int(status or 0) if isinstance(status, int | None) else 1
+    _ending.message = status[:MESSAGE_LIMIT] if isinstance(status, str) else ""
+
+
+def _note_site(active: Recorder) -> None:
+    _ending.site = active.site()
+
+
+def note_exception(
+    error: BaseException, trace: TracebackType | None, *, caught: bool = False
+) -> None:
+    """Record an exception that ended the program (or, `caught`, that the program swallowed)."""
+
+    def note(active: Recorder) -> None:
+        if not caught:
+            _ending.how, _ending.status = "exception", 1
+        active.emit(_raised(active, error, _frames(active, trace), caught), vital=True)
+
+    guarded("exception", note, lost="the exception that ended this rank")
+
+
+def _call_failed(active: Recorder, failed: tuple[int, BaseException]) -> None:
+    """Remember what a call raised. A program that catches it, makes no other call and leaves with
+    a bad status leaves because of it."""
+    number, error = failed
+    _ending.caught = number, _raised(active, error, _callers(active), True)
+
+
+def _handled(active: Recorder, error: BaseException) -> None:
+    """Remember what a handler told of, for a program that leaves with a bad status behind it."""
+    if isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        lines = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        known = _ending.handled[1].frames if _ending.handled and _ending.lines == lines else None
+        frames = known or _frames(active, error.__traceback__)  # it may come in every round
+        _ending.lines = lines
+        _ending.handled = _newest(active), _raised(active, error, frames, True)
+
+
+def _newest(active: Recorder) -> int:
+    """The number of the last call, -1 before the first."""
+    return active.tape.ring.newest if active.tape is not None else -1
+
+
+def _raised(
+    active: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
+) -> ExceptionRaised:
+    text, now = text_of(error), time.monotonic()
+    return ExceptionRaised(
+        at=now,
+        kind=qualified(type(error)),
+        message=text[:MESSAGE_LIMIT],
+        frames=frames + _pointed_at(active, error),
+        caught=caught,
+        step=active.step,
+        relayed=relayed(text, active.sites, MESSAGE_LIMIT),
+        first=_first(active, error),
+        still_s=round(now - active.tape.ring.progress_at, 3) if active.tape else -1.0,
+    )
+
+
+def _first(active: Recorder, error: BaseException) -> Relayed | None:
+    """What was being handled as an exception was raised, also where the program says `from None`;
+    the first of several."""
+    first = error
+    for _ in range(_CHAIN_LIMIT):
+        if first.__context__ is None:
+            break
+        first = first.__context__
+    if first is error or not isinstance(first, Exception):
+        return None
+    frames = _frames(active, first.__traceback__)
+    return Relayed("", qualified(type(first)), text_of(first)[:MESSAGE_LIMIT], frames)
+
+
+def qualified(kind: type[BaseException]) -> str:
+    """Its name, with its module's."""
+    module = kind.__module__
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+def text_of(error: BaseException) -> str:
+    """What it says."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.msg} ({error.filename}, line {error.lineno})"
+    try:
+        return str(error)
+    except Exception:
+        return "<its __str__ failed>"
+
+
+def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
+    frames = [_frame(active, f.f_code, line) for f, line in traceback.walk_tb(trace)]
+    return tuple(frames[-FRAME_LIMIT:])
+
+
+def _pointed_at(active: Recorder, error: BaseException) -> tuple[Frame, ...]:
+    if (place := pointed_at(active.sites, error)) is None:
+        return ()
+    active.sites.place(*place)
+    file, line, function = place
+    inside = enclosing(file, line)
+    return (Frame(os.path.abspath(file), line, function, user=True, inside=inside),)
+
+
+def _callers(active: Recorder) -> tuple[Frame, ...]:
+    """The user's lines that are being executed, outermost first."""
+    frames: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < FRAME_LIMIT:
+        if active.sites.kind(frame.f_code) == USER:
+            frames.append(_frame(active, frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(frames))
+
+
+def _frame(active: Recorder, code: CodeType, line: int) -> Frame:
+    user = active.sites.kind(code) == USER
+    if user:  # record the text of the line too
+        active.sites.number(code, line)
+    file = os.path.abspath(code.co_filename)
+    inside = enclosing(code.co_filename, line) if user else ()
+    return Frame(file=file, line=line, function=code.co_name, user=user, inside=inside)
+
+
+def _failed(active: Recorder, what: records.Forward | records.Backward) -> None:
+    if isinstance(what.error, SystemExit):
+        _ending.passed = raised_at(active, what.error.__traceback__, -1)
+
+
+def _at_exit() -> None:
+    guarded("exit", _look_at_the_script)
+    _leaving()
+
+
+def _look_at_the_script(_: Recorder) -> None:
+    if _ending.how == "return" and _cut_short():
+        _ending.how, _ending.site = "sys.exit", _ending.passed
+
+
+def _cut_short() -> bool:
+    """Whether `SystemExit` has ended the script, raised by a signal handler, say: Python forgets
+    where a script is from when that has come to its end."""
+    main = vars(sys.modules["__main__"])
+    run_by_python = isinstance(main.get("__loader__"), SourceFileLoader)
+    is_script = run_by_python and main.get("__spec__") is None
+    return is_script and main.get("__name__") == "__main__" and "__file__" in main
+
+
+def _leaving() -> None:
+    if _ending.told or recorder() is None:
+        return
+    _ending.told = True
+    guarded("exception", _look_at_the_last, lost="the exception that ended this rank")
+    guarded("leaving", lambda active: hooks.leaving.happens(active, None))
+    guarded("leaving", _tell_end)
+
+
+def _look_at_the_last(active: Recorder) -> None:
+    """A hook that the program put in the place of ours hid what ended it; Python keeps that."""
+    error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+    if error is None or _ending.how == "exception" or not _left_the_program(trace):
+        return
+    status = _ending.status
+    note_exception(error, trace)
+    _ending.status = status or _ending.status
+
+
+def _left_the_program(trace: TracebackType | None) -> bool:
+    """Whether an exception came out of the main module itself, and not of what is typed in it."""
+    for _ in range(_STARTING):
+        if trace is None:
+            return False
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            return not frame.f_code.co_filename.startswith("<")
+        trace = trace.tb_next
+    return False
+
+
+def _tell_end(active: Recorder) -> None:
+    active.tell_cost(anyway=True)
+    if (raised := _behind_the_exit(active)) is not None:
+        active.emit(raised, vital=True)
+    active.emit(
+        RankExiting(
+            at=time.monotonic(),
+            how=_ending.how,
+            status=_ending.status,
+            site=_ending.site,
+            groups_alive=0 if _ending.stays else _groups_alive(),
+            message=_ending.message,
+            torch_imported="torch" in sys.modules,
+        ),
+        vital=True,
+    )
+
+
+def _behind_the_exit(active: Recorder) -> ExceptionRaised | None:
+    """What the program caught just before it left: what its last call raised, or what a handler
+    told of since, in the same step."""
+    if _ending.how == "exception":
+        return None
+    newest, now = _newest(active), time.monotonic()
+    if _ending.caught and _ending.caught[0] == newest:
+        return _ending.caught[1]
+    unknown = _ending.how == "sys.exit" and _ending.status is None
+    if _ending.handled and (_ending.status or unknown):
+        number, raised = _ending.handled
+        if (number, raised.step) == (newest, active.step) and now - raised.at < _JUST_BEFORE_S:
+            return raised
+    return None
+
+
+def _groups_alive() -> int:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    with contextlib.suppress(AttributeError):
+        return len(dist.distributed_c10d._world.pg_map)
+    return 1

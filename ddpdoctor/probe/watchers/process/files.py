@@ -1,0 +1,356 @@
+"""Files that this rank writes, and reads of files that another rank may be writing.
+
+An audit hook sees every `open` and rename of the process, whoever makes it; it cannot be taken
+back, so it looks at a switch first. torch's and safetensors' functions open files behind Python's
+back and are wrapped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from ....events import FileLocked, FileRead, FileWritten
+from ...collectives import sync_points
+from ...recording import hooks, stack_file, threads
+from ...recording.code_locations import OWN, USER
+from ...recording.import_hooks import when_imported
+from ...recording.patching import around, on_restore
+from ...recording.recorder import Recorder, guarded, recorder
+from ...source import file_polling, source_text
+
+LOST = "which files the ranks write and read"
+
+MOST_PATHS = 400
+MOST_READ = 100
+RECORDS_PER_PATH = 6
+FAILURE_LIMIT = 1000
+"""Characters of what a read failed with; torch says what it met at the end of a long text."""
+CALLERS = 4
+"""Frames of which one may have waited for the file that is read."""
+
+_PRODUCED = (
+    ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".json",
+    ".yaml", ".yml", ".h5", ".hdf5", ".tar", ".model", ".state", ".txt", ".csv",
+)  # fmt: skip
+"""Endings of files that runs produce; reads of other files are not looked at."""
+
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+_OTHERS = (
+    "__pycache__", "site-packages", "dist-packages", ".cache", ".triton", ".nv", ".config",
+    "torchinductor_", "matplotlib", ".ipython", "pytorch-errorfile-", "torchelastic_",
+)  # fmt: skip
+"""Parts of paths that belong to libraries, which write the same there on purpose, or for
+themselves."""
+
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
+_LOCK_ENDINGS = (".lock", ".lck", ".pid")
+_NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.", "afs", "9p")
+
+
+class _Files:
+    def __init__(self) -> None:
+        self.on = False
+        self.written: dict[str, int] = {}
+        self.read: dict[str, int] = {}
+        self.locks = 0
+        self.locked: dict[str, int] = {}
+        self.inside = threading.local()
+        self.ours = ""
+        self.caches: tuple[str, ...] = ()
+
+
+_files = _Files()
+_hooked = False
+
+
+def install() -> None:
+    global _hooked
+    import torch
+    import torch.serialization
+
+    _files.__init__()  # type: ignore[misc]
+    _files.on = True
+    on_restore(_switch_off)
+    if not _hooked:
+        _hooked = True
+        sys.addaudithook(_audit)
+    _watch((torch.serialization, torch), "save", 1, "f", _saves, _saved)
+    _watch((torch.serialization, torch), "load", 0, "f", _loads, _loaded)
+    when_imported("safetensors.torch", _watch_safetensors, lost=LOST)
+    hooks.leaving.subscribe(_leave, lost=LOST)
+
+
+def _switch_off() -> None:
+    _files.on = False
+
+
+def _leave(active: Recorder, _: None) -> None:
+    _files.on = False  # the interpreter ends: nothing that libraries still write is the user's
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    # Runs at every audited event of the process: the order of these tests is the cost.
+    if event == "open":
+        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+            _looking(_opened, args)
+    elif event == "os.rename":
+        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+            _looking(_renamed, args)
+    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and recorder() is not None:
+        _looking(_locked, args[:2])
+
+
+def _looking(work: Any, args: tuple[Any, ...]) -> None:
+    """Do it once: what we open ourselves meanwhile is not looked at."""
+    _files.inside.busy = True
+    try:
+        guarded("files", lambda active: work(active, *args), lost=LOST)
+    finally:
+        _files.inside.busy = False
+
+
+def _locked(active: Recorder, file: Any, operation: Any) -> None:
+    if operation & fcntl.LOCK_UN:
+        _files.locks = max(0, _files.locks - 1)
+        return
+    if operation & fcntl.LOCK_EX:
+        _files.locks += 1
+    path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+    times = _files.locked[path] = _files.locked.get(path, 0) + 1
+    if times <= RECORDS_PER_PATH and len(_files.locked) <= MOST_PATHS:
+        active.emit(
+            FileLocked(at=time.monotonic(), path=path, site=active.site(), shared=_is_shared(path))
+        )
+
+
+def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
+    stack_file.keep()  # before a number that was its own is given to another file
+    if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
+        return
+    kind = flags & os.O_ACCMODE
+    if kind == os.O_RDONLY:
+        text = os.fsdecode(name)
+        if text.endswith(_PRODUCED) and (path := _path(text)):
+            _tell_read(active, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
+        return
+    # Only what replaces the content: appending and writing in place are shared on purpose, and
+    # of several exclusive creations one succeeds.
+    if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
+        if os.path.isdir(path):  # a temporary file without a name
+            return
+        _tell_written(active, path, "open", time.monotonic(), 0.0, sync_points.marks())
+
+
+def _renamed(active: Recorder, source: Any, target: Any, *_: Any) -> None:
+    if isinstance(target, (str, bytes, os.PathLike)) and (path := _path(os.fsdecode(target))):
+        if os.path.isdir(os.fsdecode(source)):
+            return
+        now = time.monotonic()
+        _tell_written(active, path, "rename", now, now, sync_points.marks())
+
+
+def _path(name: str) -> str:
+    """The real path of a file that may matter, or nothing."""
+    if name.endswith(_LOCK_ENDINGS):
+        return ""
+    path = os.path.realpath(name)
+    if path.startswith(_NOT_FILES) or any(part in path for part in _OTHERS):
+        return ""
+    if not _files.ours:
+        _files.ours = _run_folder() + os.sep
+        _files.caches = tuple(os.path.realpath(v) for n in _CACHES if (v := os.environ.get(n)))
+    if path.startswith(_files.ours) or (_files.caches and path.startswith(_files.caches)):
+        return ""
+    return path
+
+
+def _run_folder() -> str:
+    """Where the doctor itself writes; also without the variable that only the launcher sets."""
+    active = recorder()
+    if active is None:
+        return os.path.realpath(os.environ.get("DDPDOCTOR_DIR", "/nowhere"))
+    folder = os.path.realpath(active.directory)
+    return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
+
+
+def _watch(owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any) -> None:
+    """Watch a function that writes or reads a whole file, given at a place or by a keyword."""
+
+    def begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[position] if len(args) > position else kwargs.get(keyword)
+        path = _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
+        if not path:
+            return None
+        begun = begin(active, path, time.monotonic(), sync_points.marks())
+        _files.inside.busy = True
+        return (begun,)
+
+    def ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+        if token is None:
+            return
+        _files.inside.busy = False
+        end(active, *token, error)
+
+    around(owners, name, before=begins, after=ends, lost=LOST)
+
+
+def _watch_safetensors(module: Any) -> None:
+    _watch(module, "save_file", 1, "filename", _saves, _saved)
+    _watch(module, "load_file", 0, "filename", _loads, _loaded)
+
+
+def _saves(active: Recorder, path: str, began: float, marks: dict[str, int]) -> FileWritten | None:
+    # On record before it is over: a reader that fails meanwhile brings the writer down, too.
+    return _tell_written(active, path, "save", began, 0.0, marks)
+
+
+def _saved(active: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
+    if begun is not None:
+        now, marks = time.monotonic(), sync_points.marks()
+        active.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
+
+
+def _loads(active: Recorder, *begun: Any) -> tuple[Any, ...]:
+    return begun
+
+
+def _loaded(active: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
+    path, began, marks = begun
+    failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
+    _tell_read(active, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
+
+
+def _tell_written(
+    active: Recorder,
+    path: str,
+    how: str,
+    began: float,
+    ended: float,
+    marks: dict[str, int],
+) -> FileWritten | None:
+    times = _files.written.get(path, 0) + 1
+    if times == 1 and len(_files.written) >= MOST_PATHS:
+        return None
+    _files.written[path] = times
+    if times > RECORDS_PER_PATH and times & (times - 1):
+        return None
+    writer = _writer(active)
+    written = FileWritten(
+        at=began,
+        path=path,
+        site=_site(active),
+        how=how,
+        step=active.step,
+        ended=ended,
+        marks=marks,
+        marks_after=marks,
+        locked=_files.locks > 0,
+        shared=_is_shared(path),
+        times=times,
+        library=_library(active, writer),
+        callers=active.sites.callers(),
+        empty=how == "open"
+        and writer is not None
+        and source_text.only_opens(writer.f_code, writer.f_lineno),
+    )
+    active.emit(written)
+    return written
+
+
+def _writer(active: Recorder) -> FrameType | None:
+    """Whose code writes: the innermost frame that is not ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and active.sites.kind(frame.f_code) is OWN:
+        frame = frame.f_back
+    return frame
+
+
+def _site(active: Recorder) -> int:
+    """The user's line; in a thread that has none of the user's, the one that started it."""
+    here = active.site()
+    return here if here >= 0 else threads.started_at()
+
+
+def _library(active: Recorder, writer: FrameType | None) -> str:
+    """The package whose own code writes, empty where it is the user's."""
+    if writer is None or active.sites.kind(writer.f_code) is USER:
+        return ""
+    return str(writer.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _tell_read(
+    active: Recorder,
+    path: str,
+    how: str,
+    began: float,
+    ended: float,
+    marks: dict[str, int],
+    after: dict[str, int],
+    failed: str,
+) -> None:
+    times = _files.read.get(path, 0) + 1
+    if times == 1 and len(_files.read) >= MOST_READ:
+        return
+    _files.read[path] = times
+    if times > RECORDS_PER_PATH and not failed:
+        return
+    active.emit(
+        FileRead(
+            at=began,
+            path=path,
+            site=_site(active),
+            how=how,
+            step=active.step,
+            ended=ended,
+            marks=marks,
+            marks_after=after or marks,
+            shared=_is_shared(path),
+            failed=failed,
+            stored=sync_points.stored_at(),
+            callers=active.sites.callers(),
+            polled=_polled(active),
+            awaited=_polled(active, itself=True),
+        )
+    )
+
+
+def _polled(active: Recorder, *, itself: bool = False) -> bool:
+    """Whether the reader, or one of those that called it, has waited for another file before;
+    `itself`: or for this one."""
+    frame = active.sites.user_frame(sys._getframe(1))
+    for _ in range(CALLERS):
+        if frame is None:
+            break
+        if active.sites.kind(frame.f_code) is USER and file_polling.polled_before(
+            frame, itself=itself
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_mounts: list[tuple[str, bool]] = []
+
+
+def _is_shared(path: str) -> bool:
+    """Whether other machines see the same file."""
+    if not _mounts:
+        try:
+            lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        rows = [line.split() for line in lines]
+        _mounts.extend((r[1], r[2].startswith(_NETWORK)) for r in rows if len(r) > 2)
+        _mounts.append(("/", False))
+        _mounts.sort(key=lambda m: len(m[0]), reverse=True)
+    inside = (far for place, far in _mounts if path.startswith(place.rstrip("/") + "/"))
+    return next(inside, False)

@@ -1,0 +1,125 @@
+"""What the rank runs with: the program's files and libraries, and its threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ....events import ProgramSeen, ThreadsSeen
+from ...recording.code_locations import own_files
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+from ...training import lifecycle
+from ...training.records import Step
+
+LOST = "the program's files and its threads"
+
+THREADS_AT = 3
+"""Optimizer step at which threads are counted first: those that training needs exist by then."""
+
+THREADS_EVERY_S = 5.0
+
+LARGEST_FILE = 4 * 1024 * 1024
+
+
+class _Surroundings:
+    program_told = False
+    threads = -1
+    looked = 0.0
+    asked_at = -1
+
+
+_state = _Surroundings()
+
+
+def install() -> None:
+    global _state
+    import torch
+
+    _state = _Surroundings()
+    around(torch, "set_num_threads", before=_threads_set, lost="who chose the number of threads")
+    lifecycle.step_due.subscribe(_step_due, lost=LOST)
+    lifecycle.pulse.subscribe(_pulse, lost=LOST)
+
+
+def _step_due(active: Recorder, step: Step) -> None:
+    if _state.program_told:
+        return
+    _state.program_told = True
+    active.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
+
+
+def _digests() -> dict[str, str]:
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+    base = os.path.dirname(os.path.abspath(main))
+    return {os.path.relpath(file, base): _digest(file) for file in own_files()}
+
+
+def _digest(file: str) -> str:
+    path = Path(file)
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            return ""
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that are loaded, read without running any of their code."""
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if "." in name or not hasattr(module, "__dict__"):
+            continue
+        version: Any = vars(module).get("__version__")
+        if isinstance(version, str) and version and name not in sys.stdlib_module_names:
+            found[name] = version[:60]
+    return found
+
+
+def _threads_set(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _state.asked_at = active.site()
+
+
+def _pulse(active: Recorder, step: Step) -> None:
+    now = time.monotonic()
+    if active.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
+        return
+    _state.looked = now
+    import torch
+
+    compute = torch.get_num_threads()
+    if compute == _state.threads:
+        return
+    first, _state.threads = _state.threads < 0, compute
+    active.emit(
+        ThreadsSeen(
+            at=now,
+            compute=compute,
+            alive=_alive(),
+            asked="OMP_NUM_THREADS" in os.environ or _state.asked_at >= 0 or not first,
+            device=_device(step),
+            site=_state.asked_at if _state.asked_at >= 0 else step.site,
+            cpus=tuple(sorted(os.sched_getaffinity(0))),
+            set_there=_state.asked_at >= 0,
+        )
+    )
+
+
+def _alive() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+def _device(step: Step) -> str:
+    optimizer = step.optimizer()
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            return str(parameter.device.type)
+    return "cpu"

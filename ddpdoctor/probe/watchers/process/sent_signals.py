@@ -1,0 +1,61 @@
+"""Signals that the program sends: where a rank ends by one, who sent it and at which line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from ....events import SignalSent
+from ...recording.patching import around
+from ...recording.recorder import Recorder
+
+LOST = "signals that ranks send"
+MOST_TOLD = 16
+"""Signals to other processes; one to its own that nothing handles is the last."""
+
+
+class _Signals:
+    told = 0
+
+
+_signals = _Signals()
+
+
+def install() -> None:
+    _signals.told = 0
+    watched = (os, "kill", _kills), (os, "killpg", _kills_group), (signal, "raise_signal", _raises)
+    for owner, name, before in watched:
+        around(owner, name, before=before, lost=LOST)
+        # To be pickled it must be found where it says: its own module still has the original.
+        getattr(owner, name).__module__ = owner.__name__
+
+
+def _kills(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    pid, number = args
+    _tell(active, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
+
+
+def _kills_group(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    group, number = args
+    if group in (0, os.getpgrp()):
+        _tell(active, os.getpid(), number)
+
+
+def _raises(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    _tell(active, os.getpid(), *args)
+
+
+def _tell(active: Recorder, pid: int, number: int) -> None:
+    if pid <= 0 or not number:  # 0 only asks whether it is there
+        return
+    if pid == os.getpid():
+        if signal.getsignal(number) not in (signal.SIG_DFL, None):
+            return  # the program handles it, and goes on
+    elif _signals.told >= MOST_TOLD:
+        return
+    else:
+        _signals.told += 1
+    sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=active.site())
+    active.emit(sent, vital=True)

@@ -1,0 +1,1 @@
+"""A rank's own time, apart from its waiting for others."""

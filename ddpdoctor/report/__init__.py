@@ -1,0 +1,1 @@
+"""Checks, findings, and the report that they make."""

@@ -1,0 +1,334 @@
+"""Runs the checks over a run and joins what they say into a report."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterable, Sequence
+
+from .._version import __version__
+from ..events import MemorySample, ProbeCost, RankExiting, RankStarted, SignalSent, StepDone
+from ..events.process import CLOSE_STEPS
+from ..run import Rank, Run, stopped_in
+from ..run.last_activity import interrupted, whereabouts
+from .coverage import lost, unobserved
+from .environment import describe
+from .findings import (
+    FINDINGS_SCHEMA,
+    Check,
+    Confidence,
+    Consequence,
+    Coverage,
+    Finding,
+    Overhead,
+    RankState,
+    Report,
+    RunSummary,
+    Severity,
+    Skipped,
+    Table,
+    Tool,
+)
+from .steps import among_all, steps_in_turn
+
+SHORTEST_LATER_S = 2.0
+"""What comes after the first steps is measured where it takes so long."""
+
+
+def diagnose(
+    run: Run, checks: Sequence[Check], *, folder: str = "", others: Sequence[Check] = ()
+) -> Report:
+    """Examine a run. The same call serves a live run and a folder from last year.
+
+    Args:
+        others: checks that were not asked for; what they find is told only as the cause of what
+            the rest found.
+    """
+    findings: list[Finding] = []
+    examined: list[str] = []
+    skipped: list[Skipped] = []
+    partly: list[Skipped] = []
+    tables: list[Table] = []
+    makers: dict[str, Check] = {check.name: check for check in checks}
+    for check in checks:
+        try:
+            reason = check.unobserved(run) or run.not_observed(check.name)
+            found = [] if reason else list(check.examine(run))
+            tables += [] if reason else check.tables(run)
+            part = None if reason else check.left_out(run)
+        except Exception as error:  # a broken check must not hide what the others found
+            skipped.append(Skipped(check.name, f"the check itself failed: {error!r}"))
+            findings.append(_about_itself(check, error))
+            continue
+        if reason:
+            skipped.append(Skipped(check.name, reason))
+        else:
+            examined.append(check.name)
+            partly += [Skipped(check.name, part)] if part else []
+            findings += found
+    findings = fold(_each_once(findings), makers)
+    findings = _explained(findings, makers, run, others) if findings else []
+    findings = among_all(run, findings)
+    findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
+    return Report(
+        schema_version=FINDINGS_SCHEMA,
+        tool=Tool("ddpdoctor", __version__),
+        run=_summary(run, folder),
+        ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
+        findings=tuple(findings),
+        overhead=_overhead(run),
+        coverage=Coverage(
+            examined=tuple(examined),
+            skipped=tuple(skipped),
+            partly=tuple(partly),
+            lost=tuple(lost(run)),
+            unobserved=tuple(unobserved(run)),
+        ),
+        tables=tuple(tables),
+    )
+
+
+def _each_once(findings: list[Finding]) -> list[Finding]:
+    """What one line does again and again (a loader made in every epoch) is told once."""
+    alike: dict[object, list[Finding]] = {}
+    for f in findings:
+        what = f.location or (f.subjects, f.summary)
+        alike.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
+    return [_joined(several) for several in alike.values()]
+
+
+def _joined(several: list[Finding]) -> Finding:
+    import msgspec
+
+    first = several[0]
+    more = list(dict.fromkeys(f.summary for f in several if f.summary != first.summary))
+    if not more:
+        return first
+    subjects = tuple(dict.fromkeys(s for f in several for s in f.subjects))
+    evidence = first.evidence | {"from the same line also": more}
+    return msgspec.structs.replace(first, subjects=subjects, evidence=evidence)
+
+
+def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
+    """Put every finding that another one explains under the root of that explanation. What a run
+    broke off or stood still of is an error, whatever else it is."""
+    because: dict[int, int] = {}
+    for i, cause in enumerate(findings):
+        maker = makers.get(cause.check)
+        for j, effect in enumerate(findings):
+            # The first explanation wins; two that explain each other must not both vanish.
+            if maker is None or j in because or _root(i, because) == j:
+                continue
+            if maker.explains(cause, effect):
+                because[j] = i
+    told: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
+    for j in sorted(because):
+        told[_root(j, because)].append(findings[j])
+    ends = {name for name, check in makers.items() if check.family == "hang"}
+    return [
+        _with_consequences(finding, told[i], ends)
+        for i, finding in enumerate(findings)
+        if i not in because
+    ]
+
+
+def _explained(
+    findings: list[Finding], makers: dict[str, Check], run: Run, others: Sequence[Check]
+) -> list[Finding]:
+    """The same, where a check that was not asked for explains one with the cause and the help that
+    it knows."""
+    import msgspec
+
+    causes: list[tuple[Check, Finding]] = []
+    for check in others:
+        with contextlib.suppress(Exception):  # nobody asked for it
+            if not (check.unobserved(run) or run.not_observed(check.name)):
+                causes += [(check, found) for found in check.examine(run)]
+    told = []
+    for f in findings:
+        mine = makers.get(f.check)
+        rest = ((check, c) for check, c in causes if not (mine and mine.explains(f, c)))
+        by = next((c for check, c in rest if check.explains(c, f)), None)
+        if by is not None:
+            cause = f"it follows from {by.check} ({by.code}), which --select or --ignore left out: "
+            cause += by.summary + (f" ({by.location})" if by.location else "")
+            f = msgspec.structs.replace(f, cause=cause, fix=by.fix, fix_kind=by.fix_kind)
+        told.append(f)
+    return told
+
+
+def _root(i: int, because: dict[int, int]) -> int:
+    while i in because:
+        i = because[i]
+    return i
+
+
+def _with_consequences(finding: Finding, effects: list[Finding], ends: set[str]) -> Finding:
+    import msgspec
+
+    if not effects:
+        return finding
+    told = (Consequence(e.code, e.check, e.summary) for e in effects)
+    ended = any(e.check in ends and e.severity is Severity.ERROR for e in effects)
+    return msgspec.structs.replace(
+        finding,
+        severity=Severity.ERROR if ended else finding.severity,
+        consequences=(*finding.consequences, *told),
+    )
+
+
+def _about_itself(check: Check, error: Exception) -> Finding:
+    return Finding(
+        code="DDP001",
+        check="check-failed",
+        severity=Severity.NOTE,
+        confidence=Confidence.PROVEN,
+        subjects=(check.name,),
+        summary=f"the check {check.name} failed and says nothing about this run",
+        cause=f"a defect in the check, not in your program: {error!r}",
+        fix=f"report it with this run folder; until then leave it out with --ignore {check.name}",
+        evidence={"error": repr(error)},
+    )
+
+
+def _summary(run: Run, folder: str) -> RunSummary:
+    info = run.info
+    return RunSummary(
+        id=info.id,
+        command=tuple(info.command),
+        started_at=info.started_at,
+        ended_at=info.ended_at,
+        world_size=run.world_size,
+        outcome=run.outcome(),
+        exit_code=info.exit_code,
+        torch=run.torch,
+        backend=run.backend,
+        folder=folder,
+        stopped_by=_stopped_by(run),
+        machine=describe(run),
+    )
+
+
+def _stopped_by(run: Run) -> str:
+    """Who stopped the run, where that is why it ended."""
+    stops = [s for node in run.nodes.values() if (s := stopped_in(node, run.attempt))]
+    if run.outcome() not in ("killed", "hung"):
+        return ""
+    if not stops:
+        return _launcher_killed(run)
+    by = {"interrupt": "Ctrl-C", "doctor": "the doctor"}
+    return by.get(stops[0].by, stops[0].reason or "a signal to ddpdoctor")
+
+
+def _launcher_killed(run: Run) -> str:
+    """`SIGKILL to torchrun itself`, and the ranks were ended because of that."""
+    number = (run.info.exit_code or 0) - 128
+    ends = [r.ended for r in run.ranks.values()]
+    if run.info.launcher != "run" or number <= 0 or not all(e and e.by_launcher for e in ends):
+        return ""
+    try:
+        return f"{signal.Signals(number).name} to torchrun itself"
+    except ValueError:
+        return ""
+
+
+def row(rank: Rank, stood: str = "") -> RankState:
+    """How a rank ended, or where it is."""
+    started = rank.started
+    steps = steps_in_turn(rank)
+    return RankState(
+        rank=rank.rank,
+        node=rank.node,
+        local_rank=started.local_rank if started else -1,
+        pid=known.pid if (known := started or rank.ended) else 0,
+        device=rank.device,
+        state=rank.state,
+        exit_code=rank.exit_code,
+        signal=rank.signal,
+        steps=steps,
+        step_time_s=rank.step_time(),
+        waiting_in_step_s=rank.waiting(),
+        host_memory_peak_bytes=_most(e.peak_rss_bytes for e in rank.of(MemorySample)),
+        device_memory_peak_bytes=_most(e.device_peak_bytes for e in rank.of(MemorySample)),
+        last=stood or _last_thing(rank),
+        stood=stood,
+        in_turn=steps > rank.steps,
+    )
+
+
+def _most(sizes: Iterable[int]) -> int | None:
+    return max(sizes, default=0) or None
+
+
+def _last_thing(rank: Rank) -> str:
+    """What this rank did last, in words; a signal to another process is none: torch ends the
+    workers of a loader with one."""
+    if line := interrupted(rank):
+        return f"interrupted at {line}"
+    raised = rank.exception
+    if raised is not None and not raised.caught:
+        return raised.describe()  # what follows it is no news
+    skipped = RankExiting if raised else ()
+    own = rank.started.pid if rank.started else -1
+    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == own)
+    told = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
+    step = rank.latest(StepDone)
+    if step and (told is None or step.at > told.at):
+        place = rank.location(step.site)
+        return f"step {max(step.step, rank.steps - 1)}{f' at {place}' if place else ''}"
+    if isinstance(told, RankExiting) and told.status is None and rank.exit_code:
+        return f"leaving (status {rank.exit_code})"  # by a `SystemExit` that nobody saw
+    if isinstance(told, RankStarted):  # its own words hold the rank: equal ranks would differ
+        return "started"
+    return told.describe() if told else ""
+
+
+def _overhead(run: Run) -> Overhead:
+    """What the doctor took, in the rank in which that is the largest share of the time."""
+    budget = run.info.budget_percent
+    costs = [c for rank in run.ranks.values() if (c := _whole_cost(rank))]
+    if not costs:
+        return Overhead(budget_percent=budget)
+    most = max(costs, key=_share)
+    later = [c for rank in run.ranks.values() if (c := _later_cost(rank))]
+    return Overhead(
+        budget_percent=budget,
+        measured_percent=round(_share(most), 3),
+        later_percent=round(max(map(_share, later)), 3) if later else None,
+        own_s=round(most.own_s, 6),
+        wall_s=round(most.wall_s, 6),
+        start_s=round(most.start_s, 6),
+    )
+
+
+def _share(cost: ProbeCost) -> float:
+    """In percent."""
+    return 100 * cost.own_s / cost.wall_s
+
+
+def _whole_cost(rank: Rank) -> ProbeCost | None:
+    """What it took until the rank ended, or said so last."""
+    import msgspec
+
+    cost = rank.latest(ProbeCost)
+    if cost is None:
+        return None
+    wall_s = cost.wall_s
+    if not cost.steps and len(rank.of(ProbeCost)) == 1:  # nothing went on record since
+        wall_s += max(_end(rank) - cost.at, 0.0)
+    return msgspec.structs.replace(cost, wall_s=max(wall_s, cost.own_s)) if wall_s > 0 else None
+
+
+def _end(rank: Rank) -> float:
+    """When its process ended, or what it recorded last."""
+    ended = rank.ended.at if rank.ended else 0.0
+    return max(ended, *(e.at for e in rank))
+
+
+def _later_cost(rank: Rank) -> ProbeCost | None:
+    """What it took after the first steps, None where that was too short to tell."""
+    told = [c for c in rank.of(ProbeCost) if c.steps > CLOSE_STEPS]
+    if not told or told[-1].wall_s - told[0].wall_s < SHORTEST_LATER_S:
+        return None
+    own_s, wall_s = (told[-1].own_s - told[0].own_s, told[-1].wall_s - told[0].wall_s)
+    return ProbeCost(at=told[-1].at, own_s=own_s, wall_s=wall_s)

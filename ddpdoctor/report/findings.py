@@ -1,0 +1,300 @@
+"""What a check is, and what it may say."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+from ..events.json_text import to_json
+from ..run import Run
+from ..run.location import Location
+
+FINDINGS_SCHEMA = 1
+
+Evidence = dict[str, object]
+"""Figures that prove a finding: names to numbers, texts, lists or tables (lists of dicts)."""
+
+
+class Severity(enum.Enum):
+    """How bad it is: training is wrong or will crash; results or time are lost; advice."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst."""
+        return list(Severity).index(self)
+
+
+class Confidence(enum.Enum):
+    PROVEN = "proven"
+    SUSPECTED = "suspected"
+
+
+class FixKind(enum.Enum):
+    """How a proposed change may be applied."""
+
+    SAFE = "safe"
+    CHECK = "check before use"
+    TEMPLATE = "template"
+
+
+class Related(msgspec.Struct, frozen=True):
+    """Another line that explains the finding: where it was wrapped, what the others did."""
+
+    label: str
+    location: Location
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """Optimizer steps concerned, zero-based; `count` of them between `first` and `last`.
+
+    Attributes:
+        compared: where not every step from the first on could be judged: how many were.
+        total: all that the optimizer concerned took; None where that is not one number.
+    """
+
+    first: int
+    last: int
+    count: int
+    compared: int | None = None
+    total: int | None = None
+
+    @classmethod
+    def of(cls, steps: Iterable[int], taken: int = 0) -> Steps | None:
+        """From counts of steps. `taken`: all of a rank that ended well; what came after the last
+        of them came after its steps each time."""
+        known = sorted({s for s in steps if s >= 0})
+        if known and known[-1] == taken > 0:
+            known = sorted({max(0, s - 1) for s in known})
+        return cls(known[0], known[-1], len(known)) if known else None
+
+
+class Consequence(msgspec.Struct, frozen=True):
+    """A finding that another one explains; it is told under that one, not beside it."""
+
+    code: str
+    check: str
+    summary: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault: what is wrong, where, on whom, why, and what to change.
+
+    Attributes:
+        ranks: the ranks at fault, where that can be told; all ranks where it is everyone's.
+        subjects: names the user knows (parameters, data sets, files, devices).
+        optimizers: numbers of those that step what it is about, where that is known.
+        location: the user's line; `label` says what is wrong there, in a few words.
+        summary: one sentence with the numbers, present tense; stands alone.
+        fix: an action, as code where it can be; `fix_kind` says how it may be applied.
+        evidence: the figures that prove it.
+        rule: which rule of the check decided, in kebab-case; a name for life, empty where the check
+            has one rule only.
+        attempt: the earlier attempt (`--max-restarts`) it was made in, and that found it alone;
+            None for the last one.
+        at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
+    """
+
+    code: str
+    check: str
+    severity: Severity
+    summary: str
+    cause: str
+    fix: str
+    confidence: Confidence = Confidence.PROVEN
+    ranks: tuple[int, ...] = ()
+    steps: Steps | None = None
+    subjects: tuple[str, ...] = ()
+    optimizers: tuple[int, ...] = ()
+    location: Location | None = None
+    label: str = ""
+    related: tuple[Related, ...] = ()
+    fix_kind: FixKind = FixKind.CHECK
+    evidence: Evidence = {}
+    rule: str = ""
+    consequences: tuple[Consequence, ...] = ()
+    attempt: int | None = None
+    at: float = 0.0
+
+
+class Check(ABC):
+    """A rule over a finished or running run. One class, one file, one code.
+
+    The class docstring is the page that `ddpdoctor explain` prints; its headings are *What it
+    finds*, *How it knows*, *Why it hurts*, *How to fix it* and *When it stays quiet*. A check is a
+    pure function of the run: no torch, no files, no clock, no printing.
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    family: ClassVar[str]
+    severity: ClassVar[Severity]
+
+    @abstractmethod
+    def examine(self, run: Run) -> Iterable[Finding]:
+        """The findings of this check; one per fault."""
+
+    def unobserved(self, run: Run) -> str | None:
+        """Why this run cannot be judged (`no optimizer step seen`), or None where it can."""
+        return None
+
+    def left_out(self, run: Run) -> str | None:
+        """What of this run is not judged though the rest is, and why; None where all of it is."""
+        return None
+
+    def tables(self, run: Run) -> Iterable[Table]:
+        """Facts to show in the report even when all is well."""
+        return ()
+
+    def explains(self, mine: Finding, other: Finding) -> bool:
+        """Whether `other`, made by another check, is only a consequence of `mine`."""
+        return False
+
+    def finding(self, **fields: object) -> Finding:
+        """A finding of this check; `code`, `check` and `severity` are filled in."""
+        fields.setdefault("severity", self.severity)
+        return Finding(code=self.code, check=self.name, **fields)  # type: ignore[arg-type]
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the report: how a rank ended and what it did last.
+
+    Attributes:
+        waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
+            seen on the host.
+        steps: of the optimizer that took the most; where optimizers follow each other (`in_turn`),
+            of one after the other.
+        host_memory_peak_bytes: and of its device: the most that it was seen to hold.
+        stood: where it stood when something ended it.
+    """
+
+    rank: int
+    node: str
+    local_rank: int
+    pid: int
+    device: str
+    state: str
+    exit_code: int | None
+    signal: str | None
+    steps: int
+    step_time_s: float | None = None
+    waiting_in_step_s: float | None = None
+    host_memory_peak_bytes: int | None = None
+    device_memory_peak_bytes: int | None = None
+    last: str = ""
+    stood: str = ""
+    in_turn: bool = False
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The head of the report.
+
+    Attributes:
+        stopped_by: in words, where somebody stopped the run: `Ctrl-C`, `SIGTERM`, `the doctor`.
+        earlier: a sentence for each attempt before this one (`--max-restarts`).
+    """
+
+    id: str
+    command: tuple[str, ...]
+    started_at: str
+    ended_at: str | None
+    world_size: int
+    outcome: str
+    exit_code: int | None
+    torch: str
+    backend: str
+    folder: str = ""
+    machine: tuple[str, ...] = ()
+    stopped_by: str = ""
+    earlier: tuple[str, ...] = ()
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    check: str
+    reason: str
+
+
+class Unobserved(msgspec.Struct, frozen=True):
+    """Ranks of which nothing is known but that they ran, why, and what to do about it."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    help: str
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """What was examined and what was not, and why; `partly`: what was, but for this.
+
+    Attributes:
+        lost: what the records lack, in sentences, unobserved ranks among it.
+    """
+
+    examined: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    partly: tuple[Skipped, ...] = ()
+    lost: tuple[str, ...] = ()
+    unobserved: tuple[Unobserved, ...] = ()
+
+
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """The doctor's own share of the time of the rank in which it is largest; None where no rank was
+    observed.
+
+    Attributes:
+        later_percent: of the time after the first steps, at which it looks closely; None where
+            that is too short to tell.
+        own_s, wall_s: what `measured_percent` is made of, the seconds of the doctor and those of
+            the rank; `start_s`: what of `own_s` it took to start.
+    """
+
+    budget_percent: float
+    measured_percent: float | None = None
+    later_percent: float | None = None
+    own_s: float | None = None
+    wall_s: float | None = None
+    start_s: float | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts worth showing even when all is well (what every rank consumed, say)."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is said about a run: `findings.json`, and the source of every rendering."""
+
+    schema_version: int
+    tool: Tool
+    run: RunSummary
+    ranks: tuple[RankState, ...]
+    findings: tuple[Finding, ...]
+    overhead: Overhead
+    coverage: Coverage
+    tables: tuple[Table, ...] = ()
+
+    def worst(self) -> Severity | None:
+        """The worst severity found, or None where nothing was."""
+        return min((f.severity for f in self.findings), key=lambda s: s.rank, default=None)
+
+    def to_json(self) -> bytes:
+        """The content of `findings.json`."""
+        return msgspec.json.format(to_json(self), indent=2)
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as plain dictionaries and lists."""
+        return msgspec.json.decode(to_json(self), type=dict[str, object])

@@ -1,0 +1,1 @@
+"""Files of a run folder: events, rings of calls, stack dumps."""
