@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.probe.bootstrap import activation
-from ddpdoctor.probe.recording import recorder
 from ddpdoctor.probe.training import steady_state
 from ddpdoctor.storage import call_ring, run_folder
 
@@ -37,7 +36,7 @@ GUARDS = {
     "patching.replace", "patching.replace_copies", "patching.restore", "exits.uninstall",
     "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
     "optimizers._last_pre_hook",
-    "recorder.guarded", "recorder.recorder", "recorder.run_hook", "recorder.set_recorder",
+    "recorder.guarded", "recorder.current_recorder", "recorder.run_hook", "recorder.set_recorder",
     "recorder.shielded", "stack_file.drop",
     "torch_compat.resume_compiler",
 }  # fmt: skip

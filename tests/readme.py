@@ -1,7 +1,7 @@
 """Writes the parts of README and CONTRIBUTING that come from the code: `make readme`.
 
-The table of layers is made from `layers.MAY_IMPORT`, the table of checks from the checks, the picture from a real run of a sample, the table of
-costs from what `benchmarks/overhead.py` measured last.
+The table of layers is made from `layers.MAY_IMPORT`, that of checks from the checks, the
+picture from a real run of a sample, that of costs from the last `benchmarks/overhead.py`.
 """
 
 from __future__ import annotations

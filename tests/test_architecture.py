@@ -38,8 +38,8 @@ NOT_IN_CHECKS = {
 
 LONG_MODULE = 500
 LONGER: dict[str, str] = {}
-"""Modules that are longer, with the reason that a reviewer has accepted: a thought that is cut where
-a number of lines is reached is harder to read than a long module."""
+"""Modules that are longer, with the reason that a reviewer has accepted: a thought that is cut
+where a number of lines is reached is harder to read than a long module."""
 
 MOST_MODULES = 22
 """In one folder."""

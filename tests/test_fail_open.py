@@ -209,7 +209,7 @@ def test_a_probe_that_cannot_be_put_in_place_says_so(monkeypatch: pytest.MonkeyP
     def fail(activate: object) -> None:
         raise ImportError("half an installation")
 
-    monkeypatch.setattr(activation, "recorder", Active)
+    monkeypatch.setattr(activation, "current_recorder", Active)
     monkeypatch.setattr(activation._state, "patched", False)
     monkeypatch.setattr(install, "install", fail)
     with pytest.raises(ImportError):  # the shim writes it down and goes on

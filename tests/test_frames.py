@@ -72,11 +72,11 @@ def test_variables_of_a_function_that_is_traced_are_left_alone() -> None:
     assert seen[-1] == {"one": 1, "two": 2}
 
 
-def followed(active: Recorder) -> tuple[int, bool]:
+def followed(recorder: Recorder) -> tuple[int, bool]:
     number = 0
     thing = Thing()
     gone = weakref.ref(thing)
-    tracer = Tracer.start(active, "parameters", lambda: number)
+    tracer = Tracer.start(recorder, "parameters", lambda: number)
     if tracer is None:
         pytest.skip("a debugger or coverage is at work")
     number = 1
@@ -86,16 +86,16 @@ def followed(active: Recorder) -> tuple[int, bool]:
 
 
 def test_following_lines_keeps_nothing_alive(tmp_path: Path) -> None:
-    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
-    active.sites.kinds[__file__] = "user"
-    assert followed(active) == (line_of("number = 1"), True)
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    recorder.sites.kinds[__file__] = "user"
+    assert followed(recorder) == (line_of("number = 1"), True)
 
 
 def test_all_lines_that_change_it_are_told_but_what_is_passed_over(tmp_path: Path) -> None:
-    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
-    active.sites.kinds[__file__] = "user"
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    recorder.sites.kinds[__file__] = "user"
     box = [0]
-    tracer = Tracer.start(active, "gradients", partial(box.__getitem__, 0))
+    tracer = Tracer.start(recorder, "gradients", partial(box.__getitem__, 0))
     if tracer is None:
         pytest.skip("a debugger or coverage is at work")
     box[0] = 5
@@ -109,9 +109,9 @@ def test_all_lines_that_change_it_are_told_but_what_is_passed_over(tmp_path: Pat
 def test_what_fails_while_lines_are_followed_does_not_reach_the_program(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
-    active.sites.kinds[__file__] = "user"
-    tracer = Tracer.start(active, "gradients", lambda: 0)
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    recorder.sites.kinds[__file__] = "user"
+    tracer = Tracer.start(recorder, "gradients", lambda: 0)
     if tracer is None:
         pytest.skip("a debugger or coverage is at work")
     with monkeypatch.context() as patch:

@@ -95,7 +95,7 @@ def test_low_numbers_stay_free(tmp_path: Path) -> None:
 
 def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
     path = tmp_path / "rank-0.stacks.txt"
-    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
     sizes = [0]
 
     def asked() -> bool:
@@ -103,12 +103,12 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
         sizes.append(path.stat().st_size)
         return sizes[-1] > sizes[-2]
 
-    stack_file.watch(active)
+    stack_file.watch(recorder)
     try:
         for _ in range(2):
             assert asked()
             take(stack_file._stacks.number)
-            active.emit(event(0))
+            recorder.emit(event(0))
         assert asked()
         child = os.fork()
         if not child:

@@ -21,7 +21,7 @@ class Loop:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "rank-0.jsonl"
-        self.active = Recorder(EventWriter(self.path), folder, "rank-0", {})
+        self.recorder = Recorder(EventWriter(self.path), folder, "rank-0", {})
         self.known = Optimizer(0, self)
         self.now = 100.0
 
@@ -31,7 +31,7 @@ class Loop:
             number, self.known.steps = self.known.steps, self.known.steps + 1
             self.known.began = self.now
             self.known.step = Step(lambda: None, self.known, number, line, self.now)  # type: ignore[arg-type]
-            optimizers._join(self.active, self.known, number, self.now)
+            optimizers._join(self.recorder, self.known, number, self.now)
 
     def told(self) -> list[StepDone]:
         return [e for e in Lines(self.path).events() if isinstance(e, StepDone)]
@@ -56,7 +56,7 @@ def test_the_first_steps_have_a_record_each(loop: Loop) -> None:
 
 def test_later_ones_share_one(loop: Loop) -> None:
     loop.steps(FIRST_STEPS + 1000, apart=0.001)
-    optimizers._leaving(loop.active, None)
+    optimizers._leaving(loop.recorder, None)
     told = loop.told()
     assert covered(told) == list(range(FIRST_STEPS + 1000))
     assert len(told) == pytest.approx(FIRST_STEPS + 1000 * 0.001 / JOINED_S, abs=2)
@@ -72,7 +72,7 @@ def test_another_line_begins_another_record(loop: Loop) -> None:
     loop.steps(FIRST_STEPS, apart=0.001)
     loop.steps(3, apart=0.001, line=1)
     loop.steps(2, apart=0.001, line=2)
-    optimizers._leaving(loop.active, None)
+    optimizers._leaving(loop.recorder, None)
     assert [(e.site, e.count, e.step) for e in loop.told()[FIRST_STEPS:]] == [
         (1, 3, FIRST_STEPS + 2),
         (2, 2, FIRST_STEPS + 4),
@@ -81,11 +81,11 @@ def test_another_line_begins_another_record(loop: Loop) -> None:
 
 def test_what_happens_after_a_step_is_written_after_it(loop: Loop) -> None:
     loop.steps(FIRST_STEPS + 3, apart=0.001)
-    loop.active.emit(NotObserved(at=loop.now, check="DDP401", reason="because"))
+    loop.recorder.emit(NotObserved(at=loop.now, check="DDP401", reason="because"))
     *_, before, last = Lines(loop.path).events()
     assert isinstance(before, StepDone) and before.step == FIRST_STEPS + 2
     assert isinstance(last, NotObserved)
-    assert loop.active.before_events is None
+    assert loop.recorder.before_events is None
 
 
 def seen(number: int, steps: int) -> list[Event]:

@@ -38,8 +38,8 @@ def test_what_brought_in_a_parameter_that_the_model_did_not_have(
     def number(code: Any, line: int) -> int:
         return line
 
-    active = SimpleNamespace(sites=SimpleNamespace(number=number))
-    monkeypatch.setattr(module_origins, "recorder", lambda: active)
+    recorder = SimpleNamespace(sites=SimpleNamespace(number=number))
+    monkeypatch.setattr(module_origins, "current_recorder", lambda: recorder)
     monkeypatch.setattr(
         module_origins._births, "is_user", lambda code: code.co_filename == __file__
     )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.recording.hooks import Moment, Subscriptions
+from ddpdoctor.probe.recording.hooks import Hook, Subscriptions
 from ddpdoctor.probe.recording.recorder import TROUBLE_LIMIT, Recorder
 from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.storage.run_folder import EventWriter
 
 
 @pytest.fixture
-def active(tmp_path: Path) -> Recorder:
+def recorder(tmp_path: Path) -> Recorder:
     return Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
 
 
@@ -22,7 +22,7 @@ class Heard(list[str]):
     """Names of the callbacks that were called."""
 
     def callback(self, name: str, also: Any = None) -> Any:
-        def call(active: Recorder, moment: str) -> None:
+        def call(recorder: Recorder, moment: str) -> None:
             self.append(name)
             if also is not None:
                 also()
@@ -30,37 +30,37 @@ class Heard(list[str]):
         return call
 
 
-def test_in_the_order_of_subscription_whoever_woke_last(active: Recorder) -> None:
-    heard, moment = Heard(), Moment[str]("test")
+def test_in_the_order_of_subscription_whoever_woke_last(recorder: Recorder) -> None:
+    heard, moment = Heard(), Hook[str]("test")
     first = moment.subscribe(heard.callback("first"), awake=False)
     moment.subscribe(heard.callback("second"))
-    moment.happens(active, "")
-    first.wake()
-    moment.happens(active, "")
-    first.rest()
-    moment.happens(active, "")
+    moment.fire(recorder, "")
+    first.enable()
+    moment.fire(recorder, "")
+    first.disable()
+    moment.fire(recorder, "")
     assert heard == ["second", "first", "second", "second"]
 
 
-def test_who_wakes_while_it_happens_is_called_the_next_time(active: Recorder) -> None:
-    heard, moment, sleeping = Heard(), Moment[str]("test"), Subscriptions()
-    moment.subscribe(heard.callback("waker", also=sleeping.wake))
+def test_who_wakes_while_it_happens_is_called_the_next_time(recorder: Recorder) -> None:
+    heard, moment, sleeping = Heard(), Hook[str]("test"), Subscriptions()
+    moment.subscribe(heard.callback("waker", also=sleeping.enable))
     sleeping[:] = [moment.subscribe(heard.callback(n), awake=False) for n in ("one", "other")]
-    moment.happens(active, "")
+    moment.fire(recorder, "")
     assert heard == ["waker"]
-    moment.happens(active, "")
+    moment.fire(recorder, "")
     assert heard[1:] == ["waker", "one", "other"]
-    sleeping.rest()
+    sleeping.disable()
     assert not any(one.awake for one in sleeping)
 
 
-def test_who_fails_again_and_again_is_given_up_and_the_others_go_on(active: Recorder) -> None:
-    heard, moment = Heard(), Moment[str]("test")
+def test_who_fails_again_and_again_is_given_up_and_the_others_go_on(recorder: Recorder) -> None:
+    heard, moment = Heard(), Hook[str]("test")
     failing = moment.subscribe(heard.callback("failing", also=lambda: 1 // 0))
     moment.subscribe(heard.callback("other"))
     for _ in range(2 * TROUBLE_LIMIT):
-        moment.happens(active, "")
-        failing.wake()
+        moment.fire(recorder, "")
+        failing.enable()
     assert heard.count("failing") == TROUBLE_LIMIT
     assert heard.count("other") == 2 * TROUBLE_LIMIT
 

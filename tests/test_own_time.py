@@ -56,10 +56,10 @@ def test_it_goes_on_record_early_and_then_less_often(
     now = 100.0
     monkeypatch.setattr(recording.time, "monotonic", lambda: now)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    active = Recorder(writer, tmp_path, "rank-0", {})
+    recorder = Recorder(writer, tmp_path, "rank-0", {})
     for _ in range(300):
         now += 0.1
-        active.emit(NotObserved(at=now, check="a", reason="b"))
+        recorder.emit(NotObserved(at=now, check="a", reason="b"))
     writer.close()
     told = (tmp_path / "rank-0.jsonl").read_text().splitlines()
     positions = [n for n, line in enumerate(told) if "probe-cost" in line]
@@ -71,11 +71,11 @@ def test_what_it_takes_to_start_is_counted(tmp_path: Path) -> None:
     with startup_cost.counted():
         recording.time.sleep(0.05)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    active = Recorder(writer, tmp_path, "rank-0", {})
-    active.tell_cost(anyway=True)
+    recorder = Recorder(writer, tmp_path, "rank-0", {})
+    recorder.tell_cost(anyway=True)
     writer.close()
-    assert active.start_ns >= 50_000_000
-    assert active.own_ns == 0  # what may be afforded while training is reckoned without
+    assert recorder.start_ns >= 50_000_000
+    assert recorder.own_ns == 0  # what may be afforded while training is reckoned without
     assert '"start_s":0.0' in (tmp_path / "rank-0.jsonl").read_text()
 
 

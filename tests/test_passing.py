@@ -44,8 +44,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
 
 
 def passes(told: list[ExceptionPassed], error: BaseException, site: int = 3) -> None:
-    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    caught_exceptions.passed(active, "forward", error, site)
+    recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    caught_exceptions.passed(recorder, "forward", error, site)
 
 
 def test_the_line_that_raised(told: list[ExceptionPassed]) -> None:
@@ -80,15 +80,15 @@ def test_what_ends_a_program_is_not_told_and_not_all_is(told: list[ExceptionPass
 def test_what_a_handler_logs_was_caught(
     told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     monkeypatch.setattr(caught_exceptions._passing, "logged", None)
-    caught_exceptions._told(active, (), {})
+    caught_exceptions._told(recorder, (), {})
     assert not told
     try:
         int("x")
     except ValueError as error:
         for _ in range(2):
-            caught_exceptions._told(active, (), {})
+            caught_exceptions._told(recorder, (), {})
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
     (event,) = told
@@ -98,7 +98,7 @@ def test_what_a_handler_logs_was_caught(
 def test_what_is_being_handled_as_a_collective_is_called(
     told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    active: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
+    recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     call: Any = None
     monkeypatch.setattr(caught_exceptions._passing, "unwinding", 0)
     line = test_what_is_being_handled_as_a_collective_is_called.__code__.co_firstlineno + 9
@@ -106,17 +106,17 @@ def test_what_is_being_handled_as_a_collective_is_called(
         try:
             int("x")
         finally:
-            caught_exceptions._called(active, call)
-            caught_exceptions._called(active, call)
+            caught_exceptions._called(recorder, call)
+            caught_exceptions._called(recorder, call)
     assert [(e.where, e.kind, e.tried) for e in told] == [("unwinding", "ValueError", line)]
-    caught_exceptions._called(active, call)
+    caught_exceptions._called(recorder, call)
     assert len(told) == 1, "nothing is handled here"
 
 
 def test_a_block_that_is_left_by_an_exit_ends_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    active: Any = SimpleNamespace(sites=Sites())
+    recorder: Any = SimpleNamespace(sites=Sites())
     monkeypatch.setattr(exits, "_ending", type(exits._ending)())
-    monkeypatch.setattr(exits, "guarded", lambda part, hook, lost="": hook(active))
+    monkeypatch.setattr(exits, "guarded", lambda part, hook, lost="": hook(recorder))
     monkeypatch.setattr(exits, "leave", lambda: None)
     monkeypatch.setattr(activation, "uninstall", lambda: None)
     try:

@@ -24,7 +24,7 @@ def test_a_method_that_is_given_its_self_by_name(
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     monkeypatch.setattr(current, "recorder", Recorder(writer, tmp_path, "rank-0", {}))
     seen: list[Any] = []
-    patching.around(Model, "state_dict", before=lambda active, args, kwargs: seen.append(args[0]))
+    patching.around(Model, "state_dict", before=lambda recorder, args, kwargs: seen.append(args[0]))
     try:
         model = Model()
         assert functools.partial(Model.state_dict, self=model)(prefix="a") == "a"

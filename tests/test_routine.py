@@ -298,7 +298,7 @@ def backward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
 
 
 @pytest.fixture
-def active(tmp_path: Path) -> Recorder:
+def recorder(tmp_path: Path) -> Recorder:
     return Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
 
 
@@ -396,14 +396,14 @@ def test_the_first_steps_are_all_looked_at() -> None:
     assert not steps(Routine(), 100, optimizer=optimizer)
 
 
-def test_a_program_that_deviates_often_is_looked_at(active: Recorder) -> None:
+def test_a_program_that_deviates_often_is_looked_at(recorder: Recorder) -> None:
     watched = Routine()
     looked = 0
     for _ in range(50):
         while not steps(watched, 1):
             looked += 1
         watched.stage = Stage.FORWARD
-        watched.stop(active)
+        watched.stop(recorder)
     assert looked > 50 * 40
 
 
@@ -417,11 +417,11 @@ def test_a_pause_costs_no_trust() -> None:
 
 @pytest.mark.parametrize("done", range(3))
 def test_who_was_left_out_is_told_what_has_passed(
-    done: int, active: Recorder, monkeypatch: pytest.MonkeyPatch
+    done: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[steady_state.Pass]] = []
-    interrupted: hooks.Moment[steady_state.Expected] = hooks.Moment("interrupted")
-    interrupted.subscribe(lambda active, step: told.append(step.passed()))
+    told: list[list[steady_state.PlannedCall]] = []
+    interrupted: hooks.Hook[steady_state.Plan] = hooks.Hook("interrupted")
+    interrupted.subscribe(lambda recorder, step: told.append(step.passed()))
     monkeypatch.setattr(lifecycle, "interrupted", interrupted)
     watched = Routine()
     steps(watched, ALIKE + 1)
@@ -432,19 +432,19 @@ def test_who_was_left_out_is_told_what_has_passed(
         assert expected.next.following is not None
         expected.next = expected.next.following
         watched.stage = Stage.BETWEEN
-    watched.stop(active)
+    watched.stop(recorder)
     assert told == ([both[:done]] if done else [])
     assert watched.expected is None
 
 
-def test_a_running_backward_goes_on_as_it_began(active: Recorder) -> None:
+def test_a_running_backward_goes_on_as_it_began(recorder: Recorder) -> None:
     watched = Routine()
     steps(watched, ALIKE + 1)
     watched.stage = Stage.BACKWARD
-    watched.stop(active)
+    watched.stop(recorder)
     assert watched.expected is not None
     watched.stage = Stage.BETWEEN
-    watched.settle(active, broken=False)
+    watched.settle(recorder, broken=False)
     assert watched.expected is None
 
 

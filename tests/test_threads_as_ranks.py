@@ -18,7 +18,7 @@ THREADS = 4
 
 
 @pytest.fixture
-def active(tmp_path: Path) -> Iterator[Recorder]:
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     yield Recorder(writer, tmp_path, "rank-0", {})
     writer.close()
@@ -38,13 +38,13 @@ def at_once(work: Callable[[int], object]) -> None:
         thread.join()
 
 
-def test_they_become_one_rank(active: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_become_one_rank(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[int] = []
 
     def become(rank: int, world_size: int) -> None:
         became.append(rank)
         time.sleep(0.05)
-        current.recorder = active
+        current.recorder = recorder
 
     monkeypatch.setattr(current, "recorder", None)
     monkeypatch.setattr(activation, "_become", become)
@@ -52,16 +52,16 @@ def test_they_become_one_rank(active: Recorder, monkeypatch: pytest.MonkeyPatch)
     assert len(became) == 1
 
 
-def test_they_share_one_tape(active: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_share_one_tape(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
-    def make(active: Recorder) -> object:
+    def make(recorder: Recorder) -> object:
         made.append(object())
         time.sleep(0.05)
         return made[-1]
 
     got: list[object] = []
-    monkeypatch.setattr(call_log, "Tape", make)
-    at_once(lambda rank: got.append(call_log.tape(active)))
+    monkeypatch.setattr(call_log, "CallLog", make)
+    at_once(lambda rank: got.append(call_log.tape(recorder)))
     assert len(made) == 1
     assert got == made * THREADS

@@ -252,8 +252,8 @@ def test_modes_of_the_users_do_not_see_what_hooks_do(tmp_path: Path) -> None:
             seen.append("dispatch")
             return call(*args, **(kwargs or {}))
 
-    active = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
-    set_recorder(active)
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    set_recorder(recorder)
     try:
         given = torch.ones(3)
         with torch.device("meta"), Functions(), Dispatches():

@@ -6,14 +6,21 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.data.audit_table import audit_table
-from ddpdoctor.analysis.data.forward_inputs import Alike, Inputs, SameWork, alike, inputs, same_work
+from ddpdoctor.analysis.data.forward_inputs import (
+    EqualInputs,
+    Inputs,
+    SameWork,
+    alike,
+    inputs,
+    same_work,
+)
 from ddpdoctor.analysis.data.loader_faults import (
     AGAIN,
     FROM_EPOCH,
     MOVING,
     SELECTED,
     STREAM,
-    Fault,
+    LoaderFault,
     faults,
     of_check,
 )
@@ -118,7 +125,7 @@ class DataOverlap(Check):
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)
 
-    def _of_loader(self, run: Run, fault: Fault) -> Finding:
+    def _of_loader(self, run: Run, fault: LoaderFault) -> Finding:
         reader, audit = fault.readers[0], fault.audit
         workers = fault.evidence.get("between") == "workers"
         note = bool(fault.doubt) or not fault.loader.trains
@@ -184,7 +191,7 @@ class DataOverlap(Check):
             at=rank.wall(work.event.at),
         )
 
-    def _of_inputs(self, run: Run, given: Inputs, sets: list[Alike]) -> Finding:
+    def _of_inputs(self, run: Run, given: Inputs, sets: list[EqualInputs]) -> Finding:
         same = min(sets, key=lambda s: s.toy)
         sets = [s for s in sets if s.toy == same.toy]
         rank = run.ranks[same.ranks[0]]
@@ -223,14 +230,14 @@ class DataOverlap(Check):
         )
 
 
-def _spot(fault: Fault) -> Location | None:
+def _spot(fault: LoaderFault) -> Location | None:
     """The line that selects what a `Subset` holds, or makes the loader."""
     reader = fault.readers[0]
     layers = reader.seen.layers if SELECTED in fault.evidence else ()
     return next((at for e in layers if (at := reader.rank.location(e.site))), reader.made_at)
 
 
-def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
+def _steps(rank: Rank, given: Inputs, same: EqualInputs) -> Steps:
     """The steps of the forwards compared, of the optimizer that took the most."""
     done = rank.of(StepDone)
     most = max((e.optimizer for e in done), key=rank.steps_of, default=-1)
@@ -240,7 +247,7 @@ def _steps(rank: Rank, given: Inputs, same: Alike) -> Steps:
     return Steps(min(found), max(found), len(found), len(found))
 
 
-def _cause(fault: Fault, *, workers: bool) -> str:
+def _cause(fault: LoaderFault, *, workers: bool) -> str:
     seen, moving = fault.readers[0].seen, fault.evidence.get(MOVING)
     if (names := fault.evidence.get(STREAM)) is not None:
         which = " and ".join(names) if isinstance(names, list) else ""
@@ -276,7 +283,7 @@ def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
     return told + (f" and {rest} more sets of ranks" if rest > 0 else "")
 
 
-def _fix(fault: Fault) -> str:
+def _fix(fault: LoaderFault) -> str:
     seen = fault.readers[0].seen
     workers = fault.evidence.get("between") == "workers"
     if STREAM in fault.evidence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
-from ddpdoctor.analysis.data.loader_faults import HELD_OUT, TWICE, Fault, of_check
+from ddpdoctor.analysis.data.loader_faults import HELD_OUT, TWICE, LoaderFault, of_check
 from ddpdoctor.analysis.data.phrases import SHORTEST, datasets, figures, no_loader, related, whom
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
@@ -65,7 +65,7 @@ class DatasetMismatch(Check):
         return no_loader(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        groups: list[list[Fault]] = []
+        groups: list[list[LoaderFault]] = []
         for fault in of_check(run, self.name):
             known = next((g for g in groups if any(_one(fault, other) for other in g)), None)
             if known is None:
@@ -78,7 +78,7 @@ class DatasetMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
-    def _tell(self, run: Run, fault: Fault, alike: list[Fault]) -> Finding:
+    def _tell(self, run: Run, fault: LoaderFault, alike: list[LoaderFault]) -> Finding:
         """`alike`: the same fault in other data sets, the other parts of a split say."""
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
@@ -130,7 +130,7 @@ class DatasetMismatch(Check):
         )
 
 
-def _leaks(run: Run, fault: Fault) -> str:
+def _leaks(run: Run, fault: LoaderFault) -> str:
     rank, count = next(iter(fault.evidence[HELD_OUT].items()))  # type: ignore[attr-defined]
     return (
         f"{whom(run, fault.ranks)} split one data set, each for itself: {count} samples that "
@@ -138,14 +138,14 @@ def _leaks(run: Run, fault: Fault) -> str:
     )
 
 
-def _twice(run: Run, fault: Fault) -> str:
+def _twice(run: Run, fault: LoaderFault) -> str:
     return (
         f"{whom(run, fault.ranks)} select shares of their own, and {fault.readers[0].seen.sampler} "
         f"divides each of them once more: an epoch reads {fault.evidence[TWICE]} samples"
     )
 
 
-def _one(a: Fault, b: Fault) -> bool:
+def _one(a: LoaderFault, b: LoaderFault) -> bool:
     """Whether two loaders suffer from one fault: one line makes their data sets, or what differs is
     the same beneath them."""
     if (a.doubt, a.ranks) != (b.doubt, b.ranks):
@@ -159,7 +159,7 @@ def _positions(audit: Audit) -> Evidence:
     return {("positions seen" if k == "seen" else k): v for k, v in figures(audit).items()}
 
 
-def _steps(fault: Fault) -> Steps | None:
+def _steps(fault: LoaderFault) -> Steps | None:
     """Those since the loader was first iterated, where one optimizer trains on what it gives."""
     reader = fault.readers[0]
     first, end = reader.epochs[0].began.step, reader.rank.steps
@@ -247,7 +247,7 @@ def _shared_out(sampler: str) -> dict[str, str]:
     }
 
 
-def _split(fault: Fault) -> Location | None:
+def _split(fault: LoaderFault) -> Location | None:
     """The line that chose what a `Subset` holds."""
     reader, names = fault.readers[0], fault.evidence["differs"]
     for depth, layer in enumerate(reader.seen.layers):
@@ -256,7 +256,7 @@ def _split(fault: Fault) -> Location | None:
     return None
 
 
-def _spot(fault: Fault) -> Location | None:
+def _spot(fault: LoaderFault) -> Location | None:
     reader = fault.readers[0]
     uses = reader.sampler_at if reader.seen.distributed else reader.made_at
     return _split(fault) or uses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
-from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.loader_faults import LoaderFault, of_check
 from ddpdoctor.analysis.data.phrases import (
     dataset,
     figures,
@@ -72,7 +72,7 @@ class SamplerMissing(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "identical-augmentation" and other.location == mine.location
 
-    def _tell(self, run: Run, fault: Fault) -> Finding:
+    def _tell(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
         note = bool(fault.doubt) or not fault.loader.trains
@@ -103,11 +103,11 @@ class SamplerMissing(Check):
         )
 
 
-def _maker(fault: Fault) -> Location | None:
+def _maker(fault: LoaderFault) -> Location | None:
     return fault.readers[0].made_at
 
 
-def _plain(fault: Fault) -> bool:
+def _plain(fault: LoaderFault) -> bool:
     """Whether the sampler chooses nothing that a `DistributedSampler` would not."""
     sampler, audit = fault.readers[0].seen.sampler, fault.audit
     assert audit is not None
@@ -117,7 +117,7 @@ def _plain(fault: Fault) -> bool:
     )
 
 
-def _draws_shares(fault: Fault) -> bool:
+def _draws_shares(fault: LoaderFault) -> bool:
     """Whether it draws at random no more on each rank than that rank's share of the data set."""
     audit = fault.audit
     assert audit is not None
@@ -126,7 +126,7 @@ def _draws_shares(fault: Fault) -> bool:
     return drawn and audit.complete and (most - 1) * len(audit.epochs) < audit.length
 
 
-def _what(fault: Fault, audit: Audit) -> str:
+def _what(fault: LoaderFault, audit: Audit) -> str:
     if not audit.never if audit.complete else _plain(fault):
         return "the whole data set"
     known = audit.complete and audit.sampled == 1
@@ -135,7 +135,7 @@ def _what(fault: Fault, audit: Audit) -> str:
     )
 
 
-def _fix(fault: Fault) -> str:
+def _fix(fault: LoaderFault) -> str:
     if not fault.loader.trains:
         return (
             "the result is right and the time is spent on every rank; to share the work: "

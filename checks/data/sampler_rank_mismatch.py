@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.loader_faults import LoaderFault, of_check
 from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since, whom
 from ddpdoctor.events import GroupReady, SamplerRefused
@@ -110,7 +110,7 @@ class SamplerRankMismatch(Check):
             at=rank.wall(event.at),
         )
 
-    def _tell(self, run: Run, fault: Fault) -> Finding:
+    def _tell(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, _odd(fault)
         assert audit is not None
         given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
@@ -167,11 +167,11 @@ def _of_another(reader: Reader, averaging: int) -> str:
     )
 
 
-def _odd(fault: Fault) -> Reader:
+def _odd(fault: LoaderFault) -> Reader:
     return next((r for r in fault.readers if r.seen.sampler_rank != r.rank.rank), fault.readers[0])
 
 
-def _places(fault: Fault) -> str:
+def _places(fault: LoaderFault) -> str:
     taken = [r.seen.sampler_rank for r in fault.readers]
     return f"rank {taken[0]}" if len(set(taken)) == 1 else f"ranks {', '.join(map(str, taken[:8]))}"
 

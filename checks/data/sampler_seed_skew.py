@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.analysis.data.loader_faults import Fault, of_check
+from ddpdoctor.analysis.data.loader_faults import LoaderFault, of_check
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, steps_from, whom
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones
@@ -51,7 +51,7 @@ class SamplerSeedSkew(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "sampler-epoch-frozen" and other.location == mine.location
 
-    def _tell(self, run: Run, fault: Fault) -> Finding:
+    def _tell(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
         seeds = {r: e.began.seed for r, e in audit.epochs.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.replicas import uncompared
 from ddpdoctor.analysis.replicas.group_findings import united
-from ddpdoctor.analysis.replicas.missed_scaler_calls import LeftOut, left_out
+from ddpdoctor.analysis.replicas.missed_scaler_calls import MissedScalerCalls, left_out
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, by_step, replicas
 from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
@@ -94,7 +94,7 @@ class GradScalerSkew(Check):
                 yield found
                 return
 
-    def _left_out(self, group: Replicas, left: LeftOut) -> Finding:
+    def _left_out(self, group: Replicas, left: MissedScalerCalls) -> Finding:
         rank, call, who = group.members[left.by].rank, left.call, ranks_text(left.ranks)
         spelled = ", ".join(f"{v:g} on rank {n}" for n, v in left.scales.items())
         return self.finding(

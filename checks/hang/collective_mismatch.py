@@ -14,26 +14,26 @@ from ddpdoctor.analysis.control_flow.branches import (
     unwrapped,
     where,
 )
-from ddpdoctor.analysis.control_flow.caught_exceptions import WayOut, caught, way_out
+from ddpdoctor.analysis.control_flow.caught_exceptions import ExceptionExit, caught, way_out
 from ddpdoctor.analysis.control_flow.jumps import ways_around
 from ddpdoctor.analysis.divergence import group_cycles
-from ddpdoctor.analysis.divergence.divergence import Parting
+from ddpdoctor.analysis.divergence.divergence import CallDivergence
 from ddpdoctor.analysis.divergence.divergence_causes import (
-    Swallowed,
+    SwallowedException,
     alone,
     entered,
     opposed,
     swallowed,
 )
-from ddpdoctor.analysis.divergence.divergences import partings
-from ddpdoctor.analysis.divergence.loop_exits import Left, blamed, left_loop, shifted_by_it
+from ddpdoctor.analysis.divergence.divergences import divergences
+from ddpdoctor.analysis.divergence.loop_exits import LoopExit, blamed, left_loop, shifted_by_it
 from ddpdoctor.analysis.divergence.mismatch_report import (
     Told,
     began,
+    culprits_of,
     each_once,
     elsewhere,
     evidence,
-    odd_of,
     related,
     sides_text,
 )
@@ -99,8 +99,8 @@ class CollectiveMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        parted = (p for p in partings(run) if p.key.name != "new_group" and not p.same_call)
-        for told in each_once(_judged(parting) for parting in parted):
+        parted = (p for p in divergences(run) if p.key.name != "new_group" and not p.same_call)
+        for told in each_once(_judged(divergence) for divergence in parted):
             yield self._tell(run, told)
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
@@ -116,56 +116,56 @@ class CollectiveMismatch(Check):
         return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
     def _tell(self, run: Run, told: Told) -> Finding:
-        parting, _ = told
-        place, odd = parting.place, odd_of(told)
+        divergence, _ = told
+        place, culprits = divergence.place, culprits_of(told)
         proof = evidence(run, told)
-        left = _fault_of(parting)
+        left = _fault_of(divergence)
         skips = left.skips if left else None
-        around = _around_it(parting)
+        around = _around_it(divergence)
         return self.finding(
-            ranks=tuple(sorted({*odd, *skips.ranks})) if skips else odd,
-            steps=(skips and skips.steps) or parting.when,
-            subjects=tuple(sorted({m.signature.op for m in parting.made.values()})),
-            location=left.place if left else parting.location,
-            label=left.label if left else _label(replace(parting, odd=odd)),
+            ranks=tuple(sorted({*culprits, *skips.ranks})) if skips else culprits,
+            steps=(skips and skips.steps) or divergence.when,
+            subjects=tuple(sorted({m.signature.op for m in divergence.made.values()})),
+            location=left.place if left else divergence.location,
+            label=left.label if left else _label(replace(divergence, culprits=culprits)),
             related=(
                 *(skips.tried if skips else ()),
                 *((Related("what leads around it", around.head),) if around else ()),
-                *related(parting, place, left.place if left else parting.location),
+                *related(divergence, place, left.place if left else divergence.location),
             ),
-            summary=_summary(parting) + elsewhere(told),
-            cause=_cause(parting, bool(proof["stuck"])),
-            fix=_fix(parting),
+            summary=_summary(divergence) + elsewhere(told),
+            cause=_cause(divergence, bool(proof["stuck"])),
+            fix=_fix(divergence),
             fix_kind=FixKind.CHECK,
             evidence={**proof, **(left.evidence if left else {})},
-            at=began(parting, run.started),
+            at=began(divergence, run.started),
         )
 
 
-def _judged(parting: Parting) -> Parting:
+def _judged(divergence: CallDivergence) -> CallDivergence:
     """The same, with those at fault whom an exception led there, or who surely left the loop; all
     of them where threads make calls in any order."""
-    if made := aside(parting):
-        every = tuple(sorted(parting.made))
-        return replace(parting, odd=every, place=made, depth=0, shifted=True, extra=False)
-    outs = _ways_out(parting)
-    if not outs and (around := swallowed(parting)):
-        return replace(parting, odd=around.ranks, place=around.made, depth=0, left_out=0)
-    if not outs or len(outs) == len(parting.made):
-        return _even(alone(blamed(parting)))
-    place = parting.made[outs[0].rank.rank]
-    odd = tuple(sorted(out.rank.rank for out in outs))
-    return replace(parting, odd=odd, place=place, depth=0, left_out=0)
+    if made := aside(divergence):
+        every = tuple(sorted(divergence.made))
+        return replace(divergence, culprits=every, place=made, depth=0, shifted=True, extra=False)
+    outs = _ways_out(divergence)
+    if not outs and (around := swallowed(divergence)):
+        return replace(divergence, culprits=around.ranks, place=around.made, depth=0, left_out=0)
+    if not outs or len(outs) == len(divergence.made):
+        return _even(alone(blamed(divergence)))
+    place = divergence.made[outs[0].rank.rank]
+    culprits = tuple(sorted(out.rank.rank for out in outs))
+    return replace(divergence, culprits=culprits, place=place, depth=0, left_out=0)
 
 
-def _even(parting: Parting) -> Parting:
+def _even(divergence: CallDivergence) -> CallDivergence:
     """The same, with all ranks at fault where half of them left a loop too early, or the other half
     too late: nothing tells which."""
-    left = left_loop(parting)
-    told = parting.extra or parting.left_out or condition(parting.place) is not None
-    if left is None or left.blames or told or 2 * len(left.ranks) != len(parting.made):
-        return parting
-    return replace(parting, odd=tuple(sorted(parting.made)))
+    left = left_loop(divergence)
+    told = divergence.extra or divergence.left_out or condition(divergence.place) is not None
+    if left is None or left.blames or told or 2 * len(left.ranks) != len(divergence.made):
+        return divergence
+    return replace(divergence, culprits=tuple(sorted(divergence.made)))
 
 
 def _concerns(mine: Finding, other: Finding) -> bool:
@@ -176,83 +176,87 @@ def _concerns(mine: Finding, other: Finding) -> bool:
     return other.at == 0.0 or other.at >= mine.at - 1.0
 
 
-def _fault_of(parting: Parting) -> Left | None:
+def _fault_of(divergence: CallDivergence) -> LoopExit | None:
     """The loop that the ranks at fault left, or skipped a round of."""
-    left = None if _ways_out(parting) or _around_it(parting) else left_loop(parting)
-    return left if left and left.blames and tuple(left.ranks) == parting.odd else None
+    left = None if _ways_out(divergence) or _around_it(divergence) else left_loop(divergence)
+    return left if left and left.blames and tuple(left.ranks) == divergence.culprits else None
 
 
-def _label(parting: Parting) -> str:
-    if outs := _ways_out(parting):
-        return f"where {outs[0].event.kind} led {ranks_text(parting.odd)}"
-    if (call := aside(parting)) and started(call):
+def _label(divergence: CallDivergence) -> str:
+    if outs := _ways_out(divergence):
+        return f"where {outs[0].event.kind} led {ranks_text(divergence.culprits)}"
+    if (call := aside(divergence)) and started(call):
         return f"starts a thread that calls {call.signature.op}"
-    if _missed(parting):
-        return f"left out by {ranks_text(parting.odd)}"
-    if parting.extra:
+    if _missed(divergence):
+        return f"left out by {ranks_text(divergence.culprits)}"
+    if divergence.extra:
         return "not called by every rank"
-    return "in another order than on the other ranks" if parting.shifted else "not what others call"
+    return (
+        "in another order than on the other ranks" if divergence.shifted else "not what others call"
+    )
 
 
-def _missed(parting: Parting) -> bool:
+def _missed(divergence: CallDivergence) -> bool:
     """Whether the ranks at fault left that call out: those that make it entered its branch, or made
     it in every round."""
-    keeps = parting.place.rank.rank not in parting.odd and not parting.shifted
-    return bool(parting.left_out or _around_it(parting) or (keeps and entered(parting)))
+    keeps = divergence.place.rank.rank not in divergence.culprits and not divergence.shifted
+    return bool(divergence.left_out or _around_it(divergence) or (keeps and entered(divergence)))
 
 
-def _summary(parting: Parting) -> str:
-    number = f"call {parting.index} of {parting.key}"
-    left = _fault_of(parting)
+def _summary(divergence: CallDivergence) -> str:
+    number = f"call {divergence.index} of {divergence.key}"
+    left = _fault_of(divergence)
     if left is not None and not left.known:
-        return f"ranks are in different rounds of a loop: at {number}, {sides_text(parting)}"
-    if left or (_missed(parting) and not parting.extra and not parting.shifted):
-        op = parting.place.signature.op
-        return f"{ranks_text(parting.odd)} left out {op}: at {number}, {sides_text(parting)}"
-    if parting.extra:
-        op = parting.place.signature.op
-        return f"only some ranks call {op} here: at {number}, {sides_text(parting)}"
-    if parting.shifted:
-        return f"ranks make the same calls in another order: at {number}, {sides_text(parting)}"
-    return f"ranks are in different collectives: at {number}, {sides_text(parting)}"
+        return f"ranks are in different rounds of a loop: at {number}, {sides_text(divergence)}"
+    if left or (_missed(divergence) and not divergence.extra and not divergence.shifted):
+        op = divergence.place.signature.op
+        who = ranks_text(divergence.culprits)
+        return f"{who} left out {op}: at {number}, {sides_text(divergence)}"
+    if divergence.extra:
+        op = divergence.place.signature.op
+        return f"only some ranks call {op} here: at {number}, {sides_text(divergence)}"
+    if divergence.shifted:
+        return f"ranks make the same calls in another order: at {number}, {sides_text(divergence)}"
+    return f"ranks are in different collectives: at {number}, {sides_text(divergence)}"
 
 
-def _cause(parting: Parting, stuck: bool) -> str:
+def _cause(divergence: CallDivergence, stuck: bool) -> str:
     effect = (
-        _stuck(parting)
+        _stuck(divergence)
         if stuck
         else "each call pairs with another one, so that values get mixed up"
-        + (" or the run hangs later" if not parting.width else "")
+        + (" or the run hangs later" if not divergence.width else "")
     )
-    if outs := _ways_out(parting):
+    if outs := _ways_out(divergence):
         return f"{outs[0].cause}; {effect}"
-    if around := _around_it(parting):
-        return f"{_caught(parting, parting.odd)}{around.cause}; {effect}"
-    if call := aside(parting):
+    if around := _around_it(divergence):
+        return f"{_caught(divergence, divergence.culprits)}{around.cause}; {effect}"
+    if call := aside(divergence):
         return f"{order(call)}; {effect}"
-    branched = entered(parting)
-    if (spot := _when_collected(parting)) is not None:
+    branched = entered(divergence)
+    if (spot := _when_collected(divergence)) is not None:
         here = f" (here {where(branched[1])})" if branched else ""
         return (
-            f"{parting.place.signature.op} comes from `__del__` ({spot}), which Python runs when "
-            f"it collects the object, at another time on every rank{here}; {effect}"
+            f"{divergence.place.signature.op} comes from `__del__` ({spot}), which Python runs "
+            f"when it collects the object, at another time on every rank{here}; {effect}"
         )
-    left = left_loop(parting)
+    left = left_loop(divergence)
     if left is not None:
-        known = _why(parting, left) if left.known else ""
+        known = _why(divergence, left) if left.known else ""
         return f"{known}{left.cause}; {effect}"
-    if parting.left_out:
-        made = f"{ranks_text(parting.odd)} made that call in each of the last {parting.left_out}"
-        left_it = f"rounds, and left it out in this one{_around(parting)}"
-        return f"{_caught(parting, parting.odd)}{made} {left_it}; {effect}"
-    if branched is not None and opposed(parting, *branched):
+    if divergence.left_out:
+        who = ranks_text(divergence.culprits)
+        made = f"{who} made that call in each of the last {divergence.left_out}"
+        left_it = f"rounds, and left it out in this one{_around(divergence)}"
+        return f"{_caught(divergence, divergence.culprits)}{made} {left_it}; {effect}"
+    if branched is not None and opposed(divergence, *branched):
         return (
             f"ranks take different branches of `{opener(branched[1])}`, which make their "
             f"collectives in another order, or other ones; {effect}"
         )
     if branched is not None:
         return f"{parts(branched[1])}; {effect}"
-    if parting.place.key:
+    if divergence.place.key:
         return (
             "the ranks loop over the same names in another order (that of a `set` of strings is "
             f"another one in every process); {effect}"
@@ -260,11 +264,11 @@ def _cause(parting: Parting, stuck: bool) -> str:
     return f"collectives pair by their order in the group, and the orders differ; {effect}"
 
 
-def _stuck(parting: Parting) -> str:
+def _stuck(divergence: CallDivergence) -> str:
     """What follows where none goes on; of a ring, calls that ended are known to have."""
     ended = {
         m.signature.op: m.rank.rank
-        for m in parting.made.values()
+        for m in divergence.made.values()
         if m.call is not None and m.call.state is State.DONE
     }
     if not ended:
@@ -276,77 +280,79 @@ def _stuck(parting: Parting) -> str:
     )
 
 
-def _why(parting: Parting, left: Left) -> str:
+def _why(divergence: CallDivergence, left: LoopExit) -> str:
     """What those who left the loop, or skipped a round, caught; empty where none was seen."""
     if left.skips and left.skips.why:
         return f"{left.skips.why}; "
-    return _caught(parting, left.ranks, left.ways)
+    return _caught(divergence, left.ranks, left.ways)
 
 
-def _caught(parting: Parting, ranks: Collection[int], ways: tuple[Location, ...] = ()) -> str:
-    gone = [made.rank for n, made in parting.made.items() if n in ranks]
-    stay = [made.rank for n, made in parting.made.items() if n not in ranks]
+def _caught(
+    divergence: CallDivergence, ranks: Collection[int], ways: tuple[Location, ...] = ()
+) -> str:
+    gone = [made.rank for n, made in divergence.made.items() if n in ranks]
+    stay = [made.rank for n, made in divergence.made.items() if n not in ranks]
     what = caught(gone, stay, ways)
     return f"{what}; " if what else ""
 
 
-def _ways_out(parting: Parting) -> list[WayOut]:
-    return [out for made in parting.made.values() if (out := way_out(made)) is not None]
+def _ways_out(divergence: CallDivergence) -> list[ExceptionExit]:
+    return [out for made in divergence.made.values() if (out := way_out(made)) is not None]
 
 
-def _around_it(parting: Parting) -> Swallowed | None:
+def _around_it(divergence: CallDivergence) -> SwallowedException | None:
     """How the ranks at fault came past the call, where only an exception leads there."""
-    return None if _ways_out(parting) or aside(parting) else swallowed(parting)
+    return None if _ways_out(divergence) or aside(divergence) else swallowed(divergence)
 
 
-def _when_collected(parting: Parting) -> Location | None:
+def _when_collected(divergence: CallDivergence) -> Location | None:
     """The line in a `__del__` that led to the call of the ranks at fault, where others are in a
     call that none led to."""
-    if all(finalizer(made) for made in parting.made.values()):
+    if all(finalizer(made) for made in divergence.made.values()):
         return None
-    return finalizer(parting.place)
+    return finalizer(divergence.place)
 
 
-def _around(parting: Parting) -> str:
+def _around(divergence: CallDivergence) -> str:
     """What leads around the call that was left out."""
-    if ways := ways_around(parting.place):
+    if ways := ways_around(divergence.place):
         return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:2])
-    branched = entered(parting)
+    branched = entered(divergence)
     return f": {parts(branched[1])}" if branched else ""
 
 
-def _fix(parting: Parting) -> str:
-    if outs := _ways_out(parting):
+def _fix(divergence: CallDivergence) -> str:
+    if outs := _ways_out(divergence):
         return outs[0].fix
-    if around := _around_it(parting):
+    if around := _around_it(divergence):
         return around.fix
-    if call := aside(parting):
+    if call := aside(divergence):
         return remedy(call)
-    branched = entered(parting)
-    op = parting.place.signature.op
-    if _when_collected(parting) is not None:
+    branched = entered(divergence)
+    op = divergence.place.signature.op
+    if _when_collected(divergence) is not None:
         return (
             f"make no collective in `__del__`: call {op} in a method of its own (`close()`), at "
             "the same place on every rank"
         )
-    left = left_loop(parting)
+    left = left_loop(divergence)
     if left is not None:
         return left.fix
-    if parting.left_out and branched is None:
+    if divergence.left_out and branched is None:
         return f"make every rank of the group call {op} in every round, or none"
-    if parting.shifted and not parting.extra:
+    if divergence.shifted and not divergence.extra:
         return "issue the collectives in one order on every rank (sort the keys you loop over)"
-    if branched is not None and opposed(parting, *branched):
+    if branched is not None and opposed(divergence, *branched):
         return (
             f"make the same collectives in the same order on every way through "
             f"`{opener(branched[1])}`, or once outside of it"
         )
     if branched is not None and op.startswith("DDP"):
-        return unwrapped(branched[1], parting.place)
+        return unwrapped(branched[1], divergence.place)
     if branched is not None:
-        here = parting.location
+        here = divergence.location
         what = f"call {op}" if here is None or op in here.source else "make this call"
         return unbranched(branched[1], what)
-    if len(parting.odd) == len(parting.made):
+    if len(divergence.culprits) == len(divergence.made):
         return "let every rank of the group make the same collectives in the same order"
     return f"make every rank of the group call {op}, or none"

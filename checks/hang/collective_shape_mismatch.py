@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.analysis.divergence.buffer_shapes import Apart, apart
+from ddpdoctor.analysis.divergence.buffer_shapes import SkippedRound, apart
 from ddpdoctor.analysis.divergence.divergence import describe_sides
-from ddpdoctor.analysis.divergence.divergences import partings
+from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.mismatch_report import (
     Told,
     began,
+    culprits_of,
     each_once,
     elsewhere,
     evidence,
-    odd_of,
     related,
 )
-from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
@@ -79,7 +79,7 @@ class CollectiveShapeMismatch(Check):
         return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        parted = partings(run)
+        parted = divergences(run)
         for told in each_once(p for p in parted if p.key.name != "new_group" and p.same_call):
             yield self._tell(run, told)
         if not parted and (hooked := _hooked_apart(run)):
@@ -93,39 +93,39 @@ class CollectiveShapeMismatch(Check):
         return other.at == 0.0 or other.at >= mine.at - 1.0
 
     def _tell(self, run: Run, told: Told) -> Finding:
-        parting, _ = told
-        place, odd = parting.place, odd_of(told)
+        divergence, _ = told
+        place, culprits = divergence.place, culprits_of(told)
         op = place.signature.op
-        words = " and ".join(NAMES[d] for d in parting.differs if d in NAMES)
-        sides = [(fold_ranks(side), m.signature.text) for side, m in describe_sides(parting)]
+        words = " and ".join(NAMES[d] for d in divergence.differs if d in NAMES)
+        sides = [(fold_ranks(side), m.signature.text) for side, m in describe_sides(divergence)]
         calls = "; ".join(f"rank{'s' if ',' in r or '-' in r else ''} {r}: {t}" for r, t in sides)
         return self.finding(
-            ranks=odd,
-            steps=parting.when,
+            ranks=culprits,
+            steps=divergence.when,
             subjects=(op,),
-            location=parting.location,
-            label=f"{ranks_do(odd, 'differ')} in {words}",
-            related=related(parting, place, parting.location),
+            location=divergence.location,
+            label=f"{ranks_do(culprits, 'differ')} in {words}",
+            related=related(divergence, place, divergence.location),
             summary=f"{op} is called with different {words}: {calls}{elsewhere(told)}",
-            cause=f"the ranks pass different {words} to the same {op} ({parting.key}, call "
-            f"{parting.index}); gloo checks none of it",
-            fix="; ".join(FIXES[d] for d in parting.differs if d in FIXES),
+            cause=f"the ranks pass different {words} to the same {op} ({divergence.key}, call "
+            f"{divergence.index}); gloo checks none of it",
+            fix="; ".join(FIXES[d] for d in divergence.differs if d in FIXES),
             fix_kind=FixKind.CHECK,
             evidence=evidence(run, told),
-            at=began(parting, run.started),
+            at=began(divergence, run.started),
         )
 
-    def _tell_buffers(self, found: Apart) -> Finding:
+    def _tell_buffers(self, found: SkippedRound) -> Finding:
         """DDP broadcasts the buffers at the begin of a forward, whatever their shapes."""
-        odd = found.odd
+        culprits = found.culprits
         told = "; ".join(
             f"rank {r}: " + ", ".join(f"{n} {shape}" for n, shape in found.shapes(r).items())
-            for r in (found.root, odd[0])
+            for r in (found.root, culprits[0])
         )
         return self.finding(
-            ranks=odd,
+            ranks=culprits,
             steps=Steps.of([found.event.step]),
-            subjects=tuple({**found.shapes(odd[0]), **found.shapes(found.root)}),
+            subjects=tuple({**found.shapes(culprits[0]), **found.shapes(found.root)}),
             location=found.rank.location(found.event.site),
             label=f"broadcasts the buffers of rank {found.root}",
             summary=f"DDP broadcasts buffers of {found.kind} that have other shapes on other "
@@ -143,18 +143,20 @@ class CollectiveShapeMismatch(Check):
             at=found.rank.wall(found.event.at),
         )
 
-    def _tell_hooks(self, now: Scene, waiting: Stand, hooks: dict[int, CommHook | None]) -> Finding:
+    def _tell_hooks(
+        self, now: Snapshot, waiting: RankSnapshot, hooks: dict[int, CommHook | None]
+    ) -> Finding:
         """Ranks average one model's gradients with different hooks, and stopped in doing so."""
         sides: dict[str, list[int]] = {}
         for rank, hook in hooks.items():
             sides.setdefault(hook.name if hook else "", []).append(rank)
-        odd = min(sides.values(), key=lambda side: (len(side), hooks[side[0]] is None))
+        culprits = min(sides.values(), key=lambda side: (len(side), hooks[side[0]] is None))
         told = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
-        placed = next(r for r in (*odd, *hooks) if hooks[r] is not None)
+        placed = next(r for r in (*culprits, *hooks) if hooks[r] is not None)
         here = hooks[placed]
         waits = waiting.location
         return self.finding(
-            ranks=tuple(odd),
+            ranks=tuple(culprits),
             subjects=tuple(name for name in sides if name),
             location=now.stands[placed].rank.location(here.site) if here else None,
             label=f"registered on {ranks_text(sides[here.name])}" if here else "",
@@ -176,7 +178,7 @@ class CollectiveShapeMismatch(Check):
         )
 
 
-def _hooked_apart(run: Run) -> tuple[Stand, dict[int, CommHook | None]] | None:
+def _hooked_apart(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:
     """Who is in a backward, and the hooks that the ranks gave the last model of its group in which
     they differ, where the run failed or stands still."""
     now = scene(run)

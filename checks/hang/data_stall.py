@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.failures import failures
 from ddpdoctor.analysis.waiting.patience import overdue
-from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.wait_graph import merged_stacks, missing, victims, waiting_for
 from ddpdoctor.events import LoaderSeen, RankStood, Worker
 from ddpdoctor.report.findings import (
@@ -120,7 +120,7 @@ class DataStall(Check):
             at=first.at,
         )
 
-    def _tell(self, now: Scene, stuck: list[Stand]) -> Finding:
+    def _tell(self, now: Snapshot, stuck: list[RankSnapshot]) -> Finding:
         first = stuck[0]
         ranks = tuple(s.rank.rank for s in stuck)
         waiting = [s for one in stuck for s in waiting_for(now, one)]

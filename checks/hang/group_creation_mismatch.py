@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ddpdoctor.analysis.calls.call_logs import Log, Made, book
+from ddpdoctor.analysis.calls.call_logs import CallRecord, GroupCalls, call_logs
 from ddpdoctor.analysis.control_flow.branches import condition, head_of
-from ddpdoctor.analysis.divergence.divergence import Parting
-from ddpdoctor.analysis.divergence.divergences import partings
+from ddpdoctor.analysis.divergence.divergence import CallDivergence
+from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.mismatch_report import began, evidence, related
 from ddpdoctor.analysis.waiting.snapshot import scene
 from ddpdoctor.analysis.waiting.wait_graph import awaited
@@ -57,7 +57,7 @@ class GroupCreationMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = next((p for p in partings(run) if p.key.name == "new_group"), None)
+        found = next((p for p in divergences(run) if p.key.name == "new_group"), None)
         if found is not None:
             yield self._order(run, found)
         else:
@@ -66,37 +66,38 @@ class GroupCreationMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
 
-    def _order(self, run: Run, parting: Parting) -> Finding:
+    def _order(self, run: Run, divergence: CallDivergence) -> Finding:
         sides: dict[tuple[int, ...], list[int]] = {}
-        for rank, made in parting.made.items():
+        for rank, made in divergence.made.items():
             sides.setdefault(made.signature.ranks, []).append(rank)
         told = ", ".join(
             f"{ranks_text(r)} make{'s' if len(r) == 1 else ''} {_members(members)}"
             for members, r in sides.items()
         )
-        branched = _of_members(parting)
+        branched = _of_members(divergence)
         cause = (
             "new_group is a collective of all ranks of the world, members or not, and its calls "
             "pair by their order"
         )
         return self.finding(
-            ranks=tuple(sorted(parting.made)) if branched else parting.odd,
-            steps=_late(parting.place),
+            ranks=tuple(sorted(divergence.made)) if branched else divergence.culprits,
+            steps=_late(divergence.place),
             subjects=tuple(_members(members) for members in sides),
-            location=parting.location,
+            location=divergence.location,
             label="other ranks make another group here",
-            related=branched or related(parting, parting.place, parting.location),
-            summary=f"ranks make different process groups as their number {parting.index}: {told}",
+            related=branched or related(divergence, divergence.place, divergence.location),
+            summary="ranks make different process groups as their number "
+            f"{divergence.index}: {told}",
             cause=f"{cause}; here only its members make each" if branched else cause,
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,
-            evidence=evidence(run, (parting, ())),
-            at=began(parting, run.started),
+            evidence=evidence(run, (divergence, ())),
+            at=began(divergence, run.started),
         )
 
     def _absent(self, run: Run) -> Iterator[Finding]:
         """Some ranks made more groups than others, which do something else or are gone."""
-        known = book(run)
+        known = call_logs(run)
         logs = next((v for k, v in known.logs.items() if k.name == "new_group"), {})
         made = {r: logs[r].issued if r in logs else 0 for r in run.ranks}
         most, least = max(made.values(), default=0), min(made.values(), default=0)
@@ -115,7 +116,7 @@ class GroupCreationMismatch(Check):
         over = not waits and all(s.gone for s in now.stands.values())
         if not (waits and len(elsewhere) == len(without)) and not over and not now.failed:
             return  # they may only be late
-        log: Log = max(logs.values(), key=lambda one: one.issued)
+        log: GroupCalls = max(logs.values(), key=lambda one: one.issued)
         place = known.at(log, least)
         if place is None:
             return
@@ -150,22 +151,22 @@ _FIX = (
 )
 
 
-def _of_members(parting: Parting) -> tuple[Related, ...]:
+def _of_members(divergence: CallDivergence) -> tuple[Related, ...]:
     """The branch by which every rank makes no groups but those that it is in; empty for none."""
-    found = [(made, condition(made)) for made in parting.made.values()]
+    found = [(made, condition(made)) for made in divergence.made.values()]
     heads = {around[1].line for _, around in found if around is not None}
     if len(heads) != 1 or any(around is None for _, around in found):
         return ()
-    if any(rank not in made.signature.ranks for rank, made in parting.made.items()):
+    if any(rank not in made.signature.ranks for rank, made in divergence.made.items()):
         return ()
     place, head = found[0][1] or (None, None)
-    spot = parting.place.rank.location(place.site) if place else None
+    spot = divergence.place.rank.location(place.site) if place else None
     if spot is None or head is None:
         return ()
     return (Related("lets only the members through", head_of(spot, head)),)
 
 
-def _late(place: Made) -> Steps | None:
+def _late(place: CallRecord) -> Steps | None:
     """The step of a group that is made while the training goes on."""
     return Steps.of([place.step]) if place.step > 0 else None
 
@@ -174,7 +175,7 @@ def _verb(ranks: list[int], verb: str) -> str:
     return verb if len(ranks) > 1 else "does" if verb == "do" else verb + "s"
 
 
-def _at_present(place: Made, doing: list[str]) -> str:
+def _at_present(place: CallRecord, doing: list[str]) -> str:
     return f" (meanwhile {doing[0]})" if doing else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.analysis.calls.call_logs import Made, lines
+from ddpdoctor.analysis.calls.call_logs import CallRecord, lines
 from ddpdoctor.analysis.calls.rank_conditions import on_rank
 from ddpdoctor.analysis.control_flow.branches import (
     branch,
@@ -19,8 +19,8 @@ from ddpdoctor.analysis.control_flow.branches import (
 from ddpdoctor.analysis.control_flow.caught_exceptions import caught
 from ddpdoctor.analysis.control_flow.jumps import may_end
 from ddpdoctor.analysis.divergence.loop_exits import (
-    How,
-    Left,
+    LoopExit,
+    LoopExitKind,
     apart_since,
     loop_of_leaver,
     shifted_by_it,
@@ -36,13 +36,13 @@ from ddpdoctor.analysis.waiting.failures import (
     raised_exit,
     stopped,
 )
-from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
-from ddpdoctor.events import CallSite, Enclosing, RankExiting
+from ddpdoctor.events import CallSite, RankExiting, Statement
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, fold_ranks, ranks_text, shorten, unfolded
 
-Only = tuple[Location, Enclosing]
+Only = tuple[Location, Statement]
 """A statement that parts the ranks, and its line."""
 
 FIX = (
@@ -126,7 +126,9 @@ class RankExitedEarly(Check):
             _left_of(mine) & set(other.ranks)
         )
 
-    def _tell(self, now: Scene, left: list[Stand], waiting: list[Stand]) -> Finding:
+    def _tell(
+        self, now: Snapshot, left: list[RankSnapshot], waiting: list[RankSnapshot]
+    ) -> Finding:
         ranks = tuple(s.rank.rank for s in left)
         others = sorted({s.rank.rank for s in waiting})
         first = waiting[0]
@@ -135,7 +137,7 @@ class RankExitedEarly(Check):
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
         related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
         related += [Related(leading(only[1]), only[0])] if only else []
-        unsure = loop is not None and loop.how is How.UNKNOWN and loop.place == loop.loop
+        unsure = loop is not None and loop.how is LoopExitKind.UNKNOWN and loop.place == loop.loop
         if loop and unsure and first.made and (may := may_end(first.made, loop.loop)):
             related.append(Related("may end a loop sooner on some ranks", may))
         since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
@@ -145,8 +147,8 @@ class RankExitedEarly(Check):
         leaves, ended = _leaving(left)
         lacks = _lacks(now, left[0], first)
         cause = f"{parts(only[1])}; {who} {ended} without" if only else f"{who} {ended} {lacks}"
-        if loop and (loop.ways or loop.exits or loop.how is How.FEWER):
-            mixed = _mixed(left, first, others) if loop.how is How.SKIPPED else ""
+        if loop and (loop.ways or loop.exits or loop.how is LoopExitKind.FEWER):
+            mixed = _mixed(left, first, others) if loop.how is LoopExitKind.SKIPPED else ""
             cause = f"{loop.cause}{mixed}; {cause}"
         ways = loop.ways if loop else ()
         why = loop.skips.why if loop and loop.skips else ""
@@ -185,7 +187,7 @@ def _left_of(mine: Finding) -> set[int]:
     return unfolded(left) if isinstance(left, str) else {*mine.ranks}
 
 
-def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:
+def _mixed(left: list[RankSnapshot], waiting: RankSnapshot, others: list[int]) -> str:
     """What follows for the rounds after one that was skipped: nothing failed in them."""
     its = "its" if len(left) == 1 else "their"
     text = f"; from there on {its} rounds meet earlier ones of {ranks_text(others)}"
@@ -193,7 +195,7 @@ def _mixed(left: list[Stand], waiting: Stand, others: list[int]) -> str:
     return text + (", and gradients of different steps are averaged" if averages else "")
 
 
-def _leaving(left: list[Stand]) -> tuple[str, str]:
+def _leaving(left: list[RankSnapshot]) -> tuple[str, str]:
     """What they do while others wait, and how they ended: their processes may have gone on."""
     if all(raised_exit(s.rank) for s in left):
         ended = f"ended by {EXIT_RAISED},"
@@ -213,7 +215,7 @@ def _exit_called(rank: Rank) -> str:
     return leaving.how if leaving and leaving.site >= 0 and leaving.how != "return" else ""
 
 
-def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
+def _lacks(now: Snapshot, leaver: RankSnapshot, waiting: RankSnapshot) -> str:
     """What it did not do before it left."""
     if waiting.call is None or waiting.call.index >= 0:
         return "without that call"
@@ -231,7 +233,9 @@ def _lacks(now: Scene, leaver: Stand, waiting: Stand) -> str:
     )
 
 
-def _fix(only: Only | None, loop: Left | None, left: Rank, leaves: str, waiting: Stand) -> str:
+def _fix(
+    only: Only | None, loop: LoopExit | None, left: Rank, leaves: str, waiting: RankSnapshot
+) -> str:
     if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
         return unwrapped(only[1], waiting.made)
     if only:
@@ -255,7 +259,7 @@ def _fix(only: Only | None, loop: Left | None, left: Rank, leaves: str, waiting:
     return FIX
 
 
-def _lost(run: Run, now: Scene) -> list[Stand]:
+def _lost(run: Run, now: Snapshot) -> list[RankSnapshot]:
     """Ranks that lost their peers in communication of which the record does not tell who lacked,
     where nothing else failed: it is no call, or one of a wrapped model, or a message."""
     found = failures(run)
@@ -271,7 +275,7 @@ def _lost(run: Run, now: Scene) -> list[Stand]:
     ]
 
 
-def _met(stand: Stand) -> bool:
+def _met(stand: RankSnapshot) -> bool:
     """Whether a rank was in a collective of its program that no member of the group lacks."""
     call, made = stand.call, stand.made
     return (
@@ -281,7 +285,7 @@ def _met(stand: Stand) -> bool:
     )
 
 
-def _peers(now: Scene, lost: list[Stand]) -> list[Stand]:
+def _peers(now: Snapshot, lost: list[RankSnapshot]) -> list[RankSnapshot]:
     """Who may have left them: the members of the groups in which they lost a rank."""
     keys = [s.key for s in lost]
     return [
@@ -291,7 +295,7 @@ def _peers(now: Scene, lost: list[Stand]) -> list[Stand]:
     ]
 
 
-def _waited_in(stand: Stand) -> tuple[str, Location | None]:
+def _waited_in(stand: RankSnapshot) -> tuple[str, Location | None]:
     """What a rank waited in, as far as it is known: `all_reduce (train.py:8)`, and the line."""
     if stand.made:
         return stand.made.place, stand.made.location
@@ -303,7 +307,7 @@ def _waited_in(stand: Stand) -> tuple[str, Location | None]:
     return f"{name} ({here})" if here else name, here
 
 
-def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Only | None:
+def _only_some(now: Snapshot, leaver: Rank, stand: RankSnapshot) -> Only | None:
     """The branch around a call that only some enter, and its line, where the rank that left never
     made that call: its text says so, or the other has made the call before."""
     if stand.made:
@@ -328,7 +332,7 @@ def _only_some(now: Scene, leaver: Rank, stand: Stand) -> Only | None:
     return None
 
 
-def _made_before(now: Scene, stand: Stand, made: Made) -> bool:
+def _made_before(now: Snapshot, stand: RankSnapshot, made: CallRecord) -> bool:
     log = now.known.logs[stand.key].get(stand.rank.rank) if stand.key in now.known.logs else None
     if log is None or made.index < 0:
         return False
@@ -344,7 +348,7 @@ def _well(rank: Rank) -> bool:
     return bool(leaving or destroyed(rank)) and not rank.exit_code
 
 
-def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | None]:
+def _left_at(rank: Rank, waiting: RankSnapshot) -> tuple[Location | None, str, LoopExit | None]:
     """The line by which it left: an explicit exit, the loop that ended, the end of its group."""
     leaving = rank.latest(RankExiting)
     if leaving and leaving.how != "return":
@@ -352,7 +356,7 @@ def _left_at(rank: Rank, waiting: Stand) -> tuple[Location | None, str, Left | N
     last = _last_call(rank, rank.of(CallSite))
     loop = loop_of_leaver(rank, last, waiting.made) if waiting.made else None
     messages = waiting.call is not None and waiting.call.index < 0
-    if messages and (loop is None or loop.how is How.UNKNOWN):
+    if messages and (loop is None or loop.how is LoopExitKind.UNKNOWN):
         return None, "", None  # a message that was not sent is in no call of the leaver's
     if loop is not None:
         return loop.place, loop.label, loop

@@ -8,7 +8,7 @@ from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.lock_wait import entering
 from ddpdoctor.analysis.waiting.patience import overdue
 from ddpdoctor.analysis.waiting.sent_signals import stopping
-from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.wait_graph import (
     merged_stacks,
     missing,
@@ -71,7 +71,7 @@ class RankMissing(Check):
             other.ranks if other.check == "rank-died" else ()
         )
 
-    def _tell(self, run: Run, now: Scene, absent: list[Stand], why: str) -> Finding:
+    def _tell(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: str) -> Finding:
         waiting = [s for a in absent for s in waiting_for(now, a)]
         first = waiting[0]
         waited = max(s.still_s for s in waiting)
@@ -126,7 +126,7 @@ class RankMissing(Check):
         )
 
 
-def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
+def _label(stand: RankSnapshot, ranks: tuple[int, ...]) -> str:
     if not stand.location:
         return "never reached"
     one = len(ranks) == 1
@@ -135,7 +135,7 @@ def _label(stand: Stand, ranks: tuple[int, ...]) -> str:
     return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
 
 
-def _fix(stand: Stand, waiting: Stand, why: str, sender: Rank | None) -> str:
+def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: str, sender: Rank | None) -> str:
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
@@ -158,7 +158,7 @@ def _fix(stand: Stand, waiting: Stand, why: str, sender: Rank | None) -> str:
     )
 
 
-def _cause(stand: Stand, why: str, sender: Rank | None) -> str:
+def _cause(stand: RankSnapshot, why: str, sender: Rank | None) -> str:
     if stand.stopped:
         if stand.stood is not None and stand.stood.state == "t":
             return "a debugger holds its process, which does nothing"

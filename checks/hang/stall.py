@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.control_flow.jumps import ways_around
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
-from ddpdoctor.analysis.waiting.snapshot import Scene, Stand, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
 from ddpdoctor.analysis.waiting.wait_graph import (
     across_groups,
@@ -89,7 +89,9 @@ class Stall(Check):
             elif left:
                 yield self._leaving(now, left)
 
-    def _ring(self, now: Scene, ring: list[Stand], others: list[list[Stand]]) -> Finding:
+    def _ring(
+        self, now: Snapshot, ring: list[RankSnapshot], others: list[list[RankSnapshot]]
+    ) -> Finding:
         first, more = ring[0], [s for other in others for s in other]
         told = ", ".join(
             f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}"
@@ -179,7 +181,7 @@ class Stall(Check):
             at=at,
         )
 
-    def _leaving(self, now: Scene, stands: list[Stand]) -> Finding:
+    def _leaving(self, now: Snapshot, stands: list[RankSnapshot]) -> Finding:
         """Nobody communicates any more, and these processes do not end."""
         ranks = [s.rank.rank for s in stands]
         threads = {t for s in stands if s.stood and s.stood.joins_threads for t in s.stood.threads}
@@ -208,7 +210,7 @@ class Stall(Check):
             at=now.at - waited,
         )
 
-    def _still(self, now: Scene, stands: list[Stand]) -> Finding:
+    def _still(self, now: Snapshot, stands: list[RankSnapshot]) -> Finding:
         waited = max((s.still_s for s in stands), default=0.0)
         calls = {(s.key, s.call.index, s.made.signature.op) for s in stands if s.call and s.made}
         unknown = _without_record(now, stands)
@@ -244,10 +246,10 @@ class Stall(Check):
         )
 
 
-def _alike(now: Scene, rings: Iterable[list[Stand]]) -> list[list[list[Stand]]]:
+def _alike(now: Snapshot, rings: Iterable[list[RankSnapshot]]) -> list[list[list[RankSnapshot]]]:
     """Rings, but for those over collectives of several groups; those that wait on the same lines
     are put together, unless a rank of theirs left a message out."""
-    found: dict[object, list[list[Stand]]] = {}
+    found: dict[object, list[list[RankSnapshot]]] = {}
     for ring in rings:
         lines = frozenset(s.location for s in ring)
         if not across_groups(ring):
@@ -255,7 +257,7 @@ def _alike(now: Scene, rings: Iterable[list[Stand]]) -> list[list[list[Stand]]]:
     return list(found.values())
 
 
-def _waits(ring: list[Stand]) -> tuple[Related, ...]:
+def _waits(ring: list[RankSnapshot]) -> tuple[Related, ...]:
     """The lines at which the others wait."""
     lines: dict[Location, list[int]] = {}
     for stand in ring:
@@ -264,14 +266,14 @@ def _waits(ring: list[Stand]) -> tuple[Related, ...]:
     return tuple(Related(f"{ranks_do(r, 'wait')} here", at) for at, r in list(lines.items())[:3])
 
 
-def _without_record(now: Scene, stands: list[Stand]) -> list[int]:
+def _without_record(now: Snapshot, stands: list[RankSnapshot]) -> list[int]:
     """Members of the groups they wait in whose calls are not on record."""
     members = {r for s in stands if s.blocked and s.key for r in s.key.ranks}
     known = {r for r, s in now.stands.items() if s.rank.started and not s.unknown}
     return sorted(members - known)
 
 
-def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
+def _why(stands: list[RankSnapshot], together: bool, unknown: list[int]) -> str:
     if unknown:
         return (
             f"the calls of {ranks_text(unknown)} are not on record in this folder, so that whether "
@@ -306,7 +308,7 @@ def _why(stands: list[Stand], together: bool, unknown: list[int]) -> str:
     return "nobody waits for another rank; the stacks say where each of them is"
 
 
-def _fix(stands: list[Stand], together: bool, unknown: list[int]) -> str:
+def _fix(stands: list[RankSnapshot], together: bool, unknown: list[int]) -> str:
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
         return (
@@ -329,7 +331,7 @@ def _fix(stands: list[Stand], together: bool, unknown: list[int]) -> str:
     return "look at the lines in the stacks"
 
 
-def _hook(stands: list[Stand]) -> CommHook | None:
+def _hook(stands: list[RankSnapshot]) -> CommHook | None:
     """The communication hook of the model in whose backward they all are."""
     for stand in stands:
         model = stand.made.signature.model if stand.made else -1
@@ -339,13 +341,13 @@ def _hook(stands: list[Stand]) -> CommHook | None:
     return hooks[0] if stands else None
 
 
-def _beside_each_other(stands: list[Stand]) -> bool:
+def _beside_each_other(stands: list[RankSnapshot]) -> bool:
     """Whether they are on one machine and talk through its memory: no network, no GPU."""
     nodes = {s.rank.node for s in stands}
     return len(nodes) == 1 and not any(s.key is None or "nccl" in s.key.backend for s in stands)
 
 
-def _doing(stands: list[Stand], least: Stand) -> str:
+def _doing(stands: list[RankSnapshot], least: RankSnapshot) -> str:
     """Where all are, if all wait; else the least progressed, and who is there with it."""
     rows: dict[str, list[int]] = {least.doing: _with(stands, least)}
     if all(s.blocked for s in stands):
@@ -355,7 +357,7 @@ def _doing(stands: list[Stand], least: Stand) -> str:
     return ", ".join(f"{_are(r)} {d}" for d, r in list(rows.items())[:4])
 
 
-def _with(stands: list[Stand], one: Stand) -> list[int]:
+def _with(stands: list[RankSnapshot], one: RankSnapshot) -> list[int]:
     """The ranks that are where this one is."""
     return [s.rank.rank for s in stands if (s.doing, s.location) == (one.doing, one.location)]
 
@@ -364,7 +366,7 @@ def _are(ranks: list[int]) -> str:
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
 
 
-def _wrong_peers(now: Scene, ring: list[Stand]) -> tuple[str, str] | None:
+def _wrong_peers(now: Snapshot, ring: list[RankSnapshot]) -> tuple[str, str] | None:
     """Cause and fix, where all exchange messages in one batch, and each receives from another rank
     than the one that sends to it."""
     sent: dict[int, list[int]] = {}
@@ -387,7 +389,7 @@ def _wrong_peers(now: Scene, ring: list[Stand]) -> tuple[str, str] | None:
     )
 
 
-def _gone_on(collective: Stand, waiting: Stand) -> tuple[str, str]:
+def _gone_on(collective: RankSnapshot, waiting: RankSnapshot) -> tuple[str, str]:
     """Cause and fix, where one rank is in a collective and another waits for a message of it, or
     for it to take one."""
     rank, other = collective.rank.rank, waiting.rank.rank

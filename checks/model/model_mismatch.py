@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.models import wrapped_models as models
-from ddpdoctor.analysis.models.wrap_order import Apart, apart
+from ddpdoctor.analysis.models.wrap_order import WrapOrder, apart
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, ranks_text
@@ -117,7 +117,7 @@ class ModelMismatch(Check):
         )  # fmt: skip
 
     def _tell_origins(
-        self, held: list[Held], majority: list[Held], others: list[Held], origins: Apart
+        self, held: list[Held], majority: list[Held], others: list[Held], origins: WrapOrder
     ) -> Finding:
         """Other models, or the same ones in another order."""
         here, there = majority[0], others[0]
@@ -222,13 +222,13 @@ def _sides(held: list[Held]) -> tuple[list[Held], list[Held]]:
     return [h for h in held if h not in turned], turned
 
 
-def _apart(here: Held, there: Held) -> Apart | None:
+def _apart(here: Held, there: Held) -> WrapOrder | None:
     if isinstance(here.origin, Wrapped) and isinstance(there.origin, Wrapped):
         return apart((here.rank, here.origin), (there.rank, there.origin))
     return None
 
 
-def _origins(here: Held, there: Held) -> Apart | None:
+def _origins(here: Held, there: Held) -> WrapOrder | None:
     """The lines of models that are not one model with other dtypes, or frozen on some ranks."""
     found = _apart(here, there)
     layers = [[(p.name, p.shape) for p in held.parameters] for held in (here, there)]

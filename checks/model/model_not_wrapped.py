@@ -201,7 +201,7 @@ class ModelNotWrapped(Check):
                 fix="make the group of all ranks that train this model, or use the default one",
             )
 
-    def _of_group(self, run: Run, found: list[model_parallel.Apart]) -> Finding:
+    def _of_group(self, run: Run, found: list[model_parallel.ModelParallel]) -> Finding:
         """Copies that are exchanged in no group of those that begin alike."""
         every = [pair for each in found for pair in each.alike.items()]
         alike = dict(sorted(every, key=lambda pair: pair[0].rank))

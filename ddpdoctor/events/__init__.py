@@ -12,12 +12,12 @@ from .calls import (
     CallBlock,
     CallRun,
     CallSite,
-    Enclosing,
     FlightEntry,
     FlightLog,
     ObjectsGathered,
     Place,
     Signature,
+    Statement,
     Way,
 )
 from .codec import decode, encode
@@ -137,7 +137,7 @@ __all__ = [
     "ContentRead",
     "Digests",
     "Edited",
-    "Enclosing",
+    "Statement",
     "DataParallelMade",
     "DeviceMemory",
     "DeviceTouched",

@@ -62,7 +62,7 @@ class Way(Part, frozen=True):
     last: int
 
 
-class Enclosing(Part, frozen=True):
+class Statement(Part, frozen=True):
     """A statement around a line (part of `Place`), or one before it whose body leaves the function
     or the round of the loop, so that all that follows is its other arm; or the condition of an
     expression on that line.
@@ -96,7 +96,7 @@ class Place(Part, frozen=True):
     """
 
     site: int
-    inside: tuple[Enclosing, ...] = ()
+    inside: tuple[Statement, ...] = ()
     hands_on: bool = False
 
 

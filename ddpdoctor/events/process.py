@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Event, Part
-from .calls import Enclosing
+from .calls import Statement
 
 
 class RankStarted(Event, frozen=True, tag="rank-started"):
@@ -73,7 +73,7 @@ class Frame(Part, frozen=True):
     line: int
     function: str
     user: bool = False
-    inside: tuple[Enclosing, ...] = ()
+    inside: tuple[Statement, ...] = ()
 
 
 class Relayed(Part, frozen=True):

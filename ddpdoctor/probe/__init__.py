@@ -21,7 +21,7 @@ from .bootstrap.activation import (
     wait_for_torch,
     watch_here,
 )
-from .recording.recorder import recorder as current_recorder
+from .recording.recorder import current_recorder as current_recorder
 from .watchers.process.exits import failed, note_exception
 
 startup_cost.imported()

@@ -31,10 +31,10 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     module_origins.install()
     forward_inputs.install()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    active = Recorder(writer, tmp_path, "rank-0", {})
-    set_recorder(active)
+    recorder = Recorder(writer, tmp_path, "rank-0", {})
+    set_recorder(recorder)
     told: list[Any] = []
-    monkeypatch.setattr(active, "emit", told.append)
+    monkeypatch.setattr(recorder, "emit", told.append)
 
     class Model(SimpleNamespace):
         __hash__ = object.__hash__
@@ -44,10 +44,10 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     def feed(*args: Any, output: Any = None) -> ForwardInput:
         model.forwards += 1
         forward = Forward(model, None, -1, True, True, args, {})  # type: ignore[arg-type]
-        lifecycle.forward_due.happens(active, forward)
+        lifecycle.forward_due.fire(recorder, forward)
         forward.output = output
-        lifecycle.forward_ends.happens(active, forward)
-        assert not active.off
+        lifecycle.forward_ends.fire(recorder, forward)
+        assert not recorder.off
         return told[-1]  # type: ignore[no-any-return]
 
     yield feed

@@ -22,9 +22,9 @@ utils = torch.utils.data
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
     loaders.install()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    active = Recorder(writer, tmp_path, "rank-0", {})
-    set_recorder(active)
-    yield active
+    recorder = Recorder(writer, tmp_path, "rank-0", {})
+    set_recorder(recorder)
+    yield recorder
     set_recorder(None)
     patching.restore()
     hooks.forget()

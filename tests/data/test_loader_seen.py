@@ -195,11 +195,11 @@ def two_lines(sampler: object) -> object:
 
 def test_the_line_that_names_the_class_of_a_sampler() -> None:
     events: list[Event] = []
-    active = SimpleNamespace(sites=Sites(events.append))
+    recorder = SimpleNamespace(sites=Sites(events.append))
     photos = data.TensorDataset(torch.arange(9))
     sampler = Fixed(photos)
-    note_line(active, sampler, made := {})  # type: ignore[arg-type, var-annotated]
-    note_line(active, data.SequentialSampler(photos), made)  # type: ignore[arg-type]
+    note_line(recorder, sampler, made := {})  # type: ignore[arg-type, var-annotated]
+    note_line(recorder, data.SequentialSampler(photos), made)  # type: ignore[arg-type]
     (site,) = events
     assert isinstance(site, Site) and site.text.strip() == "sampler = Fixed(photos)"
     assert made == {sampler: (site.id, 0)}

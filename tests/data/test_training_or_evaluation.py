@@ -15,30 +15,30 @@ from ddpdoctor.probe.watchers.data.iteration import Place, Reading
 class Loop:
     """The moments of a loop over one loader, as the probe meets them."""
 
-    active: Any = SimpleNamespace(moves=0)
+    recorder: Any = SimpleNamespace(moves=0)
 
     def __init__(self) -> None:
         self.reading = Reading(0, 0, Place(), None)
 
     def batch(self) -> Loop:
-        loaders._settle(self.active)
+        loaders._settle(self.recorder)
         if loaders._data.tried:
             loaders._evaluated()
         loaders._data.pending[self.reading] = None
-        loaders._data.moved = self.active.moves
+        loaders._data.moved = self.recorder.moves
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
         if not (grad and training):
-            loaders._trial(self.active, None)  # type: ignore[arg-type]
+            loaders._trial(self.recorder, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:
-        self.active.moves += 1
+        self.recorder.moves += 1
         return self
 
     def over(self) -> tuple[int, int]:
-        loaders._settle(self.active)
+        loaders._settle(self.recorder)
         loaders._evaluated()
         return self.reading.trained, self.reading.evaluated
 
@@ -81,6 +81,6 @@ def test_an_iteration_that_outlives_the_default_group(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loaders._data, "sequence", -1)
     monkeypatch.setattr(loaders, "sequence_number", lambda group: 7)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    loaders._destroying(Loop.active, (), {})
+    loaders._destroying(Loop.recorder, (), {})
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert loaders._sequence() == 7

@@ -87,23 +87,23 @@ def steps_after(
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     sites = SimpleNamespace(kind=lambda code: "user", number=lambda code, line: line)
-    active: Any = SimpleNamespace(emit=told.append, sites=sites)
+    recorder: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
     monkeypatch.setattr(edits_after_wrap, "_fresh", {})
     monkeypatch.setattr(edits_after_wrap.models, "live", lambda: [model])
-    edits_after_wrap._wrapped(active, model)
+    edits_after_wrap._wrapped(recorder, model)
     edit(parameters[2])
     forward: Any = SimpleNamespace(model=model)
-    edits_after_wrap._forward_begins(active, forward)
+    edits_after_wrap._forward_begins(recorder, forward)
     if between is not None:
         before = parameters[1].detach().clone()
         between(parameters[1])
-        edits_after_wrap._forward_begins(active, forward)
+        edits_after_wrap._forward_begins(recorder, forward)
         parameters[1].data.copy_(before)
-    edits_after_wrap._step_begins(active, step)
+    edits_after_wrap._step_begins(recorder, step)
     edit(parameters[2])
-    edits_after_wrap._step_begins(active, step)
+    edits_after_wrap._step_begins(recorder, step)
     assert not edits_after_wrap._fresh
     return told
 

@@ -156,7 +156,7 @@ def test_what_is_not_finite_has_no_sketch(monkeypatch, value, told) -> None:
 def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(4))
     told = []
-    active = SimpleNamespace(emit=told.append, every=0, budget_percent=1.0, own_ns=0, step=7)
+    recorder = SimpleNamespace(emit=told.append, every=0, budget_percent=1.0, own_ns=0, step=7)
     model = SimpleNamespace(
         number=0, wrapper=lambda: parameter, forwards=7, synced_backwards=7, inner=lambda: None
     )
@@ -168,7 +168,7 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     replica_digests._drift.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
     known = {"rows": {}, "writes": replica_digests.writes.Writes(), "left_out": "Join"}
     vars(replica_digests._drift.watches[0, 0]).update(known, holding=holding)
-    replica_digests._finish(active)
+    replica_digests._finish(recorder)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
 
 
@@ -189,11 +189,11 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
     monkeypatch.setattr(
         replica_digests,
         "_look_closely",
-        lambda active, watch, step, kinds: looked.append(step.number),
+        lambda recorder, watch, step, kinds: looked.append(step.number),
     )
-    active = SimpleNamespace(every=every)
+    recorder = SimpleNamespace(every=every)
     pace = SimpleNamespace(spent=lambda *_: None)
     watch = SimpleNamespace(holding=None, broadcast=True, writes=None, pace=pace)
     for number in range(0, 13, every or 1):
-        replica_digests._look(active, watch, SimpleNamespace(number=number, closure=False), 1)
+        replica_digests._look(recorder, watch, SimpleNamespace(number=number, closure=False), 1)
     assert looked == closely

@@ -187,13 +187,13 @@ def test_the_last_step_of_a_line_is_told(monkeypatch):
     monkeypatch.setattr(second_reduction, "_summed", second_reduction._Summed())
     monkeypatch.setattr(manual_edits, "look_now", lambda model: None)
     told = []
-    active = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
-    for active.step in (*range(100), 99):
-        second_reduction._tell_reduced(active, SimpleNamespace(number=0), "SUM", copied=False)
+    recorder = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
+    for recorder.step in (*range(100), 99):
+        second_reduction._tell_reduced(recorder, SimpleNamespace(number=0), "SUM", copied=False)
     assert [e.call for e in told] == [*range(20), 32, 64]
-    second_reduction._leaving(active, None)
+    second_reduction._leaving(recorder, None)
     assert (told[-1].call, told[-1].step) == (99, 99)
-    second_reduction._leaving(active, None)
+    second_reduction._leaving(recorder, None)
     assert len(told) == 23
 
 
@@ -323,9 +323,9 @@ def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     sites = SimpleNamespace(place=lambda file, line, function: line)
     backward, model = SimpleNamespace(site=3, frame=None), SimpleNamespace(number=0)
     for step, divisors in enumerate(loops or [[2.0] * (len(lines) // 2)] * 2, 4):
-        active = SimpleNamespace(step=step, emit=told.append, sites=sites)
+        recorder = SimpleNamespace(step=step, emit=told.append, sites=sites)
         divided = [(None, divisor, model) for divisor in divisors]
-        loss_scaling._suspect(active, backward, divided, averaging)
+        loss_scaling._suspect(recorder, backward, divided, averaging)
     return told
 
 
@@ -376,14 +376,14 @@ def test_without_a_second_backward_the_function_says_what_divides(
     monkeypatch.setattr(loss_scaling, "made_at", lambda node: None)
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     told = []
-    active = SimpleNamespace(
+    recorder = SimpleNamespace(
         step=0, emit=told.append, sites=SimpleNamespace(number=lambda code, line: line)
     )
     frame = SimpleNamespace(f_code=code, f_lineno=3)
     backward, model = SimpleNamespace(site=3, frame=frame), SimpleNamespace(number=0)
-    loss_scaling._suspect(active, backward, [(None, 2.0, model)], averaging=1)
+    loss_scaling._suspect(recorder, backward, [(None, 2.0, model)], averaging=1)
     assert not told
-    loss_scaling._leaving(active, None)
+    loss_scaling._leaving(recorder, None)
     (event,) = told
     assert (event.step, event.divisor, event.expression) == (0, 2, expression)
     assert event.site == (2 if expression else -1)

@@ -25,7 +25,7 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    active: Any = SimpleNamespace(emit=told.append, every=every, step=0)
+    recorder: Any = SimpleNamespace(emit=told.append, every=every, step=0)
     holding = SimpleNamespace(
         model=model,
         optimizer=0,
@@ -37,9 +37,9 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False
         )
-        manual_edits._step_begins(active, step)
-        active.step = number + 1
-        manual_edits._step_ends(active, step)
+        manual_edits._step_begins(recorder, step)
+        recorder.step = number + 1
+        manual_edits._step_ends(recorder, step)
         parameters[3].data.fill_(number)
     return [(e.step, e.changed) for e in told]
 
@@ -58,10 +58,10 @@ def test_the_line_that_edits_after_it_called_something() -> None:
     def inner() -> torch.Tensor:
         return tensor
 
-    active: Any = SimpleNamespace(
+    recorder: Any = SimpleNamespace(
         sites=SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
     )
-    tracer = Tracer.start(active, "parameters", lambda: int(tensor.sum()))
+    tracer = Tracer.start(recorder, "parameters", lambda: int(tensor.sum()))
     if tracer is None:
         pytest.skip("another tracer is at work")
     inner().data.fill_(7)
@@ -76,17 +76,17 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     monkeypatch: pytest.MonkeyPatch, cleared: list[int]
 ) -> None:
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
-    monkeypatch.setattr(manual_edits, "_clearing", lambda active, followed: ())
+    monkeypatch.setattr(manual_edits, "_clearing", lambda recorder, followed: ())
     model: Any = SimpleNamespace(number=0)
     model = type("Model", (), vars(model))()
-    active: Any = SimpleNamespace(emit=lambda event: None, step=0)
+    recorder: Any = SimpleNamespace(emit=lambda event: None, step=0)
     before = manual_edits.Taken(
         [0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True
     )
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
     now = manual_edits.Taken([0, 1, 2], grads, sampled=True)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._tell(active, 0, holding, "gradients", before, now)
+    manual_edits._tell(recorder, 0, holding, "gradients", before, now)
     assert manual_edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
 
 
@@ -103,11 +103,11 @@ def test_the_line_that_clears_gradients_once(
     sites = SimpleNamespace(
         user_frame=lambda frame: frame, line=lambda number, code: 3, number=lambda code, line: line
     )
-    active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
+    recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     ones, now = (manual_edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
     for after in (now, ones, now):
-        manual_edits._tell(active, 0, holding, "gradients", ones, after)
+        manual_edits._tell(recorder, 0, holding, "gradients", ones, after)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
@@ -121,16 +121,16 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
+    recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
-    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
     for optimizer, positions in enumerate(({0}, {1}, {2})):
         holding = SimpleNamespace(model=model, optimizer=optimizer, held=frozenset(positions))
         step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-        manual_edits._step_begins(active, step)
+        manual_edits._step_begins(recorder, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
     assert manual_edits._followed(model).gradients is None
 
@@ -209,10 +209,10 @@ def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     manual_edits._followed(model).tracer = tracer  # type: ignore[assignment]
     told: list[Any] = []
     sites = SimpleNamespace(number=lambda code, line: line)
-    active: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
+    recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
     before, now = (manual_edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._tell(active, 0, holding, "gradients", before, now)
+    manual_edits._tell(recorder, 0, holding, "gradients", before, now)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
 
 
@@ -227,14 +227,14 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    active: Any = SimpleNamespace(emit=told.append, every=0, step=0)
+    recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
-    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     writing(parameters)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
     step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-    manual_edits._step_begins(active, step)
+    manual_edits._step_begins(recorder, step)
     return told
 
 
@@ -289,7 +289,7 @@ def late(
         kind=lambda code: "user" if code.co_filename == __file__ else "",
         number=lambda code, line: line,
     )
-    active: Any = SimpleNamespace(
+    recorder: Any = SimpleNamespace(
         emit=told.append, every=0, step=0, sites=sites, started=time.monotonic(),
         budget_percent=1e-6, affordable=lambda: False,
     )  # fmt: skip
@@ -306,7 +306,7 @@ def late(
     for number in range(steps):
         for parameter in parameters:
             parameter.grad = torch.ones(2)
-        manual_edits._backward_ends(active, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+        manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
         if manual_edits._followed(model).gradients is not None and number >= manual_edits.ALWAYS:
             looks.append(number)
         if edits_at(number):
@@ -314,11 +314,11 @@ def late(
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False, began=0.0
         )
-        manual_edits._step_begins(active, step)
+        manual_edits._step_begins(recorder, step)
         if told_at(number):
-            manual_edits._step_due(active, step)
-        active.step += 1
-        manual_edits._step_ends(active, step)
+            manual_edits._step_due(recorder, step)
+        recorder.step += 1
+        manual_edits._step_ends(recorder, step)
     return told, looks
 
 

@@ -24,9 +24,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
     parameters = list(net.parameters())
     model = Model(0, net, parameters, list(range(len(parameters))))
     told: list[Digests] = []
-    active = SimpleNamespace(emit=told.append, step=7, not_observed=lambda *_: None, site=lambda: 3)
+    recorder = SimpleNamespace(
+        emit=told.append, step=7, not_observed=lambda *_: None, site=lambda: 3
+    )
     monkeypatch.setattr(wrapped_models, "live", lambda: [model])
-    monkeypatch.setattr(evaluation, "guarded", lambda name, act, lost: act(active))
+    monkeypatch.setattr(evaluation, "guarded", lambda name, act, lost: act(recorder))
     for known in (evaluation._Known.in_parts, evaluation._Awaited.parts):
         known.clear()
     return net, model, told

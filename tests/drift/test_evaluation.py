@@ -23,7 +23,7 @@ class Busy(Waiting):
 @pytest.mark.parametrize("leaves", [False, True])
 def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     told = []
-    active = SimpleNamespace(emit=told.append, step=7, not_observed=lambda *_: None)
+    recorder = SimpleNamespace(emit=told.append, step=7, not_observed=lambda *_: None)
     parameter = torch.nn.Parameter(torch.ones(4))
     model = SimpleNamespace(
         number=0, forwards=8, synced_backwards=8, ignored=(), parameters=[lambda: parameter]
@@ -31,14 +31,14 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     monkeypatch.setattr(replica_digests, "Waiting", Busy)
     monkeypatch.setattr(replica_digests, "buffers", lambda model: [])
     evaluation._Known.evaluated.clear()
-    evaluation._look(active, model, site=3)
+    evaluation._look(recorder, model, site=3)
     assert not told, "nothing waits for the device"
-    active.step = 9
+    recorder.step = 9
     if leaves:
-        evaluation._leaving(active, None)
+        evaluation._leaving(recorder, None)
     else:
         for _ in range(3):
-            evaluation._step_begins(active, SimpleNamespace())
+            evaluation._step_begins(recorder, SimpleNamespace())
     assert [(e.kind, e.point, e.keys, e.step, e.site) for e in told] == [
         ("parameters", "eval", (8,), 7, 3),
         ("buffers", "eval", (8,), 7, 3),

@@ -82,7 +82,7 @@ def test_the_call_that_changes_these_gradients_is_named():
 )
 def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
     told = []
-    active = SimpleNamespace(emit=told.append, every=0, step=0)
+    recorder = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
     monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
     models, steps = [], []
@@ -93,15 +93,15 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
         models.append(type("Model", (), one)())
         holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
         steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
-    manual_edits._backward_ends(active, SimpleNamespace(error=None, models=models, site=-1))
+    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=models, site=-1))
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
     manual_edits._changing()
     gradients[0].mul_(factor)
-    manual_edits._changed(active, (CLIP, ITS_OWN), None, None)
+    manual_edits._changed(recorder, (CLIP, ITS_OWN), None, None)
     for step in steps:
-        manual_edits._step_begins(active, step)
+        manual_edits._step_begins(recorder, step)
     assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]
     assert [e.changers for e in told] == [changers, {}]
 

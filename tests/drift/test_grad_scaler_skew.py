@@ -191,12 +191,12 @@ def test_steps_of_two_optimizers_are_numbered_each_by_itself(monkeypatch):
     monkeypatch.setattr(hyperparameters.autograd, "synced", lambda: next(made))
     known = {Any(): SimpleNamespace(number=n, steps=0) for n in range(2)}
     monkeypatch.setattr(hyperparameters, "known_optimizer", known.get)
-    active, scaler = SimpleNamespace(emit=told.append), Any()
+    recorder, scaler = SimpleNamespace(emit=told.append), Any()
     for _ in range(3):
         for optimizer, state in known.items():
             state.steps += 1
             token = scaler, optimizer, state.steps - 1, 8.0, 0
-            hyperparameters._scaler_ends(active, token, None, None)
+            hyperparameters._scaler_ends(recorder, token, None, None)
     rows = [(e.optimizer, e.call, e.backwards, e.each) for e in told]
     assert rows == [(0, 0, 1, 1), (1, 0, 2, 2), (0, 1, 3, 2), (0, 2, 6, 3), (1, 2, 7, 3)]
     assert not any(e.skipped for e in told)

@@ -236,7 +236,7 @@ def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_ma
     hyperparameters._made(None, optimizer, None, None)
     changes = []
 
-    def look(active, before, now):
+    def look(recorder, before, now):
         changes.append((before[0]["lr"], now[0]["lr"]))
         return {}
 

@@ -45,13 +45,13 @@ def steps(
     """Of how many steps it is told, after one."""
     state = State.DONE if waited else State.RETURNED
     ring = SimpleNamespace(state=lambda number: state)
-    active: Any = SimpleNamespace(step=step, site=lambda: 3)
+    recorder: Any = SimpleNamespace(step=step, site=lambda: 3)
     monkeypatch.setattr(exchanges, "latest", lambda: (carries,))
-    monkeypatch.setattr(pending_works, "tape", lambda active: SimpleNamespace(ring=ring))
-    pending_works._issued(active, Issued(7, (Work(done),)))
+    monkeypatch.setattr(pending_works, "tape", lambda recorder: SimpleNamespace(ring=ring))
+    pending_works._issued(recorder, Issued(7, (Work(done),)))
     pending_works.step_begins(GRADIENTS)
     step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))
-    pending_works._step_ends(active, step_of)
+    pending_works._step_ends(recorder, step_of)
     assert not pending_works._flights.issued and not pending_works._flights.running, (
         "nothing is kept"
     )

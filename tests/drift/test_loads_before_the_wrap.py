@@ -25,11 +25,11 @@ def loaded(monkeypatch, held, wrapped):
     monkeypatch.setattr(state_loading._loads, "early", [])
     monkeypatch.setattr(state_loading._loads, "depth", 0)
     monkeypatch.setattr(state_loading.models, "count", lambda: 0)
-    active, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
-    token = state_loading._into_optimizer(active, (optimizer, {}), {})
-    state_loading._done(active, token, None, None)
-    state_loading._wrapped(active, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
-    return active.emitted
+    recorder, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
+    token = state_loading._into_optimizer(recorder, (optimizer, {}), {})
+    state_loading._done(recorder, token, None, None)
+    state_loading._wrapped(recorder, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
+    return recorder.emitted
 
 
 def test_it_is_told_once_its_model_is_wrapped(monkeypatch):
@@ -50,13 +50,13 @@ def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
     monkeypatch.setattr(state_loading.models, "count", lambda: 1)
     monkeypatch.setattr(state_loading.models, "live", lambda: [model])
     monkeypatch.setattr(state_loading.drift, "look_whole", lambda model: None)
-    active, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
+    recorder, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    outer = state_loading._into_scheduler(active, (scheduler, {}), {})
-    inner = state_loading._into_scheduler(active, (scheduler, {}), {})
-    state_loading._done(active, inner, None, None)
-    state_loading._done(active, outer, None, None)
-    (event,) = active.emitted
+    outer = state_loading._into_scheduler(recorder, (scheduler, {}), {})
+    inner = state_loading._into_scheduler(recorder, (scheduler, {}), {})
+    state_loading._done(recorder, inner, None, None)
+    state_loading._done(recorder, outer, None, None)
+    (event,) = recorder.emitted
     assert (event.what, event.model, event.site) == ("scheduler", 3, 7)
 
 

@@ -145,8 +145,11 @@ def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
         None, None, loss(torch.ones(12, 5, requires_grad=True)).grad_fn, []
     )
     events = []
-    active, model = mock.Mock(emit=events.append), mock.Mock(leading=leading, number=0, forwards=1)
-    _tell_batch(active, mock.Mock(site=LINE), model, reduction, weight, rows)
+    recorder, model = (
+        mock.Mock(emit=events.append),
+        mock.Mock(leading=leading, number=0, forwards=1),
+    )
+    _tell_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
     assert [(e.size, e.reduction) for e in events] == [told]
 
 

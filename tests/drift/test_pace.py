@@ -13,10 +13,10 @@ STEP_NS = 20_000_000  # a budget of 1 % is 200 microseconds
 
 def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
     """Steps of 20 ms in which the rest of the doctor takes `others_ns`."""
-    active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
+    recorder = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
     monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
-    watched = Pace(active, tensors)
+    watched = Pace(recorder, tensors)
     spent = 0
     for step in range(steps):
         if step == steps // 2:
@@ -26,9 +26,9 @@ def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
             looked = -(-tensors // stride) * 2
             cost = sampling.FIXED_NS + int(sampling.TENSOR_NS) * looked
             watched.spent(cost, looked)
-            active.own_ns += cost
+            recorder.own_ns += cost
             spent += cost
-        active.own_ns += others_ns
+        recorder.own_ns += others_ns
         clock[0] += step_ns
     return spent / (steps - steps // 2), watched
 
@@ -51,15 +51,15 @@ def test_digests_make_room_for_the_rest(monkeypatch):
 def test_every_tensor_comes_round_however_little_is_left(monkeypatch):
     from ddpdoctor.events.drift import chosen
 
-    active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
+    recorder = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
     clock = [1]
     monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
-    watched = Pace(active, 64)
+    watched = Pace(recorder, 64)
     seen: set[int] = set()
     for step in range(100, 100 + 64 * 64):
         if stride := watched.stride_at(step, 2, 1):
             seen.update(chosen(step, stride, 64))
-        active.own_ns += 1_000_000
+        recorder.own_ns += 1_000_000
         clock[0] += STEP_NS
     assert seen == set(range(64))
 
@@ -69,20 +69,20 @@ def test_a_step_that_is_passed_over_is_none_that_would_be_looked_at(monkeypatch,
     """Asked in every step, or in those only that are not passed over: the same looks."""
 
     def looks(ask):
-        active = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
+        recorder = SimpleNamespace(every=0, budget_percent=1.0, own_ns=0)
         clock = [1]
         monkeypatch.setattr(sampling.time, "perf_counter_ns", lambda: clock[0])
-        watched = Pace(active, tensors=64)
+        watched = Pace(recorder, tensors=64)
         found = []
         for step in range(3000):
             if ask(watched, step) and watched.stride_at(step, 2, 1):
                 found.append(step)
-            active.own_ns += others_ns
+            recorder.own_ns += others_ns
             clock[0] += STEP_NS
         return found
 
     every = looks(lambda watched, step: True)
-    assert looks(lambda watched, step: not watched.passes(step)) == every
+    assert looks(lambda watched, step: not watched.fire_fast(step)) == every
     assert any(full(step) for step in every if step > sampling.FIRST_STEPS)
     _, watched = paced(monkeypatch, others_ns=others_ns)
-    assert not any(watched.passes(step) for step in range(200_000) if full(step))
+    assert not any(watched.fire_fast(step) for step in range(200_000) if full(step))

@@ -247,12 +247,12 @@ def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypa
     known = mock.Mock(notes={fsdp_no_sync.Waiting: fsdp_no_sync.Waiting([shard])})
     monkeypatch.setattr(fsdp_no_sync.optimizers, "known", lambda: [known])
     fsdp_no_sync.install()
-    fsdp_no_sync._following.wake()
+    fsdp_no_sync._following.enable()
     events = []
-    active = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
+    recorder = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
 
     def step(number):
-        fsdp_no_sync._step_begins(active, mock.Mock(number=number, known=known))
+        fsdp_no_sync._step_begins(recorder, mock.Mock(number=number, known=known))
 
     step(0)
     step(1)
@@ -309,22 +309,22 @@ def test_the_line_of_no_sync_only_where_it_is_open(monkeypatch):
 
     found = mock.Mock(code=None, line=7)
     monkeypatch.setattr(gradient_sync, "setting_in_frames", lambda *given: found)
-    active = mock.Mock(site=lambda: 3)
-    active.sites.number = lambda code, line: line
+    recorder = mock.Mock(site=lambda: 3)
+    recorder.sites.number = lambda code, line: line
     wrapper = Wrapper()
-    assert gradient_sync._off_site(active, wrapper) == 7
-    token = gradient_sync._no_sync(active, (wrapper,), {})
+    assert gradient_sync._off_site(recorder, wrapper) == 7
+    token = gradient_sync._no_sync(recorder, (wrapper,), {})
     with contextlib.ExitStack() as stack:
         context = wrapper.no_sync()
-        gradient_sync._no_sync_made(active, token, context, None)
+        gradient_sync._no_sync_made(recorder, token, context, None)
         stack.enter_context(context)
-        assert gradient_sync._off_site(active, wrapper) == 3
-    assert gradient_sync._off_site(active, wrapper) == 7
-    assert gradient_sync._off_site(active, wrapper, now=False) == 3
+        assert gradient_sync._off_site(recorder, wrapper) == 3
+    assert gradient_sync._off_site(recorder, wrapper) == 7
+    assert gradient_sync._off_site(recorder, wrapper, now=False) == 3
     del context
-    assert gradient_sync._off_site(active, wrapper) == 7
+    assert gradient_sync._off_site(recorder, wrapper) == 7
     gradient_sync._set_sites[wrapper] = -1
-    assert gradient_sync._off_site(active, wrapper) == 3, "nothing else is known to do it"
+    assert gradient_sync._off_site(recorder, wrapper) == 3, "nothing else is known to do it"
 
 
 @pytest.mark.parametrize(("reason", "words"), [("no_sync", "= True"), ("forward only", "before")])

@@ -26,10 +26,10 @@ def watch(monkeypatch):
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0, 1], parameters=lambda at: [made[i] for i in at]
     )
-    return replica_digests._watch(active, holding)
+    return replica_digests._watch(recorder, holding)
 
 
-active = SimpleNamespace(step=3, not_observed=lambda *_: None)
+recorder = SimpleNamespace(step=3, not_observed=lambda *_: None)
 
 
 def parameters(watch):
@@ -38,15 +38,15 @@ def parameters(watch):
 
 def hand_over(*tensors, op="all_reduce"):
     call = Call(op, 0, False, tensors)
-    exchanges._called(active, call)
-    replica_digests._called(active, call)
+    exchanges._called(recorder, call)
+    replica_digests._called(recorder, call)
 
 
 def step(watch):
     """The next backward, and the optimizer's step after it. Whether the model is left out."""
-    exchanges._backward_ends(active, None)
-    replica_digests._look_for_local_steps(active, watch)
-    exchanges._step_ends(active, None)
+    exchanges._backward_ends(recorder, None)
+    replica_digests._look_for_local_steps(recorder, watch)
+    exchanges._step_ends(recorder, None)
     return bool(watch.left_out)
 
 
@@ -112,10 +112,10 @@ def test_also_after_checks_and_only_where_they_are_large_enough(watch):
 def test_what_is_written_only_just_before_the_step(watch):
     copies = [p.detach().clone() for p in parameters(watch)]
     hand_over(*copies)
-    exchanges._backward_ends(active, None)
+    exchanges._backward_ends(recorder, None)
     for parameter, copy in zip(parameters(watch), copies, strict=True):
         assign(parameter, copy / 2)
-    replica_digests._look_for_local_steps(active, watch)
+    replica_digests._look_for_local_steps(recorder, watch)
     assert watch.left_out
 
 
@@ -130,14 +130,14 @@ def test_where_it_is_not_known_what_they_were_the_model_is_left_out(watch, monke
 def test_nothing_waits_for_a_device(watch, monkeypatch):
     """What it has not answered yet is asked for again, at the end in any case."""
 
-    class Late(replica_digests.Waiting):
+    class LateBuffers(replica_digests.Waiting):
         def ready(self, *, wait=False):
             return wait
 
-    monkeypatch.setattr(replica_digests, "Waiting", Late)
+    monkeypatch.setattr(replica_digests, "Waiting", LateBuffers)
     one_by_one(parameters(watch), assign)
     assert not step(watch)
-    replica_digests._look_for_local_steps(active, watch, last=True)
+    replica_digests._look_for_local_steps(recorder, watch, last=True)
     assert watch.left_out
 
 
@@ -149,8 +149,8 @@ def in_a_hook(watch, monkeypatch, write, group=0):
     with monkeypatch.context() as inside:
         inside.setattr(exchanges.autograd, "running", lambda: True)
         call = Call("all_reduce", group, False, (torch.ones(watch.size),))
-        replica_digests._called(active, call)
-        exchanges._called(active, call)
+        replica_digests._called(recorder, call)
+        exchanges._called(recorder, call)
         for parameter in parameters(watch):
             write(parameter, parameter.detach() / 2)
     return step(watch)

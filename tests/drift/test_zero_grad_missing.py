@@ -102,7 +102,7 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     told, known = [], SimpleNamespace(notes={}, number=0)
-    active, backward = SimpleNamespace(emit=told.append), SimpleNamespace(site=2)
+    recorder, backward = SimpleNamespace(emit=told.append), SimpleNamespace(site=2)
     for number in range(steps):
         step = SimpleNamespace(
             number=number, known=known, site=1, closure=False, due=due(number),
@@ -110,14 +110,14 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
         )  # fmt: skip
         if clears(number):
             optimizer.zero_grad()
-        zero_grad._backward_begins(active, backward)
+        zero_grad._backward_begins(recorder, backward)
         (parameter * parameter).sum().backward()
-        zero_grad._backward_ends(active, backward)
-        zero_grad._step_begins(active, step)
+        zero_grad._backward_ends(recorder, backward)
+        zero_grad._step_begins(recorder, step)
         if step.due:
-            zero_grad._step_due(active, step)
+            zero_grad._step_due(recorder, step)
         optimizer.step()
-        zero_grad._step_ends(active, step)
+        zero_grad._step_ends(recorder, step)
     return [(e.step, e.carried) for e in told]
 
 

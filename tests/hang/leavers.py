@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
-from tapes import START, Tape, run_of
+from tapes import START, CallLog, run_of
 
-from ddpdoctor.events import Enclosing, Event, ExceptionRaised, RankExiting
+from ddpdoctor.events import Event, ExceptionRaised, RankExiting, Statement
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
 from ddpdoctor.storage.call_ring import State
@@ -28,10 +28,10 @@ def left(
     leaver: list[object] | None = None,
     caught: bool = False,
     loaders: Mapping[int, list[Event]] | None = None,
-    loop: Sequence[tuple[int, str] | Enclosing] = LOOPS,
+    loop: Sequence[tuple[int, str] | Statement] = LOOPS,
     waits_at: int = 9,
 ) -> Run:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for tape in made.values():
         tape.call(line=9, inside=loop)
     made[0].call(line=waits_at, inside=loop, state=State.FAILED, at=START + 5, lasts=1)

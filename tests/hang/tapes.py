@@ -11,7 +11,6 @@ from recordings import PID, START, WALL, ends, ring_of, write_folder
 
 from ddpdoctor.events import (
     CallSite,
-    Enclosing,
     Event,
     GroupReady,
     Place,
@@ -20,6 +19,7 @@ from ddpdoctor.events import (
     Site,
     StackFrame,
     StallSeen,
+    Statement,
 )
 from ddpdoctor.run import Run, load
 from ddpdoctor.storage.call_ring import Phase, State
@@ -27,7 +27,7 @@ from ddpdoctor.storage.call_ring import Phase, State
 CWD = "/home/user/project"
 
 
-class Tape:
+class CallLog:
     """The calls of one rank, written as the probe writes them."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -53,7 +53,7 @@ class Tape:
         line: int = 10,
         text: str = "",
         *,
-        inside: Sequence[tuple[int, str] | Enclosing] = (),
+        inside: Sequence[tuple[int, str] | Statement] = (),
         group: int = 0,
         state: State = State.DONE,
         peer: int = -1,
@@ -68,7 +68,7 @@ class Tape:
         hands_on: int = 0,
         branches: Mapping[int, str] | None = None,
         **arguments: object,
-    ) -> Tape:
+    ) -> CallLog:
         """One call, or one in a thread that was `started` there; it ended after `lasts` unless
         `state` says that the rank is still in it. On line -1 it is nobody's: a thread of the
         backend's makes it. With a `caller` it is made in a function that this line calls (the
@@ -93,7 +93,7 @@ class Tape:
         if place not in self._sites:
             number = self._sites[place] = len(self._sites)
             around = tuple(
-                i if isinstance(i, Enclosing) else Enclosing(line=i[0], text=i[1]) for i in inside
+                i if isinstance(i, Statement) else Statement(line=i[0], text=i[1]) for i in inside
             )
             self.events += [
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
@@ -118,7 +118,7 @@ class Tape:
         return self
 
     def _called_by(self, line: int, hands_on: bool, branch: str) -> None:
-        around = (Enclosing(line=line - 1, text=branch),) if branch else ()
+        around = (Statement(line=line - 1, text=branch),) if branch else ()
         last = self.events.pop()
         assert isinstance(last, CallSite)
         self.events += [
@@ -129,14 +129,14 @@ class Tape:
             ),
         ]  # fmt: skip
 
-    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> Tape:
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> CallLog:
         self.events.append(
             GroupReady(at=self._clock, group=number, name=name, backend="gloo", ranks=ranks,
                        member=self.rank in ranks, site=-1)
         )  # fmt: skip
         return self
 
-    def now(self, phase: Phase, line: int = -1, text: str = "") -> Tape:
+    def now(self, phase: Phase, line: int = -1, text: str = "") -> CallLog:
         """What the rank does when it is in no call."""
         if line >= 0:
             self.events.append(
@@ -162,14 +162,14 @@ class Tape:
             writer.phase(*self.phase)
 
 
-def tapes(world: int = 2) -> dict[int, Tape]:
+def tapes(world: int = 2) -> dict[int, CallLog]:
     """One that is still empty for every rank."""
-    return {rank: Tape(rank, world) for rank in range(world)}
+    return {rank: CallLog(rank, world) for rank in range(world)}
 
 
 def run_of(
     tmp_path: Path,
-    tapes: Mapping[int, Tape],
+    tapes: Mapping[int, CallLog],
     *,
     more: Mapping[int, Sequence[Event]] | None = None,
     now: float | None = None,
@@ -202,4 +202,4 @@ def stood(rank: int, line: int, text: str, **fields: object) -> RankStood:
     return RankStood(rank=rank, pid=PID + rank, **values)  # type: ignore[arg-type]
 
 
-__all__ = ["START", "WALL", "Tape", "run_of", "stall", "stood", "tapes"]
+__all__ = ["START", "WALL", "CallLog", "run_of", "stall", "stood", "tapes"]

@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from tapes import START, Tape, run_of, tapes
+from tapes import START, CallLog, run_of, tapes
 
-from ddpdoctor.events import Enclosing, Way
+from ddpdoctor.events import Statement, Way
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.storage.call_ring import State
 
-ACT = Enclosing(8, "for it in range(n):", exits=(Way(11, "if self.solved:", 13, 14),))
+ACT = Statement(8, "for it in range(n):", exits=(Way(11, "if self.solved:", 13, 14),))
 ROUNDS = (6, "for round in range(rounds):")
 
 
-def found(tmp_path: Path, made: dict[int, Tape]) -> Finding:
+def found(tmp_path: Path, made: dict[int, CallLog]) -> Finding:
     (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
     return finding
 
 
 def actors(
     world: int, gone: tuple[int, ...], *around: tuple[int, str], anew: bool = False
-) -> dict[int, Tape]:
+) -> dict[int, CallLog]:
     """All but rank 0 are in a loop, which some left; `anew`: the others were out of it, too."""
     made = tapes(world)
     made[0].call("barrier", 20, inside=around, state=State.BEGUN, at=START + 5)

@@ -9,14 +9,14 @@ import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from tapes import START, run_of, tapes
 
-from ddpdoctor.events import Enclosing, Event, ExceptionPassed, Way
+from ddpdoctor.events import Event, ExceptionPassed, Statement, Way
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.storage.call_ring import State
 
 HEAD = "for i in range(40):"
 TURN = "if i % 10 == 9:"
 SKIPS = Way(line=22, text="except ValueError:", first=17, last=27)
-TRIED = Enclosing(line=16, text="try:", ways=(SKIPS,))
+TRIED = Statement(line=16, text="try:", ways=(SKIPS,))
 
 
 def found(
@@ -25,13 +25,13 @@ def found(
     head: str = HEAD,
     turn: str = TURN,
     way: Way = SKIPS,
-    within: Sequence[Enclosing | tuple[int, str]] = (),
+    within: Sequence[Statement | tuple[int, str]] = (),
     around: Sequence[tuple[int, str]] = (),
     more: dict[int, list[Event]] | None = None,
 ) -> Finding:
     """Rank 1 comes to the call of every tenth round first; the others are in that of all."""
     made = tapes(3)
-    loop = (Enclosing(line=15, text=head, ways=(way,)), *around)
+    loop = (Statement(line=15, text=head, ways=(way,)), *around)
     for tape in made.values():
         for _ in range(4):
             tape.call("DDP backward", 20, inside=(*within, TRIED, *loop))
@@ -106,9 +106,9 @@ def test_rounds_that_are_numbered(tmp_path: Path, head: str) -> None:
         {"way": Way(line=22, text="except ValueError:", first=17, last=21)},
         {"way": Way(line=23, text="if skip:", first=24, last=27)},
         {"within": ((19, "if torch.isfinite(loss):"),)},
-        {"within": (Enclosing(line=18, text="past if bad(loss):", opener=17),)},
+        {"within": (Statement(line=18, text="past if bad(loss):", opener=17),)},
         {"within": ((19, "for part in parts:"),)},
-        {"within": (Enclosing(line=19, text="try:",
+        {"within": (Statement(line=19, text="try:",
                               ways=(Way(line=21, text="except OSError:", first=20, last=20),)),)},
     ],
 )  # fmt: skip

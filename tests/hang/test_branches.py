@@ -11,7 +11,7 @@ from recordings import site
 from tapes import START, run_of, tapes
 
 from ddpdoctor.analysis.control_flow.branches import unbranched
-from ddpdoctor.events import CallSite, Enclosing, Place, Site, Wrapped
+from ddpdoctor.events import CallSite, Place, Site, Statement, Wrapped
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
 from ddpdoctor.storage.call_ring import State
@@ -79,7 +79,7 @@ def test_whether_there_are_several_ranks_parts_nobody(
     tmp_path: Path, text: str, parts: bool
 ) -> None:
     made = tapes()
-    helper, boss = (Enclosing(line=7, text=text),), (Enclosing(line=67, text="if boss:"),)
+    helper, boss = (Statement(line=7, text=text),), (Statement(line=67, text="if boss:"),)
     made[0].call(line=8, inside=helper, caller=68, state=State.BEGUN)
     call = made[0].events.pop()
     assert isinstance(call, CallSite)
@@ -96,7 +96,7 @@ def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
     tmp_path: Path, zero: int, expression: bool
 ) -> None:
     made = tapes()
-    branch = (Enclosing(line=7, text="if R == 0:"),)
+    branch = (Statement(line=7, text="if R == 0:"),)
     tape = made[zero].call("DDP forward", 8, "loss = sum(model(x) for x in loader)", inside=branch)
     if expression:  # a generator expression is a function of its own, called by the other
         call, line = tape.events.pop(), tape.events[-1]
@@ -127,7 +127,7 @@ def test_the_advice_names_the_wrapper_as_the_program_does(
     tmp_path: Path, text: str, wraps: tuple[str, ...], told: str
 ) -> None:
     made = tapes()
-    made[0].call("DDP forward", 8, text, inside=(Enclosing(line=7, text="if R == 0:"),))
+    made[0].call("DDP forward", 8, text, inside=(Statement(line=7, text="if R == 0:"),))
     for n, wrap in enumerate(wraps):
         made[0].events += [
             site(90 + n, "train.py", 2 + n, wrap),
@@ -180,7 +180,7 @@ def test_a_call_of_an_object_that_is_collected(tmp_path: Path, ranks: tuple[int,
 
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
     made = tapes()
-    past = (Enclosing(line=7, text="past if rank != 0:", opener=6),)
+    past = (Statement(line=7, text="past if rank != 0:", opener=6),)
     made[0].call(line=9, text="log(loss)", inside=past, state=State.BEGUN)
     made[1].call("barrier", 12, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
@@ -193,8 +193,8 @@ def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> 
 
 def test_a_call_in_the_body_that_leaves_is_the_other_arm(tmp_path: Path) -> None:
     made = tapes()
-    body = (Enclosing(line=6, text="if rank != 0:"),)
-    past = (Enclosing(line=8, text="past if rank != 0:", opener=6),)
+    body = (Statement(line=6, text="if rank != 0:"),)
+    past = (Statement(line=8, text="past if rank != 0:", opener=6),)
     for _ in range(3):
         made[0].call(line=9, text="broadcast(x, 0)", inside=past)
         made[1].call(line=7, text="broadcast(y, 0)", inside=body)
@@ -214,7 +214,7 @@ def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(("opener", "opposed"), [(5, True), (18, False)])
 def test_both_arms_of_one_branch_make_calls(tmp_path: Path, opener: int, opposed: bool) -> None:
     made = tapes()
-    other = (Enclosing(line=20, text="else:  # if rank == 0:", opener=opener),)
+    other = (Statement(line=20, text="else:  # if rank == 0:", opener=opener),)
     made[0].call("barrier", 6, inside=((5, "if rank == 0:"),), state=State.BEGUN)
     made[1].call(line=21, numel=1, inside=other, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
@@ -310,11 +310,11 @@ def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
     ],
 )  # fmt: skip
 def test_a_call_is_to_be_made_without_the_part_on_the_rank(text: str, told: str) -> None:
-    assert told in unbranched(Enclosing(line=7, text=text), "call barrier")
+    assert told in unbranched(Statement(line=7, text=text), "call barrier")
 
 
 def test_the_rest_of_the_condition_is_to_be_the_same_on_all() -> None:
-    head = Enclosing(line=7, text="if step % n == 0 and is_main():")
+    head = Statement(line=7, text="if step % n == 0 and is_main():")
     told = unbranched(head, "call barrier")
     assert told.endswith("put it under `if step % n == 0:` (the same on all), without `is_main()`")
 
@@ -324,7 +324,7 @@ def test_a_branch_whose_other_arm_makes_the_same_call_parts_nobody(
     tmp_path: Path, matched: bool
 ) -> None:
     made = tapes()
-    inner = (Enclosing(line=7, text="if rank == 0:", matched=matched),)
+    inner = (Statement(line=7, text="if rank == 0:", matched=matched),)
     outer = {15: "if is_main_process():"}
     made[0].call("broadcast", 8, inside=inner, caller=15, branches=outer, state=State.BEGUN)
     made[1].call("barrier", 20, state=State.BEGUN)

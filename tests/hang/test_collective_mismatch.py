@@ -14,11 +14,11 @@ from tapes import START, run_of, tapes
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
-    Enclosing,
     Event,
     ExceptionPassed,
     FlightEntry,
     FlightLog,
+    Statement,
     StepDone,
     Way,
     Wrapped,
@@ -238,7 +238,7 @@ def test_a_call_that_a_rank_made_in_every_round_before(
     tmp_path: Path, rounds: int, told: bool
 ) -> None:
     way = Way(line=13, text="except ValueError:", first=9, last=12)
-    around = (Enclosing(line=8, text="for step in range(20):", ways=(way,)),)
+    around = (Statement(line=8, text="for step in range(20):", ways=(way,)),)
     loop = ((15, "for p in params:"), (8, "for step in range(20):"))
     made = tapes()
     for tape in made.values():
@@ -271,7 +271,7 @@ def test_a_round_more_is_no_call_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raised", [4.9, 0.5])
 def test_a_barrier_in_finally_on_the_way_out_of_an_exception(tmp_path: Path, raised: float) -> None:
     made = tapes()
-    loop = (Enclosing(line=8, text="for x in loader:"), Enclosing(line=7, text="try:"))
+    loop = (Statement(line=8, text="for x in loader:"), Statement(line=7, text="try:"))
     for tape in made.values():
         tape.call(line=9, inside=loop, at=START + 2).call(line=9, inside=loop)
     made[0].call("barrier", 12, inside=((11, "finally:"),), state=State.BEGUN, at=START + 5)
@@ -298,7 +298,7 @@ def test_an_exception_that_was_being_handled_at_the_call(
 ) -> None:
     made = tapes()
     handler = Way(line=10, text="except OSError:", first=9, last=9)
-    loop = (Enclosing(line=8, text="for x in loader:", ways=(handler,)),)
+    loop = (Statement(line=8, text="for x in loader:", ways=(handler,)),)
     for tape in made.values():
         tape.call(line=9, inside=loop, at=START + 2).call(line=9, inside=loop)
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)

@@ -8,7 +8,7 @@ import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
 from recordings import site
-from tapes import START, Tape, run_of, tapes
+from tapes import START, CallLog, run_of, tapes
 
 from ddpdoctor.events import (
     CommHook,
@@ -40,7 +40,7 @@ def found(run: Run) -> list[Finding]:
 def test_one_rank_passes_something_else(
     tmp_path: Path, name: str, value: object, word: str
 ) -> None:
-    made = {rank: Tape(rank, 3) for rank in range(3)}
+    made = {rank: CallLog(rank, 3) for rank in range(3)}
     for rank, tape in made.items():
         tape.call(line=9).call(line=9, **({name: value} if rank == 2 else {}))  # type: ignore[arg-type]
     (finding,) = found(run_of(tmp_path, made))
@@ -64,9 +64,9 @@ def test_the_same_fault_in_each_of_two_sub_groups(
     for number, ranks in enumerate(groups, 1):
         for rank in ranks:
             made[rank].group(number, str(number), ranks)
-            odd = {"numel": 3} if rank == ranks[-1] else {}
+            culprits = {"numel": 3} if rank == ranks[-1] else {}
             at = 9 if number == 1 else line
-            made[rank].call(line=at, group=number).call(line=at, group=number, **odd)  # type: ignore[arg-type]
+            made[rank].call(line=at, group=number).call(line=at, group=number, **culprits)  # type: ignore[arg-type]
     told = found(run_of(tmp_path, made))
     assert len(told) == faults
     if faults == 1:
@@ -78,7 +78,7 @@ def test_the_same_fault_in_each_of_two_sub_groups(
 
 @pytest.mark.parametrize(("lasts", "other"), [(5.0, True), (0.01, False)])
 def test_the_same_shapes_in_another_order(tmp_path: Path, lasts: float, other: bool) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():
         for n, numel in enumerate((3, 7, 7, 5) if rank == 0 else (5, 7, 7, 3)):
             at = START + 1 + n / 10
@@ -94,7 +94,7 @@ def test_the_same_shapes_in_another_order(tmp_path: Path, lasts: float, other: b
 
 
 def test_of_two_ranks_the_one_that_changed_is_at_fault(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():
         tape.call(line=9)
         tape.call(line=9, reduce_op="MAX" if rank == 0 else "SUM")
@@ -126,7 +126,7 @@ def test_who_is_at_fault_of_many_roots(
 
 
 def test_sizes_that_may_differ(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():
         tape.call("all_gather_object", 5).call("all_to_all_single", 6, numel=-1, dtype="float32")
         tape.call(line=7, numel=6, shape=(6,) if rank else (2, 3))
@@ -135,7 +135,7 @@ def test_sizes_that_may_differ(tmp_path: Path) -> None:
 
 
 def test_another_order_is_told_by_the_other_check(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call(line=8, text="r(a)", numel=3).call(line=9, text="r(b)")
     made[1].call(line=9, text="r(b)").call(line=8, text="r(a)", numel=3)
     assert found(run_of(tmp_path, made)) == []
@@ -155,7 +155,7 @@ def test_communication_hooks_that_differ(
     tmp_path: Path, state: State, names: tuple[str, ...], ranks: tuple[int, ...] | None
 ) -> None:
     world = len(names)
-    made = {rank: Tape(rank, world) for rank in range(world)}
+    made = {rank: CallLog(rank, world) for rank in range(world)}
     more: dict[int, list[Event]] = {}
     for rank, tape in made.items():
         tape.call("DDP backward", 28, state=state, at=START + 5, lasts=1)
@@ -194,7 +194,7 @@ def mask(size: int, *, ignored: bool = False) -> Tensor:
 def test_buffers_that_grow_with_the_ranks_own_batch(
     tmp_path: Path, sent: tuple[tuple[int, int], ...], steps: int, ranks: tuple[int, ...] | None
 ) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     more: dict[int, list[Event]] = {}
     for rank, (size, step) in enumerate(sent):
         more[rank] = [

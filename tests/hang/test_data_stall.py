@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.data_stall import DataStall
 from recordings import site
-from tapes import START, Tape, run_of, stall, stood
+from tapes import START, CallLog, run_of, stall, stood
 
 from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Stopped, Worker
 from ddpdoctor.report.findings import Finding
@@ -20,7 +20,7 @@ def found(run: Run) -> list[Finding]:
 
 
 def starving(tmp_path: Path, *workers: Worker, seen: bool = True) -> Run:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=9, state=State.BEGUN, at=START + 5)
     made[1].now(Phase.DATA, 6, "for batch in loader:")
     loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
@@ -71,7 +71,7 @@ def test_workers_that_wait_for_a_lock_on_a_file(
 
 
 def test_where_it_waited_until_it_was_interrupted(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=9, state=State.BEGUN, at=START + 5)
     made[1].now(Phase.LEAVING)
     made[1].progress_at = START + 90
@@ -92,7 +92,7 @@ def test_workers_that_are_gone(tmp_path: Path) -> None:
 
 
 def test_without_workers_the_line_is_the_data_sets_own(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=9, state=State.BEGUN, at=START + 5)
     made[1].now(Phase.DATA, 6, "for batch in loader:")
     loader = LoaderSeen(at=START, loader=0, site=-1, loop_site=90, dataset="Images", length=64,
@@ -111,7 +111,7 @@ def test_a_slow_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [6, 8])
 def test_a_worker_that_died(tmp_path: Path, line: int) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     raised = ExceptionRaised(
         at=START + 5,
         kind="RuntimeError",

@@ -35,21 +35,21 @@ from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
-def active(tmp_path: Path) -> Iterator[Recorder]:
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     yield Recorder(writer, tmp_path, "rank-0", {})
     writer.close()
 
 
-def events(active: Recorder) -> list[Event]:
-    return list(Lines(active.writer.path).events())
+def events(recorder: Recorder) -> list[Event]:
+    return list(Lines(recorder.writer.path).events())
 
 
-def test_a_group_is_gone_from_when_it_is_destroyed(active: Recorder) -> None:
-    token = process_groups._destroying(active, (), {})
+def test_a_group_is_gone_from_when_it_is_destroyed(recorder: Recorder) -> None:
+    token = process_groups._destroying(recorder, (), {})
     begun = time.monotonic()
-    process_groups._destroyed(active, token, None, None)
-    (event,) = (e for e in events(active) if isinstance(e, GroupDestroyed))
+    process_groups._destroyed(recorder, token, None, None)
+    (event,) = (e for e in events(recorder) if isinstance(e, GroupDestroyed))
     assert event.at <= begun
 
 
@@ -58,9 +58,9 @@ def test_a_group_is_gone_from_when_it_is_destroyed(active: Recorder) -> None:
     [("__main__", "train.py", True), ("__main__", "<console>", False), ("other", "o.py", False)],
 )
 def test_a_hook_of_the_programs_own_hides_no_exception(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch, name: str, file: str, ended: bool
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, name: str, file: str, ended: bool
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
     try:
         exec(compile("def f():\n    1 / 0\nf()", file, "exec"), {"__name__": name})
@@ -69,19 +69,19 @@ def test_a_hook_of_the_programs_own_hides_no_exception(
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         monkeypatch.setattr(sys, "last_traceback", error.__traceback__.tb_next, raising=False)
     exits._leaving()
-    raised = [e for e in events(active) if isinstance(e, ExceptionRaised)]
-    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    raised = [e for e in events(recorder) if isinstance(e, ExceptionRaised)]
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
     assert [(e.kind, e.frames[-1].line) for e in raised] == [("ZeroDivisionError", 2)] * ended
     assert (leaving.how, leaving.status) == (("exception", 1) if ended else ("return", None))
 
 
 def test_a_thread_that_fails_is_told_and_ends_nothing(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
     monkeypatch.setattr(exits, "_ending", exits._Ending())
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     exits._wrap_thread_excepthook()
     try:
         for error in (OSError("no space"), SystemExit(3)):
@@ -91,11 +91,11 @@ def test_a_thread_that_fails_is_told_and_ends_nothing(
     finally:
         restore()
     exits._leaving()
-    (failed,) = (e for e in events(active) if isinstance(e, ThreadFailed))
+    (failed,) = (e for e in events(recorder) if isinstance(e, ThreadFailed))
     assert (failed.thread, failed.kind, failed.message) == ("prefetch", "OSError", "no space")
     assert failed.frames[-1].function == "_raise"
     assert told == ["no space", "3"], "whoever was to print it does"
-    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
     assert (leaving.how, leaving.status) == ("return", None)
 
 
@@ -104,11 +104,11 @@ def _raise(error: BaseException) -> None:
 
 
 def test_an_exit_from_a_thread_ends_that_thread_only(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     exits._wrap_exits()
     try:
         thread = threading.Thread(target=lambda: sys.exit(77))
@@ -117,19 +117,19 @@ def test_an_exit_from_a_thread_ends_that_thread_only(
     finally:
         restore()
     exits._leaving()
-    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
     assert (leaving.how, leaving.status) == ("return", None)
 
 
 @pytest.mark.parametrize(("status", "said"), [("no more data", "no more data"), (3, "")])
 def test_what_an_exit_prints_is_kept(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, status: object, said: str
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
-    exits._note_exit(active, status)
+    exits._note_exit(recorder, status)
     exits._leaving()
-    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
     assert leaving.message == said
 
 
@@ -151,7 +151,7 @@ def _leave(status: object) -> None:
 )
 @pytest.mark.parametrize("status", [1, 0])
 def test_what_is_handled_where_a_process_exits(
-    active: Recorder,
+    recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
     module: str,
     function: str,
@@ -159,7 +159,7 @@ def test_what_is_handled_where_a_process_exits(
     caught: bool,
     status: int,
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
     monkeypatch.setattr(sys, "exit", _leave)
     monkeypatch.setattr(os, "_exit", _leave)
@@ -171,8 +171,8 @@ def test_what_is_handled_where_a_process_exits(
     finally:
         restore()
     exits._leaving()
-    raised = [e for e in events(active) if isinstance(e, ExceptionRaised)]
-    (leaving,) = (e for e in events(active) if isinstance(e, RankExiting))
+    raised = [e for e in events(recorder) if isinstance(e, ExceptionRaised)]
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
     expected = [("ZeroDivisionError", 2, caught)] * status
     assert [(e.kind, e.frames[-1].line, e.caught) for e in raised] == expected
     if status or caught:
@@ -181,19 +181,19 @@ def test_what_is_handled_where_a_process_exits(
 
 @pytest.mark.parametrize("cause", ["", " from None", " from error"])
 def test_what_was_handled_as_an_exception_was_raised(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch, cause: str
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
     text = f"try:\n    1 / 0\nexcept Exception as error:\n    raise OSError('boom'){cause}"
     with pytest.raises(OSError, match="boom") as caught:
         exec(compile(text, "train.py", "exec"), {})
     exits.note_exception(caught.value, caught.tb)
-    (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
+    (raised,) = (e for e in events(recorder) if isinstance(e, ExceptionRaised))
     assert (raised.kind, raised.frames[-1].line) == ("OSError", 4)
     assert raised.first is not None
     assert (raised.first.kind, raised.first.frames[-1].line) == ("ZeroDivisionError", 2)
-    assert exits._first(active, ValueError()) is None
+    assert exits._first(recorder, ValueError()) is None
 
 
 class Mute(Exception):
@@ -202,14 +202,14 @@ class Mute(Exception):
 
 
 def test_an_exception_that_cannot_say_what_it_is_has_a_name_and_a_line(
-    active: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
     with pytest.raises(Mute) as caught:
         raise Mute
     exits.note_exception(caught.value, caught.tb)
-    (raised,) = (e for e in events(active) if isinstance(e, ExceptionRaised))
+    (raised,) = (e for e in events(recorder) if isinstance(e, ExceptionRaised))
     assert raised.kind.endswith("Mute") and raised.frames
     assert raised.message == "<its __str__ failed>"
 
@@ -242,20 +242,20 @@ sys.exit({status})
     ],
 )
 def test_what_was_told_of_before_a_process_exits(
-    active: Recorder,
+    recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
     tell: str,
     more: str,
     status: int,
     named: bool,
 ) -> None:
-    monkeypatch.setattr(current, "recorder", active)
+    monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
-    monkeypatch.setattr(exits, "_newest", lambda active: len(calls))
+    monkeypatch.setattr(exits, "_newest", lambda recorder: len(calls))
     monkeypatch.setattr(sys, "exit", _leave)
     calls: list[int] = []
     known = {
-        "log": logging.getLogger("train"), "traceback": traceback, "sys": sys, "active": active,
+        "log": logging.getLogger("train"), "traceback": traceback, "sys": sys, "active": recorder,
         "call": lambda: calls.append(1),
         "wait": lambda: monkeypatch.setattr(exits, "_JUST_BEFORE_S", 0.0),
     }  # fmt: skip
@@ -270,7 +270,7 @@ def test_what_was_told_of_before_a_process_exits(
         restore()
         hooks.forget()
     exits._leaving()
-    raised = [(e.kind, e.caught) for e in events(active) if isinstance(e, ExceptionRaised)]
+    raised = [(e.kind, e.caught) for e in events(recorder) if isinstance(e, ExceptionRaised)]
     assert raised == [("ZeroDivisionError", True)] * named
 
 

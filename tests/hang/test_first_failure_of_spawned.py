@@ -69,7 +69,7 @@ def test_what_a_spawned_process_raises_that_is_no_rank(
     monkeypatch.setenv("DDPDOCTOR_DIR", str(tmp_path))
     if owner:
         monkeypatch.setenv("DDPDOCTOR_OWNER", owner)
-    monkeypatch.setattr(spawned_processes, "recorder", lambda: None)
+    monkeypatch.setattr(spawned_processes, "current_recorder", lambda: None)
     node = EventWriter(tmp_path / "node-0.jsonl")
 
     def fails(index: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.group_creation_mismatch import GroupCreationMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
-from tapes import START, Tape, run_of, stall
+from tapes import START, CallLog, run_of, stall
 
 from ddpdoctor.events import RankExiting, Signature, StepDone
 from ddpdoctor.report.diagnose import fold
@@ -23,7 +23,7 @@ def found(run: Run) -> list[Finding]:
 
 
 def test_every_rank_its_own_group(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         mine = (0, 1) if rank < 2 else (2, 3)
         tape.call("new_group", 9, group=NEW, ranks=mine)
@@ -36,7 +36,7 @@ def test_every_rank_its_own_group(tmp_path: Path) -> None:
 def test_groups_that_only_their_members_make(
     tmp_path: Path, branch: str, third: tuple[int, ...]
 ) -> None:
-    made = {rank: Tape(rank, 3) for rank in range(3)}
+    made = {rank: CallLog(rank, 3) for rank in range(3)}
     for rank, tape in made.items():
         mine = (0, 1) if rank < 2 else third
         tape.call("new_group", 9, group=NEW, ranks=mine, inside=((8, branch),))
@@ -48,7 +48,7 @@ def test_groups_that_only_their_members_make(
 
 
 def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         for step in range(3):
             tape.call(line=5, step=step)
@@ -58,9 +58,9 @@ def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None
     assert finding.steps is not None and finding.steps.first == 3
 
 
-def apart(working: bool = False) -> dict[int, Tape]:
+def apart(working: bool = False) -> dict[int, CallLog]:
     """Ranks that made different groups, went on, and then wait in two different collectives."""
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     around = [(20, 'if __name__ == "__main__":')]
     for rank, tape in made.items():
         mine = (0, 1) if rank < 2 else (2, 3)
@@ -92,7 +92,7 @@ def test_one_of_them_still_works(tmp_path: Path) -> None:
 
 
 def test_only_some_ranks_make_it(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
     made[1].call(line=12, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 8))
@@ -103,7 +103,7 @@ def test_only_some_ranks_make_it(tmp_path: Path) -> None:
 
 
 def test_some_ranks_made_it_and_all_are_over(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("new_group", 9, group=NEW, ranks=(0,))
     more = {r: [RankExiting(at=START + 5, how="return")] for r in made}
     (finding,) = found(run_of(tmp_path, made, more=more))
@@ -111,7 +111,7 @@ def test_some_ranks_made_it_and_all_are_over(tmp_path: Path) -> None:
 
 
 def test_same_groups_in_the_same_order(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for tape in made.values():
         for ranks in ((0, 1), (2, 3)):
             tape.call("new_group", 9, group=NEW, ranks=ranks)
@@ -119,14 +119,14 @@ def test_same_groups_in_the_same_order(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_only_late(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
     assert found(run_of(tmp_path, made, now=START + 8)) == []
 
 
 def test_a_rank_whose_record_ends_before_its_calls(tmp_path: Path) -> None:
     """The disk was full: that it made a group stands in its ring, which one stands nowhere."""
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for tape in made.values():
         tape.call("new_group", 9, group=NEW, ranks=(0, 1))
     made[1].events = [e for e in made[1].events if not isinstance(e, Signature)]
@@ -134,7 +134,7 @@ def test_a_rank_whose_record_ends_before_its_calls(tmp_path: Path) -> None:
 
 
 def test_what_fails_after_groups_in_another_order_follows_from_it(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         tape.call("new_group", 9, group=NEW, ranks=(0, 1) if rank < 2 else (2, 3))
         if rank < 3:

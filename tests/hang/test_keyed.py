@@ -109,22 +109,22 @@ def test_what_chooses(
     assert loop_keys.keys(codes[function], line(at), called) == names
 
 
-def key_in(known: loop_keys.Keyed, name: object) -> str:
+def key_in(known: loop_keys.LoopKey, name: object) -> str:
     return known.key(sys._getframe())
 
 
 def test_the_key_is_read_where_the_loop_runs() -> None:
-    known = loop_keys.Keyed(key_in.__code__, ("other", "name"))
+    known = loop_keys.LoopKey(key_in.__code__, ("other", "name"))
     inner = SimpleNamespace(f_code=None, f_back=sys._getframe())
     assert key_in(known, "loss") == "name = 'loss'"
     assert known.key(inner) == ""  # type: ignore[arg-type]
 
 
 def test_a_loop_over_something_else_is_left_alone() -> None:
-    known = loop_keys.Keyed(key_in.__code__, ("name",))
+    known = loop_keys.LoopKey(key_in.__code__, ("name",))
     assert not any(key_in(known, 7) or known.over for _ in range(3))
     assert key_in(known, 7) == "" and known.over
-    known = loop_keys.Keyed(key_in.__code__, ("name",))
+    known = loop_keys.LoopKey(key_in.__code__, ("name",))
     known.sites = {str(n): n for n in range(loop_keys.KEYS + 1)}
     assert known.over
 

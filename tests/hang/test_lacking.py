@@ -13,7 +13,7 @@ from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import steps
 from replicas import digests, replica
 from replicas import run_of as drift_run
-from tapes import START, Tape
+from tapes import START, CallLog
 from tapes import run_of as hang_run
 
 from ddpdoctor.events import Digests, Event, SyncPattern
@@ -70,9 +70,9 @@ def test_a_step_that_one_rank_skips_is_one_all_the_same(events: list[Event]) -> 
     assert "rank 0 skips optimizer steps" in codes["DDP402"].summary
 
 
-def calls(lead: int, *, op: str = "DDP backward") -> dict[int, Tape]:
+def calls(lead: int, *, op: str = "DDP backward") -> dict[int, CallLog]:
     """Rank 0 waits in a backward, rank 1 has taken `lead` steps more and is behind the loop."""
-    made = {n: Tape(n, 2) for n in range(2)}
+    made = {n: CallLog(n, 2) for n in range(2)}
     loop = ((8, "for step in range(8):"),)
     for tape in made.values():
         for n in range(COUNT - lead):

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from recordings import site
-from tapes import START, Tape, run_of, tapes
+from tapes import START, CallLog, run_of, tapes
 
 from ddpdoctor.events import (
     CALLERS,
     CallSite,
-    Enclosing,
     EpochBegan,
     EpochEnded,
     Event,
@@ -22,6 +21,7 @@ from ddpdoctor.events import (
     LoaderSeen,
     Place,
     Site,
+    Statement,
     Way,
 )
 from ddpdoctor.report.findings import Finding
@@ -67,7 +67,7 @@ def test_a_call_in_a_loop_that_one_rank_alone_ever_makes(tmp_path: Path, alone: 
 def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=11, text="if stop(loss):", first=13, last=13)
-    loop = (Enclosing(line=8, text="for step in range(20):", exits=(way,)),)
+    loop = (Statement(line=8, text="for step in range(20):", exits=(way,)),)
     for tape in made.values():
         tape.call(line=9, inside=loop)
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
@@ -118,7 +118,7 @@ def test_a_loop_in_a_caller_that_is_on_record(tmp_path: Path) -> None:
     made = tapes()
     loop = ((8, "for _ in range(2):"), (6, "for update in range(9):"))
 
-    def deep(tape: Tape, line: int, *inside: tuple[int, str], **more: object) -> None:
+    def deep(tape: CallLog, line: int, *inside: tuple[int, str], **more: object) -> None:
         """A call in functions that the loop's calls, with no record of who calls that."""
         tape.call(line=line, inside=inside, **more)  # type: ignore[arg-type]
         last = tape.events.pop()
@@ -175,7 +175,7 @@ def test_a_call_of_a_thread_without_lines_is_where_that_was_started(tmp_path: Pa
 def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
     made = tapes()
     way = Way(line=5, text="if short:", first=6, last=12)
-    loop = (Enclosing(line=4, text="for step in range(20):", ways=(way,)),)
+    loop = (Statement(line=4, text="for step in range(20):", ways=(way,)),)
     for tape in made.values():
         tape.call(line=9, inside=loop)
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
@@ -256,7 +256,7 @@ def test_how_a_loop_over_a_loader_was_left(
 
 
 GENERATED = (
-    Enclosing(
+    Statement(
         line=8,
         text="for x, y in log_every(loader):",
         ways=(Way(line=7, text="if bad(x):", first=8, last=12),),
@@ -311,7 +311,7 @@ def test_a_loop_over_a_generator_that_reads_a_loader(
 HANDLER = Way(line=16, text="except ValueError:", first=7, last=10)
 
 
-def swallowed(tmp_path: Path, inside: tuple[Enclosing, ...], *more: Event) -> Finding:
+def swallowed(tmp_path: Path, inside: tuple[Statement, ...], *more: Event) -> Finding:
     """Rank 1 skipped a batch; rank 0 lost it in a call of the loop and went on to its end."""
     made = tapes()
     for tape in made.values():
@@ -327,7 +327,7 @@ def swallowed(tmp_path: Path, inside: tuple[Enclosing, ...], *more: Event) -> Fi
 
 
 def test_a_rank_that_goes_on_after_its_call_failed_was_in_the_loop_in_it(tmp_path: Path) -> None:
-    finding = swallowed(tmp_path, (Enclosing(line=8, text="for x, y in loader:", ways=(HANDLER,)),))
+    finding = swallowed(tmp_path, (Statement(line=8, text="for x, y in loader:", ways=(HANDLER,)),))
     assert (finding.ranks, finding.location.line) == ((1,), 16)
     assert "rank 1 left out all_reduce" in finding.summary
     assert "took a step for only 5 of its 6 batches" in finding.cause
@@ -336,9 +336,9 @@ def test_a_rank_that_goes_on_after_its_call_failed_was_in_the_loop_in_it(tmp_pat
 
 
 def test_a_continue_in_another_arm_leaves_out_nothing_here(tmp_path: Path) -> None:
-    loop = Enclosing(line=8, text="for x, y in loader:", ways=(HANDLER,))
+    loop = Statement(line=8, text="for x, y in loader:", ways=(HANDLER,))
     other = Way(line=3, text="if bad:", first=4, last=20)
-    arm = Enclosing(line=5, text='elif mode == "b":  # if mode == "a":', opener=2)
+    arm = Statement(line=5, text='elif mode == "b":  # if mode == "a":', opener=2)
     seen = ExceptionPassed(
         at=START + 3, where="handler", kind="ValueError", message="bad", step=4, site=50, tried=50
     )
@@ -349,7 +349,7 @@ def test_a_continue_in_another_arm_leaves_out_nothing_here(tmp_path: Path) -> No
     assert "the branch that leads there" not in [r.label for r in finding.related]
 
 
-def in_a_helper(tape: Tape, caller: int) -> None:
+def in_a_helper(tape: CallLog, caller: int) -> None:
     """The last call was made by a function that this line called."""
     last = tape.events.pop()
     assert isinstance(last, CallSite)
@@ -421,7 +421,7 @@ def test_ranks_in_loops_one_after_the_other(tmp_path: Path) -> None:
 def test_a_loop_that_a_rank_left_in_its_first_round(tmp_path: Path, began: bool) -> None:
     made = tapes()
     way = Way(line=11, text="if loss < limit:", first=13, last=13)
-    loader = (Enclosing(line=8, text="for x, y in loader:", exits=(way,)), EPOCHS)
+    loader = (Statement(line=8, text="for x, y in loader:", exits=(way,)), EPOCHS)
     after = ((22, "for x, y in held_out:"), EPOCHS)
     for tape in made.values():
         tape.call("DDP backward", 12, inside=loader)

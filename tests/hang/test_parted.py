@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from tapes import START, Tape, run_of, tapes
+from tapes import START, CallLog, run_of, tapes
 
-from ddpdoctor.events import Enclosing, Way
+from ddpdoctor.events import Statement, Way
 from ddpdoctor.probe.source import statements
 from ddpdoctor.probe.source.conditional_calls import conditions
 from ddpdoctor.report.findings import Finding
@@ -88,21 +88,21 @@ def test_calls_of_a_branch_that_read_like_those_of_the_others(
         assert "run the wrapped model on every rank" in finding.fix
 
 
-def _train(tape: Tape, rounds: int) -> None:
+def _train(tape: CallLog, rounds: int) -> None:
     for _ in range(rounds):
         _forward(tape)
         tape.call("DDP backward", 60, "loss.backward()", caller=20)
 
 
-def _forward(tape: Tape) -> None:
+def _forward(tape: CallLog) -> None:
     tape.call("DDP forward", 49, "model(x)", caller=20)
     tape.call("barrier", 50, "barrier()", caller=20)
     tape.call(line=51, text="reduce(loss)", caller=20)
 
 
-def _tried(*more: Enclosing) -> Sequence[Enclosing]:
+def _tried(*more: Statement) -> Sequence[Statement]:
     handler = Way(line=19, text="except Exception as e:", first=18, last=18)
-    return (*more, Enclosing(line=17, text="try:", ways=(handler,)))
+    return (*more, Statement(line=17, text="try:", ways=(handler,)))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -127,16 +127,16 @@ def test_a_call_left_out_by_an_exception_that_was_caught(tmp_path: Path, world: 
 @pytest.mark.parametrize(
     ("inside", "line"),
     [
-        (_tried(Enclosing(line=17, text="if full:")), 21),
-        (_tried(Enclosing(line=17, text="for b in loader:")), 21),
-        (_tried(Enclosing(line=17, text="past if empty:")), 21),
-        ((Enclosing(line=17, text="try:"),), 21),
+        (_tried(Statement(line=17, text="if full:")), 21),
+        (_tried(Statement(line=17, text="for b in loader:")), 21),
+        (_tried(Statement(line=17, text="past if empty:")), 21),
+        ((Statement(line=17, text="try:"),), 21),
         ((), 21),
         (_tried(), 12),
     ],
 )
 def test_a_call_that_may_be_left_out_otherwise(
-    tmp_path: Path, inside: Sequence[Enclosing], line: int
+    tmp_path: Path, inside: Sequence[Statement], line: int
 ) -> None:
     made = tapes()
     for tape in made.values():

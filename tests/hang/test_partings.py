@@ -9,7 +9,7 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from ddpdoctor.checks.hang.stall import Stall
-from tapes import START, Tape, run_of, stall, stood, tapes
+from tapes import START, CallLog, run_of, stall, stood, tapes
 
 from ddpdoctor.events import CallBlock, CallRun, Event, StepDone
 from ddpdoctor.report.diagnose import fold
@@ -25,14 +25,14 @@ def found(run: Run) -> list[Finding]:
     return fold(sorted(every, key=lambda f: f.at), {check.name: check for check in CHECKS})
 
 
-def a_step(tape: Tape, step: int, **arguments: object) -> None:
+def a_step(tape: CallLog, step: int, **arguments: object) -> None:
     """Gradients, a metric and a count; `arguments` are those of the metric."""
     tape.call(line=5, numel=64, step=step)
     tape.call(line=7, step=step, **arguments)  # type: ignore[arg-type]
     tape.call(line=9, numel=1, step=step)
 
 
-def trained(made: dict[int, Tape], steps: int = 100_000) -> dict[int, list[Event]]:
+def trained(made: dict[int, CallLog], steps: int = 100_000) -> dict[int, list[Event]]:
     """The ranks have optimizers, which took so many steps."""
     last = StepDone(at=START, optimizer=0, step=steps - 1, site=-1, wall_s=0.1)
     return {rank: [last] for rank in made}
@@ -95,8 +95,8 @@ def test_every_time_counts(tmp_path: Path) -> None:
     made = tapes(3)
     for rank, tape in made.items():
         for step in range(12):
-            odd = rank == 1 and step >= 4 and step % 2 == 0
-            a_step(tape, step, reduce_op="MAX" if odd else "SUM")
+            culprits = rank == 1 and step >= 4 and step % 2 == 0
+            a_step(tape, step, reduce_op="MAX" if culprits else "SUM")
     run = run_of(tmp_path, made, more=trained(made))
     (finding,) = found(run)
     assert finding.steps == Steps(4, 10, 4)

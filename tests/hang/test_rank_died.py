@@ -9,7 +9,7 @@ import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_died import RankDied
 from recordings import CWD, started, steps
-from tapes import START, WALL, Tape, run_of, stood
+from tapes import START, WALL, CallLog, run_of, stood
 
 from ddpdoctor.events import (
     ExceptionRaised,
@@ -35,8 +35,8 @@ def found(run: Run) -> list[Finding]:
     return list(RankDied().examine(run))
 
 
-def tapes() -> dict[int, Tape]:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+def tapes() -> dict[int, CallLog]:
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[1].call(line=12, state=State.BEGUN, at=START + 5)
     return made
 
@@ -144,7 +144,7 @@ LOST = ExceptionRaised(
 @pytest.mark.parametrize("lost", [True, False])
 def test_gone_without_a_word(lost: bool, tmp_path: Path) -> None:
     others = [end(0, START + 6.3), end(2, START + 6.2, signal=15 if lost else None)]
-    made = {**tapes(), 2: Tape(2, 3)}
+    made = {**tapes(), 2: CallLog(2, 3)}
     nodes = {0: [*others, end(1, START + 6.3, silent=True)]}
     more = {0: [LOST]} if lost else {}
     (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes, ended=None))
@@ -204,7 +204,7 @@ def test_somebody_stopped_the_run(tmp_path: Path, by: str) -> None:
 
 
 def test_abort_at_teardown(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     more = {
         r: [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")] for r in made
     }
@@ -214,7 +214,7 @@ def test_abort_at_teardown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [True, False])
 def test_a_crash_of_the_program_after_its_groups_are_gone(tmp_path: Path, left: bool) -> None:
     """It goes on by itself and exports, say; also in what Python calls as it leaves."""
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     crash = [stood(1, 40, "write(model)", crashed=True)] if left else []
     more = {
         r: [*steps(8), GroupDestroyed(at=START + 5)]
@@ -252,7 +252,7 @@ def test_a_crash_as_it_was_told_to_end_is_none_of_its_own(tmp_path: Path) -> Non
 
 
 def test_a_death_as_the_interpreter_leaves_has_no_step_and_no_line(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     more = {r: [*steps(8), RankExiting(at=START + 6, how="return")] for r in made}
     (finding,) = found(run_of(tmp_path, made, more=more, ended={0: -14, 1: -14}))
     assert (finding.ranks, finding.steps, finding.location) == ((0, 1), None, None)
@@ -261,7 +261,7 @@ def test_a_death_as_the_interpreter_leaves_has_no_step_and_no_line(tmp_path: Pat
 
 @pytest.mark.parametrize("late", [-0.1, 0.0, 0.2, 20.0])
 def test_told_to_end_after_an_abort_at_teardown(tmp_path: Path, late: float) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     more = {1: [GroupDestroyed(at=START + 5), RankExiting(at=START + 5.5, how="return")]}
     ends = [end(1, START + 6, signal=6), end(0, START + 6 + late, signal=15)]
     told = found(run_of(tmp_path, made, more=more, nodes={0: ends}, ended=None))
@@ -281,7 +281,7 @@ def test_spawn_says_which_ended_first(
     tmp_path: Path, pid: int, known: bool, zombie: int | None
 ) -> None:
     """Rank 0 is told to end, rank 1 loses it, and spawn tells rank 2 to end."""
-    made = {rank: Tape(rank, 3).call(line=9) for rank in range(3)}
+    made = {rank: CallLog(rank, 3).call(line=9) for rank in range(3)}
     for rank, tape in made.items():
         tape.events.insert(0, started(rank, 3, spawned=4))
     told = SpawnEnded(at=START + 7, wall=WALL, pid=pid, signal=15, told=(5002,))
@@ -314,7 +314,7 @@ def test_its_record_is_lost(tmp_path: Path, name: str | None) -> None:
     """It is empty, or not there; how the process ended is known."""
     peer = ExceptionRaised(at=START + 6.1, kind="RuntimeError", message="Connection reset by peer")
     ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=15, by_launcher=True)]
-    tapes_of_0 = {0: Tape(0, 2).call(line=9)}
+    tapes_of_0 = {0: CallLog(0, 2).call(line=9)}
     run = run_of(tmp_path, tapes_of_0, nodes={0: ends}, more={0: [peer]}, world_size=2)
     if name:
         (tmp_path / "run" / name).touch()
@@ -328,7 +328,7 @@ def test_its_record_is_lost(tmp_path: Path, name: str | None) -> None:
 
 
 def test_a_process_of_another_group_is_not_without_a_record(tmp_path: Path) -> None:
-    run = run_of(tmp_path, {0: Tape(0, 1)}, nodes={0: [end(1, START + 6, signal=9)]})
+    run = run_of(tmp_path, {0: CallLog(0, 1)}, nodes={0: [end(1, START + 6, signal=9)]})
     other = Rank(1)
     run.others = (other,)
     assert not run.unrecorded

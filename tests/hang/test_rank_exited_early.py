@@ -9,10 +9,9 @@ from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from leavers import CLOSED, found, left
 from recordings import PID
-from tapes import CWD, START, WALL, Tape, run_of, stall
+from tapes import CWD, START, WALL, CallLog, run_of, stall
 
 from ddpdoctor.events import (
-    Enclosing,
     Event,
     ExceptionRaised,
     Frame,
@@ -21,6 +20,7 @@ from ddpdoctor.events import (
     ProcessEnded,
     RankExiting,
     Site,
+    Statement,
     Way,
 )
 from ddpdoctor.run import Run
@@ -43,12 +43,12 @@ def test_it_failed_itself(tmp_path: Path) -> None:
 
 
 def test_all_leave_together(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     ends = {r: [RankExiting(at=START + 5 + r, how="return")] for r in made}
     assert found(run_of(tmp_path, made, more=ends)) == []
 
 
-ON_ZERO = (Enclosing(line=30, text="if rank == 0:"),)
+ON_ZERO = (Statement(line=30, text="if rank == 0:"),)
 
 
 def in_no_call(folder: Path, other: list[Event]) -> Run:
@@ -59,7 +59,7 @@ def in_no_call(folder: Path, other: list[Event]) -> Run:
     )
     raised = ExceptionRaised(at=START + 6, kind="RuntimeError", message=CLOSED, frames=frames)
     status = 1 if any(isinstance(e, ExceptionRaised) for e in other) else 0
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     return run_of(folder, made, more={0: [raised], 1: other}, ended={0: 1, 1: status})
 
 
@@ -85,7 +85,7 @@ def test_a_peer_that_failed_or_was_still_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [30, 8])
 def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path, line: int) -> None:
     made = {
-        rank: Tape(rank, 2).call(line=9, inside=((line, "if rank == 0:"),)) for rank in range(2)
+        rank: CallLog(rank, 2).call(line=9, inside=((line, "if rank == 0:"),)) for rank in range(2)
     }
     made[0].call("barrier", 31, inside=((30, "if rank == 0:"),), state=State.FAILED, at=START + 5,
                  lasts=1)  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_call_that_only_some_ranks_make_at_the_end(tmp_path: Path, line: int) 
 
 
 def test_a_group_that_was_destroyed_before_the_others_were_done(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=7, state=State.FAILED, at=START + 5, lasts=1)
     line = Site(at=START, id=60, file=f"{CWD}/train.py", line=4, function="finish")
     raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
@@ -118,7 +118,7 @@ def test_a_group_that_was_destroyed_before_the_others_were_done(tmp_path: Path) 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_group_that_was_destroyed_to_be_formed_again(tmp_path: Path, again: bool) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=7, state=State.BEGUN, at=START + 6)
     end = GroupDestroyed(at=START + 5, site=60)
     joins = InitEntered(at=START + 5.1, backend="gloo", init_method="", rank=-1, world_size=-1,
@@ -131,7 +131,7 @@ def test_a_group_that_was_destroyed_to_be_formed_again(tmp_path: Path, again: bo
 
 @pytest.mark.parametrize("omitted", [True, False])
 def test_a_message_that_was_not_sent(tmp_path: Path, omitted: bool) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     loop = ((8, "for k in range(3):"),)
     for k in range(3):
         for rank, tape in made.items():
@@ -155,7 +155,7 @@ def test_a_branch_that_the_rank_that_left_never_entered(
     tmp_path: Path, before: int, certain: bool
 ) -> None:
     loop = (8, "for epoch in range(9):")
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for epoch in range(3):
         for rank, tape in made.items():
             if rank == 0 and epoch < before:
@@ -177,7 +177,7 @@ def test_a_branch_that_the_rank_that_left_never_entered(
 def test_who_is_at_fault_where_only_some_enter_a_branch(
     tmp_path: Path, entered: tuple[int, ...]
 ) -> None:
-    made = {rank: Tape(rank, 3).call(line=9) for rank in range(3)}
+    made = {rank: CallLog(rank, 3).call(line=9) for rank in range(3)}
     for rank in entered:
         made[rank].call("barrier", 31, inside=ON_ZERO, state=State.FAILED, at=START + 5, lasts=1)
     raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
@@ -203,7 +203,7 @@ def test_who_is_at_fault_where_only_some_enter_a_branch(
 def test_proven_only_when_nothing_more_can_come_of_its_end(
     tmp_path: Path, ended: int | None, stalled: bool, now: int, stuck: bool
 ) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call(line=9, state=State.BEGUN, at=START + 5)
     seen: list[Event] = [stall(START + 12, START + 5)] if stalled else []
     if ended is not None:
@@ -218,8 +218,8 @@ def test_proven_only_when_nothing_more_can_come_of_its_end(
 def test_nothing_caught_the_exit_that_a_signal_handler_raised(tmp_path: Path, how: str) -> None:
     handler = Way(line=11, text="except Exception:", first=8, last=10)
     loop = (
-        Enclosing(line=8, text="for step in range(9):"),
-        Enclosing(line=7, text="try:", ways=(handler,)),
+        Statement(line=8, text="for step in range(9):"),
+        Statement(line=7, text="try:", ways=(handler,)),
     )
     leaver: list[object] = [RankExiting(at=START + 5.5, how=how)]
     (finding,) = found(left(tmp_path, leaver=leaver, loop=loop))
@@ -241,7 +241,7 @@ def test_what_the_program_called_to_leave_is_named(tmp_path: Path, how: str) -> 
 @pytest.mark.parametrize("op", ["all_reduce", "DDP backward"])
 def test_only_members_of_the_group_that_is_waited_in(tmp_path: Path, op: str) -> None:
     """Rank 0 lost its partner in a call that both have begun; ranks 2 and 3 have their own."""
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         tape.group(1, str(rank // 2 + 1), (0, 1) if rank < 2 else (2, 3))
         state = State.DONE if rank else State.FAILED

@@ -8,7 +8,7 @@ import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID, steps
-from tapes import CWD, START, Tape, run_of, stall, stood
+from tapes import CWD, START, CallLog, run_of, stall, stood
 
 from ddpdoctor.events import (
     ExceptionRaised,
@@ -31,8 +31,8 @@ def found(run: Run) -> list[Finding]:
     return list(RankMissing().examine(run))
 
 
-def waiting(world: int = 3, missing: int = 1) -> dict[int, Tape]:
-    made = {rank: Tape(rank, world) for rank in range(world)}
+def waiting(world: int = 3, missing: int = 1) -> dict[int, CallLog]:
+    made = {rank: CallLog(rank, world) for rank in range(world)}
     for rank, tape in made.items():
         tape.call(line=9)
         if rank != missing:
@@ -66,7 +66,7 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
 def test_a_lock_that_a_waiting_rank_holds(
     tmp_path: Path, head: str, inner: str, cpu: float, told: bool
 ) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call("barrier", 20, inside=((16, "with lock(path):"),), state=State.BEGUN, at=START + 5)
     line = 16 if "lock" in head else 12
     frames = [StackFrame(file=f"{CWD}/train.py", line=line, function="main", user=True, text=head)]
@@ -192,7 +192,7 @@ def test_it_came_back_and_the_run_ended_before_that_was_seen(tmp_path: Path) -> 
 
 
 def test_a_barrier_with_a_timeout_of_its_own(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("monitored_barrier", 9, state=State.BEGUN, at=START + 5)
     seen = [stood(1, 33, "save(model)"), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
@@ -219,7 +219,7 @@ def recorded(*retired: bool) -> FlightLog:
 def test_in_its_own_code_within_the_backward_in_which_the_other_waits(
     tmp_path: Path, logs: tuple[FlightLog, FlightLog], ranks: tuple[int, ...] | None
 ) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for tape in made.values():
         tape.call("DDP backward", 12).call("DDP backward", 12, state=State.BEGUN, at=START + 5)
     seen = [stood(0, 33, "time.sleep(1000)"), stall(START + 50, START + 5)]

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from leavers import CLOSED, LOOPS, found, left
-from tapes import CWD, START, Tape, run_of
+from tapes import CWD, START, CallLog, run_of
 
 from ddpdoctor.events import (
-    Enclosing,
     EpochBegan,
     EpochEnded,
     Event,
@@ -21,6 +20,7 @@ from ddpdoctor.events import (
     LoaderSeen,
     RankExiting,
     Site,
+    Statement,
     Way,
 )
 from ddpdoctor.report.findings import Steps
@@ -44,8 +44,8 @@ def test_a_shorter_loop(tmp_path: Path) -> None:
         {"loop": ((9, "for p in model.parameters():"), *LOOPS)},
         {"loop": ((9, "for part in batch:"), *LOOPS)},
         {"loop": ((9, "if len(batch):"), *LOOPS)},
-        {"loop": (*LOOPS, Enclosing(6, "try:", (Way(20, "except KeyboardInterrupt:", 7, 19),)))},
-        {"loop": (LOOPS[0], Enclosing(7, "for epoch in range(3):", (Way(8, "if x:", 8, 9),)))},
+        {"loop": (*LOOPS, Statement(6, "try:", (Way(20, "except KeyboardInterrupt:", 7, 19),)))},
+        {"loop": (LOOPS[0], Statement(7, "for epoch in range(3):", (Way(8, "if x:", 8, 9),)))},
     ],
 )
 def test_which_rounds_were_fewer_is_not_known(tmp_path: Path, unlike: dict[str, Any]) -> None:
@@ -54,11 +54,11 @@ def test_which_rounds_were_fewer_is_not_known(tmp_path: Path, unlike: dict[str, 
     assert "an exception ended" not in finding.cause
 
 
-def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
+def rounds(head: str, *, broken: bool = False, last: int = 12) -> Statement:
     """A loop in which a handler leaves out a part of the round."""
     way = Way(line=11, text="except ValueError:", first=9, last=last)
     exits = (Way(line=12, text="if done:", first=14, last=14),) if broken else ()
-    return Enclosing(line=8, text=head, ways=(way,), exits=exits)
+    return Statement(line=8, text=head, ways=(way,), exits=exits)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def rounds(head: str, *, broken: bool = False, last: int = 12) -> Enclosing:
         (rounds("for i in range(80):", last=8), 8, ""),
     ],
 )
-def test_a_round_that_was_skipped(tmp_path: Path, loop: Enclosing, line: int, cause: str) -> None:
+def test_a_round_that_was_skipped(tmp_path: Path, loop: Statement, line: int, cause: str) -> None:
     (finding,) = found(left(tmp_path, loop=(loop,)))
     assert finding.location is not None
     assert finding.location.line == line
@@ -99,7 +99,7 @@ def test_the_statement_that_ended_a_loop(
     tmp_path: Path, head: str, exit_line: int, under: str, waits_at: int, line: int
 ) -> None:
     way = Way(line=exit_line, text=under, first=exit_line + 2, last=14)
-    loop = (Enclosing(line=8, text=head, exits=(way,)),)
+    loop = (Statement(line=8, text=head, exits=(way,)),)
     (finding,) = found(left(tmp_path, loop=loop, waits_at=waits_at))
     assert finding.location is not None
     assert finding.location.line == line
@@ -120,7 +120,7 @@ def test_what_may_not_have_ended_a_loop(
     tmp_path: Path, inner: str, under: str, named: bool
 ) -> None:
     way = Way(line=11, text=under, first=13, last=14)
-    loop = ((8, inner), Enclosing(line=7, text="for epoch in range(3):", exits=(way,)))
+    loop = ((8, inner), Statement(line=7, text="for epoch in range(3):", exits=(way,)))
     (finding,) = found(left(tmp_path, loop=loop))
     assert ("ends it" in finding.cause) is named
     assert finding.location is not None
@@ -129,7 +129,7 @@ def test_what_may_not_have_ended_a_loop(
 
 def test_a_handler_that_ended_a_loop(tmp_path: Path) -> None:
     way = Way(line=11, text="except OSError:", first=13, last=14)
-    loop = (Enclosing(line=8, text="for i in range(80):", exits=(way,)),)
+    loop = (Statement(line=8, text="for i in range(80):", exits=(way,)),)
     tried = Site(at=START, id=70, file=f"{CWD}/train.py", line=9, function="main")
     seen = ExceptionPassed(
         at=START + 3, where="handler", kind="OSError", message="full", step=7, tried=70
@@ -159,7 +159,7 @@ def test_an_exception_that_ended_a_loop_and_was_caught(
     tmp_path: Path, text: str, line: int
 ) -> None:
     way = Way(line=6, text="except Exception: return", first=4, last=5)
-    around = Enclosing(line=3, text="try:", ways=(way,))
+    around = Statement(line=3, text="try:", ways=(way,))
     (finding,) = found(left(tmp_path, loop=((8, text), around)))
     assert finding.location is not None
     assert finding.location.line == line
@@ -185,7 +185,7 @@ def test_batches_skipped_in_an_earlier_epoch(tmp_path: Path) -> None:
 
 def test_a_lost_connection_that_was_caught_until_the_end(tmp_path: Path) -> None:
     def swallowed(op: str) -> Run:
-        made = {rank: Tape(rank, 2).call("DDP backward", 9) for rank in range(2)}
+        made = {rank: CallLog(rank, 2).call("DDP backward", 9) for rank in range(2)}
         for second in (5, 6, 7):
             made[1].call(op, 9, state=State.FAILED, at=START + second, lasts=0.5)
         raised = ExceptionRaised(at=START + 8, kind="RuntimeError", message=CLOSED, caught=True)
@@ -254,7 +254,7 @@ def test_a_schedule_that_ranks_of_different_rounds_follow(
 
 
 def test_a_loop_that_only_the_leaver_was_in(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[1].call(line=20, inside=((19, "for x in validation:"),))
     made[0].call(line=20, inside=((19, "for x in validation:"),))
     made[0].call(line=9, text="again", state=State.FAILED, at=START + 5, lasts=1)
@@ -275,9 +275,9 @@ def test_the_statement_that_may_end_a_loop_within_the_one_that_was_left(
     tmp_path: Path, within: list[str], around: list[str], told: list[int]
 ) -> None:
     loops = (
-        Enclosing(line=8, text="for k in range(n):",
+        Statement(line=8, text="for k in range(n):",
                   exits=tuple(Way(line=11, text=t, first=12, last=12) for t in within)),
-        Enclosing(line=7, text="for it in range(rounds):",
+        Statement(line=7, text="for it in range(rounds):",
                   exits=tuple(Way(line=11 + len(within), text=t, first=14, last=14)
                               for t in around)),
     )  # fmt: skip

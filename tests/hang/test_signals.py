@@ -18,29 +18,29 @@ from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
-def active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    active = Recorder(writer, tmp_path, "rank-0", {})
-    monkeypatch.setattr(current, "recorder", active)
+    recorder = Recorder(writer, tmp_path, "rank-0", {})
+    monkeypatch.setattr(current, "recorder", recorder)
     sent_signals.install()
-    yield active
+    yield recorder
     restore()
     writer.close()
 
 
-def sent(active: Recorder) -> list[tuple[int, int]]:
-    found = Lines(active.writer.path).events()
+def sent(recorder: Recorder) -> list[tuple[int, int]]:
+    found = Lines(recorder.writer.path).events()
     return [(e.pid, e.signal) for e in found if isinstance(e, SignalSent)]
 
 
-def test_a_signal_that_ends_the_process_is_told(active: Recorder) -> None:
+def test_a_signal_that_ends_the_process_is_told(recorder: Recorder) -> None:
     number = signal.SIGURG  # which does nothing by itself
     os.kill(os.getpid(), number)
     signal.raise_signal(number)
-    assert sent(active) == [(os.getpid(), number)] * 2
+    assert sent(recorder) == [(os.getpid(), number)] * 2
 
 
-def test_one_that_the_program_handles_is_not(active: Recorder) -> None:
+def test_one_that_the_program_handles_is_not(recorder: Recorder) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     try:
@@ -50,12 +50,12 @@ def test_one_that_the_program_handles_is_not(active: Recorder) -> None:
         signal.signal(signal.SIGUSR1, before)
     assert len(seen) == 2 * sent_signals.MOST_TOLD
     os.kill(os.getpid(), 0)
-    assert sent(active) == []
+    assert sent(recorder) == []
     os.kill(os.getpid(), signal.SIGURG)
-    assert len(sent(active)) == 1, "the others have not used up what may be told"
+    assert len(sent(recorder)) == 1, "the others have not used up what may be told"
 
 
-def test_the_functions_stay_what_they_are(active: Recorder) -> None:
+def test_the_functions_stay_what_they_are(recorder: Recorder) -> None:
     assert pickle.loads(pickle.dumps(os.kill)) is os.kill
     with pytest.raises(TypeError):
         os.kill(os.getpid())  # type: ignore[call-arg]

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.stall import Stall
 from recordings import ring_of, started, torch_loaded
-from tapes import CWD, START, Tape, run_of, stall, stood
+from tapes import CWD, START, CallLog, run_of, stall, stood
 
-from ddpdoctor.events import CommHook, Enclosing, GroupDestroyed, InitEntered, Site, StackFrame, Way
+from ddpdoctor.events import CommHook, GroupDestroyed, InitEntered, Site, StackFrame, Statement, Way
 from ddpdoctor.report.findings import Confidence, Finding, Severity
 from ddpdoctor.run import Run, load
 from ddpdoctor.storage.call_ring import State
@@ -21,8 +21,8 @@ def found(run: Run) -> list[Finding]:
     return list(Stall().examine(run))
 
 
-def pair(ops: tuple[str, str]) -> dict[int, Tape]:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+def pair(ops: tuple[str, str]) -> dict[int, CallLog]:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():
         tape.call(ops[rank], 9, peer=1 - rank, state=State.BEGUN, at=START + 5)
     return made
@@ -35,9 +35,9 @@ def test_both_receive(tmp_path: Path) -> None:
     assert "let one side send first" in finding.fix
 
 
-def pipeline(*counts: tuple[int, int]) -> dict[int, Tape]:
+def pipeline(*counts: tuple[int, int]) -> dict[int, CallLog]:
     """Two stages, with the micro-batches that each does in every round; the last one hangs."""
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for number, (sent, received) in enumerate(counts):
         last = number == len(counts) - 1
         for tape, there, back, n, m in (
@@ -85,7 +85,7 @@ def test_rounds_of_as_many_messages_as_they_like(tmp_path: Path) -> None:
 
 
 def test_a_receive_that_is_missing(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("send", 9, peer=1, state=State.BEGUN, at=START + 5)
     made[1].call("all_gather", 12, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 8))
@@ -98,8 +98,8 @@ def test_a_message_that_is_left_out_in_one_round(
     tmp_path: Path, bounds: tuple[int, int], line: int
 ) -> None:
     way = Way(line=6, text="if i == 3: continue", first=bounds[0], last=bounds[1])
-    loop = (Enclosing(line=4, text="for i in range(20):", ways=(way,)),)
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    loop = (Statement(line=4, text="for i in range(20):", ways=(way,)),)
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for _ in range(3):
         made[0].call("send", 15, peer=1).call("recv", 16, peer=1)
         made[1].call("recv", 5, peer=0, inside=loop).call("send", 9, peer=0, inside=loop)
@@ -121,8 +121,8 @@ def test_a_message_left_out_by_who_has_left_the_loop(
     tmp_path: Path, rounds: int, way: str, line: int
 ) -> None:
     ways = {way: (Way(line=7, text="if i == last: break", first=8, last=9),)} if way else {}
-    loop = (Enclosing(line=4, text="for i in range(n):", **ways),)
-    made = {rank: Tape(rank, 3) for rank in range(3)}
+    loop = (Statement(line=4, text="for i in range(n):", **ways),)
+    made = {rank: CallLog(rank, 3) for rank in range(3)}
     for i in range(rounds + 1):
         made[0].call("send", 9, peer=1, inside=loop)
         made[1].call("recv", 5, peer=0, inside=loop)
@@ -141,7 +141,7 @@ def test_a_message_left_out_by_who_has_left_the_loop(
 
 
 def test_a_loop_of_messages_that_is_over(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for _ in range(5):
         made[0].call("send", 9, peer=1)
         made[1].call("recv", 5, peer=0)
@@ -154,7 +154,7 @@ def test_a_loop_of_messages_that_is_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [5, 7])
 def test_two_rings_at_once(tmp_path: Path, line: int) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         where = 5 if rank < 2 else line
         tape.call("recv", where, peer=rank ^ 1, state=State.BEGUN, at=START + 5)
@@ -165,7 +165,7 @@ def test_two_rings_at_once(tmp_path: Path, line: int) -> None:
 
 
 def test_a_message_left_out_before_a_collective(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     for _ in range(3):
         made[0].call("send", 9, peer=1).call("all_gather", 12)
         made[1].call("recv", 5, peer=0).call("all_gather", 12)
@@ -190,7 +190,7 @@ def test_a_message_that_does_not_arrive(tmp_path: Path) -> None:
 
 
 def test_all_in_one_collective(tmp_path: Path) -> None:
-    made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    made = {r: CallLog(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
     seen = [
         stood(0, 9, "all_reduce(x)"),
         stood(1, 9, "all_reduce(x)"),
@@ -204,7 +204,7 @@ def test_all_in_one_collective(tmp_path: Path) -> None:
 
 
 def test_all_at_one_number_in_different_collectives(tmp_path: Path) -> None:
-    made = {r: Tape(r, 2) for r in range(2)}
+    made = {r: CallLog(r, 2) for r in range(2)}
     made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)
     made[1].call(line=9, state=State.BEGUN, at=START + 5)
     seen = [stall(START + 50, START + 5)]
@@ -215,7 +215,7 @@ def test_all_at_one_number_in_different_collectives(tmp_path: Path) -> None:
 
 
 def test_all_are_at_one_line_of_their_own(tmp_path: Path) -> None:
-    made = {r: Tape(r, 3).call(line=5) for r in range(3)}
+    made = {r: CallLog(r, 3).call(line=5) for r in range(3)}
     seen = [*(stood(r, 9, "event.wait()") for r in made), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=dict.fromkeys(made, -15)))
     assert "ranks 0-2 are in the program's own code at train.py:9" in finding.summary
@@ -223,12 +223,12 @@ def test_all_are_at_one_line_of_their_own(tmp_path: Path) -> None:
 
 
 def test_no_stall_on_record(tmp_path: Path) -> None:
-    made = {r: Tape(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    made = {r: CallLog(r, 2).call(line=9, state=State.BEGUN, at=START + 5) for r in range(2)}
     assert found(run_of(tmp_path, made, now=START + 300)) == []
 
 
 def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
-    made = {rank: Tape(rank, 2).call(line=5) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=5) for rank in range(2)}
     over = {r: [GroupDestroyed(at=START + 5, name="", site=-1)] for r in made}
     at_exit = StackFrame(file="/usr/lib/python3.11/threading.py", line=1590, function="_shutdown")
     seen = [
@@ -242,7 +242,9 @@ def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
 
 
 def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:
-    made = {r: Tape(r, 2).call("DDP backward", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    made = {
+        r: CallLog(r, 2).call("DDP backward", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)
+    }
     nodes = {0: [stall(START + 20, START + 5)]}
     (finding,) = found(run_of(tmp_path / "none", made, nodes=nodes))
     assert "hook" not in finding.cause and "without the hook" not in finding.fix
@@ -250,7 +252,7 @@ def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path / "hook", made, more=hook, nodes=nodes))
     assert "powerSGD_hook averages in DDP's place" in finding.cause
     assert "without the hook" in finding.fix
-    barrier = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in made}
+    barrier = {r: CallLog(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in made}
     (finding,) = found(run_of(tmp_path / "barrier", barrier, more=hook, nodes=nodes))
     assert "hook" not in finding.cause
 
@@ -262,7 +264,7 @@ def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:
 def test_the_network_is_spoken_of_where_there_is_one(
     tmp_path: Path, backend: str, hosts: tuple[str, str], network: bool
 ) -> None:
-    made = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    made = {r: CallLog(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
     for tape in made.values():
         tape.events[0] = msgspec.structs.replace(tape.events[0], backend=backend)
     more = {r: [started(r, 2, node=host)] for r, host in enumerate(hosts)}
@@ -292,7 +294,7 @@ def test_a_group_that_was_formed_again_at_the_same_place(
     tmp_path: Path, places: tuple[str, ...], since: float, again: bool
 ) -> None:
     made = {
-        r: Tape(r, 2).call(line=7, at=START + 2).call(line=9, state=State.BEGUN, at=START + 5)
+        r: CallLog(r, 2).call(line=7, at=START + 2).call(line=9, state=State.BEGUN, at=START + 5)
         for r in range(2)
     }
     inits = [formed(at, p) for at, p in zip((START + 0.1, since), places, strict=False)]
@@ -305,12 +307,12 @@ def test_a_group_that_was_formed_again_at_the_same_place(
 
 
 def test_a_rank_without_a_record_is_not_said_to_be_there(tmp_path: Path) -> None:
-    made = {0: Tape(0, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)}
+    made = {0: CallLog(0, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)}
     run = run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5)]}, world_size=2)
     (finding,) = found(run)
     assert finding.cause.startswith("the calls of rank 1 are not on record in this folder")
     assert "all are" not in finding.summary and "rank 0 is in barrier" in finding.summary
-    made[1] = Tape(1, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)
+    made[1] = CallLog(1, 2).call("barrier", 9, state=State.BEGUN, at=START + 5)
     run = run_of(tmp_path / "both", made, nodes={0: [stall(START + 20, START + 5)]})
     (finding,) = found(run)
     assert "nobody is missing" in finding.cause
@@ -320,7 +322,7 @@ def test_a_rank_without_a_record_is_not_said_to_be_there(tmp_path: Path) -> None
 def test_a_rank_whose_calls_are_unknown_is_not_said_to_be_there(
     tmp_path: Path, another: bool
 ) -> None:
-    made = {r: Tape(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in range(2)}
+    made = {r: CallLog(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in range(2)}
     torch = {1: [torch_loaded()]}
     run = run_of(tmp_path, made, more=torch, nodes={0: [stall(START + 20, START + 5)]})
     path = run.ranks[1].path
@@ -334,7 +336,7 @@ def test_a_rank_whose_calls_are_unknown_is_not_said_to_be_there(
 
 
 def test_records_of_another_program_say_nothing(tmp_path: Path) -> None:
-    made = {0: Tape(0, 1).call("barrier", 9, state=State.BEGUN, at=START + 5)}
+    made = {0: CallLog(0, 1).call("barrier", 9, state=State.BEGUN, at=START + 5)}
     standing = stood(0, 9, "dist.barrier()")
     run = run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5), standing]})
     path = run.ranks[0].path
@@ -345,7 +347,7 @@ def test_records_of_another_program_say_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [True, False])
 def test_a_ring_that_receives_from_where_it_sends(tmp_path: Path, wrong: bool) -> None:
-    made = {rank: Tape(rank, 4) for rank in range(4)}
+    made = {rank: CallLog(rank, 4) for rank in range(4)}
     for rank, tape in made.items():
         right, left = (rank + 1) % 4, (rank - 1) % 4
         tape.call("batch_isend_irecv", 9, sends=(right,), receives=(right if wrong else left,),
@@ -363,7 +365,7 @@ def test_a_ring_that_receives_from_where_it_sends(tmp_path: Path, wrong: bool) -
      ("restored = cache.get(key)", False)],
 )  # fmt: skip
 def test_ranks_that_wait_for_a_key_of_a_store(tmp_path: Path, line: str, told: bool) -> None:
-    made = {rank: Tape(rank, 2).call("barrier", 9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call("barrier", 9) for rank in range(2)}
     seen = [stall(START + 40, START + 5), *(stood(r, 20, line) for r in made)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}))
     assert ("a key of a store" in finding.cause) is told

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from recordings import PID, ring_of, write_folder
-from tapes import Tape
+from tapes import CallLog
 
 from ddpdoctor.config import Options
 from ddpdoctor.events import (
@@ -52,7 +52,7 @@ class Bench:
     """Two ranks with live rings, and a `Standing` that looks at them."""
 
     def __init__(self, path: Path, *checks: Check, **options: object) -> None:
-        tapes = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+        tapes = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
         folder = write_folder(path / "run", {r: t.events for r, t in tapes.items()}, ended=None)
         self.folder: RunFolder = folder
         self.rings = [ring_of(rank, path) for rank, path in folder.rank_files()]

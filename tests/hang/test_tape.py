@@ -19,18 +19,18 @@ from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[call_log.Tape]:
-    monkeypatch.setattr(stack_server, "listen", lambda active, ring: None)
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[call_log.CallLog]:
+    monkeypatch.setattr(stack_server, "listen", lambda recorder, ring: None)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
-    yield call_log.Tape(Recorder(writer, tmp_path, "rank-0", {}))
+    yield call_log.CallLog(Recorder(writer, tmp_path, "rank-0", {}))
     writer.close()
 
 
-def events(made: call_log.Tape) -> list[Event]:
-    return list(Lines(made.active.writer.path).events())
+def events(made: call_log.CallLog) -> list[Event]:
+    return list(Lines(made.recorder.writer.path).events())
 
 
-def test_equal_steps_become_one_run(made: call_log.Tape) -> None:
+def test_equal_steps_become_one_run(made: call_log.CallLog) -> None:
     for step in range(1, 501):
         made.ring.mark(made.collective(0, "all_reduce", 1), State.DONE)
         made.ring.mark(made.collective(0, "barrier", 2), State.DONE)
@@ -43,27 +43,27 @@ def test_equal_steps_become_one_run(made: call_log.Tape) -> None:
     assert len(runs) <= 2
 
 
-def test_groups_are_counted_apart(made: call_log.Tape) -> None:
+def test_groups_are_counted_apart(made: call_log.CallLog) -> None:
     for group in (0, 1, 0, 0, 1):
         made.collective(group, "barrier", 1)
-    ring = read_ring(made.active.directory / "rank-0.ring")
+    ring = read_ring(made.recorder.directory / "rank-0.ring")
     assert ring is not None
     assert [(c.group, c.index) for c in ring.calls] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
 
 
-def test_what_was_no_call_gives_its_number_back(made: call_log.Tape) -> None:
+def test_what_was_no_call_gives_its_number_back(made: call_log.CallLog) -> None:
     made.collective(0, "barrier", 1)
     made.void(made.collective(0, "DDP backward", 2))
     made.collective(0, "barrier", 3)
     made.flush()
-    ring = read_ring(made.active.directory / "rank-0.ring")
+    ring = read_ring(made.recorder.directory / "rank-0.ring")
     assert ring is not None
     assert [(c.index, c.state) for c in ring.calls][1:] == [(1, State.VOID), (1, State.BEGUN)]
     (block,) = [e for e in events(made) if isinstance(e, CallBlock)]
     assert block.codes == (0, 1, 0, 3)
 
 
-def test_calls_of_models_are_told_apart(made: call_log.Tape) -> None:
+def test_calls_of_models_are_told_apart(made: call_log.CallLog) -> None:
     for model in (0, 1, 0, -1):
         made.of_model(0, "DDP backward", None, model, time.monotonic())
     made.flush()
@@ -73,7 +73,7 @@ def test_calls_of_models_are_told_apart(made: call_log.Tape) -> None:
     assert block.codes[::2] == (0, 1, 0, 2)
 
 
-def test_the_records_are_bounded(made: call_log.Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_records_are_bounded(made: call_log.CallLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_log, "RUNS_KEPT", 50)
     for step in range(1, 400):
         made.collective(0, "barrier", step % 7)
@@ -192,7 +192,7 @@ def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
     assert statements.ways_before("<stdin>", 10) == ()
 
 
-def test_a_batch_is_known_by_its_other_sides(made: call_log.Tape) -> None:
+def test_a_batch_is_known_by_its_other_sides(made: call_log.CallLog) -> None:
     for sends in ((1,), (1,), ()):
         made.point_to_point(0, "batch_isend_irecv", 1, -1, sends, (3,))
     signed = [e for e in events(made) if isinstance(e, Signature)]
@@ -237,8 +237,10 @@ def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
     ]
 
 
-def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: call_log.Tape) -> None:
-    set_recorder(made.active)
+def test_a_thread_without_lines_of_the_program_is_where_it_was_started(
+    made: call_log.CallLog,
+) -> None:
+    set_recorder(made.recorder)
     try:
         threads.install()
         pool = ThreadPoolExecutor(1, "saver")
@@ -253,7 +255,7 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(made: cal
     assert (sites, called.places, called.thread) == ([called.id] * 2, (), "saver_0")
 
 
-def test_lines_that_hand_on_what_they_were_given(made: call_log.Tape) -> None:
+def test_lines_that_hand_on_what_they_were_given(made: call_log.CallLog) -> None:
     pytest.importorskip("torch.distributed")
 
     def all_reduce(*given: object) -> int:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from tapes import START, Tape, run_of, tapes
+from tapes import START, CallLog, run_of, tapes
 
-from ddpdoctor.events import Enclosing, Event, StepDone
+from ddpdoctor.events import Event, Statement, StepDone
 from ddpdoctor.report.findings import Finding, Steps
 from ddpdoctor.run import Run
 
 LOSS, COUNT = 8, 18
-LOOP = Enclosing(line=4, text="for x in loader:")
-IF = Enclosing(line=7, text="if mine:")
-ELSE = Enclosing(line=17, text="else:  # if mine:", opener=7)
-ON_RANK = Enclosing(line=7, text="if turn == rank:")
+LOOP = Statement(line=4, text="for x in loader:")
+IF = Statement(line=7, text="if mine:")
+ELSE = Statement(line=17, text="else:  # if mine:", opener=7)
+ON_RANK = Statement(line=7, text="if turn == rank:")
 TRAINED: dict[int, list[Event]] = {
     r: [StepDone(at=START, optimizer=0, step=5, site=-1, wall_s=0.1)] for r in range(3)
 }
@@ -27,7 +27,9 @@ def found(run: Run) -> list[Finding]:
     return list(CollectiveMismatch().examine(run))
 
 
-def reduced(tape: Tape, *lines: int, step: int = 0, op: str = "all_reduce", **around: int) -> None:
+def reduced(
+    tape: CallLog, *lines: int, step: int = 0, op: str = "all_reduce", **around: int
+) -> None:
     for line in lines:
         tape.call(op, line, "call(t)", inside=(LOOP,), step=step, **around)  # type: ignore[arg-type]
 
@@ -70,7 +72,7 @@ def test_behind_a_barrier_that_has_a_line_of_its_own_on_each_rank(tmp_path: Path
 @pytest.mark.parametrize(
     ("first", "second"), [(IF, ELSE), (ON_RANK, LOOP)], ids=["two arms", "a turn of the rank"]
 )
-def test_each_rank_takes_its_turn(tmp_path: Path, first: Enclosing, second: Enclosing) -> None:
+def test_each_rank_takes_its_turn(tmp_path: Path, first: Statement, second: Statement) -> None:
     made = tapes()
     for rank, tape in made.items():
         for turn in (0, 1) * 4:
@@ -113,7 +115,7 @@ def test_what_carries_nothing_and_what_comes_seldom(tmp_path: Path, op: str) -> 
     assert found(run_of(tmp_path, made)) == []
 
 
-def named(tape: Tape, *names: str, step: int = 0, op: str = "all_reduce") -> None:
+def named(tape: CallLog, *names: str, step: int = 0, op: str = "all_reduce") -> None:
     for name in names:
         tape.call(op, LOSS, "dist.all_reduce(v)", step=step, caller=30, hands_on=1, key=name)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from tapes import START, Tape, run_of
+from tapes import START, CallLog, run_of
 
 from ddpdoctor.storage.call_ring import State
 
@@ -22,7 +22,7 @@ from ddpdoctor.storage.call_ring import State
 def test_a_call_of_every_third_round_that_a_rank_left_out(
     tmp_path: Path, skew: int, around: str, told: bool
 ) -> None:
-    made = {rank: Tape(rank, 2) for rank in range(2)}
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
     loop = (8, "for step in range(200):")
     for tape in made.values():
         for n in range(4):

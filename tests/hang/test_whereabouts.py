@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.rank_missing import RankMissing
 from recordings import PID, START, WALL, make_run
-from tapes import Tape, run_of, stood
+from tapes import CallLog, run_of, stood
 
 from ddpdoctor import render
 from ddpdoctor.events import (
@@ -28,7 +28,7 @@ from ddpdoctor.storage.call_ring import Phase, State
 
 @pytest.mark.parametrize(("seconds", "told"), [(28, True), (0.4, False)])
 def test_where_they_stood_is_told(tmp_path: Path, seconds: float, told: bool) -> None:
-    made = {rank: Tape(rank, 2).call(line=9) for rank in range(2)}
+    made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     made[0].call("barrier", 31, state=State.WAITING, at=START + 5)
     made[1].progress_at = START + 5
     at = START + 5 + seconds
@@ -48,21 +48,21 @@ def test_where_they_stood_is_told(tmp_path: Path, seconds: float, told: bool) ->
     assert all(r.last == r.stood for r in report.ranks) is told
 
 
-def lost(tmp_path: Path, tape: Tape, *events: Event, seen_at: float = START + 12) -> str:
+def lost(tmp_path: Path, tape: CallLog, *events: Event, seen_at: float = START + 12) -> str:
     """Where rank 1 was, of which a last sample is on record, and no end."""
     sample = RankSample(at=seen_at, rank=1, pid=PID + 1, rss_bytes=1)
-    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    made = {0: CallLog(0, 2).call(line=9), 1: tape}
     run = run_of(tmp_path, made, nodes={0: [sample]}, more={1: events}, outcome=None)
     return diagnose(run, [RankMissing()]).ranks[1].stood
 
 
 def test_where_a_rank_was_when_everything_was_killed(tmp_path: Path) -> None:
-    waiting = Tape(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
+    waiting = CallLog(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
     assert lost(tmp_path / "a", waiting) == "in barrier at train.py:31 for 7 s"
-    computing = Tape(1, 2).call(line=9).now(Phase.USER, 12)
+    computing = CallLog(1, 2).call(line=9).now(Phase.USER, 12)
     computing.progress_at = START + 5
     assert lost(tmp_path / "b", computing) == "in its own code since train.py:12 for 7 s"
-    loading = Tape(1, 2).call(line=9).now(Phase.DATA, 7)
+    loading = CallLog(1, 2).call(line=9).now(Phase.DATA, 7)
     loading.progress_at = START + 5
     assert lost(tmp_path / "c", loading) == "waiting for a batch at train.py:7 for 7 s"
 
@@ -71,13 +71,13 @@ def test_where_it_was_in_the_middle_of_a_step(tmp_path: Path) -> None:
     for number, (phase, told) in enumerate(
         [(Phase.BACKWARD, "in a backward at train.py:12"), (Phase.USER, "")]
     ):
-        tape = Tape(1, 2).call(line=9).now(phase, 12)
+        tape = CallLog(1, 2).call(line=9).now(phase, 12)
         tape.progress_at = START + 5
         assert lost(tmp_path / str(number), tape, seen_at=START + 4.8) == told
 
 
 def test_a_rank_that_raised_is_not_in_that_backward_any_more(tmp_path: Path) -> None:
-    tape = Tape(1, 2).call(line=9).now(Phase.BACKWARD, 12)
+    tape = CallLog(1, 2).call(line=9).now(Phase.BACKWARD, 12)
     tape.progress_at = START + 5
     raised = ExceptionRaised(at=START + 6, kind="ValueError", message="bad", caught=True)
     assert lost(tmp_path, tape, raised) == "in a backward at train.py:12 for 7 s"
@@ -86,9 +86,9 @@ def test_a_rank_that_raised_is_not_in_that_backward_any_more(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("seconds", "told"), [(7, True), (0.4, False)])
 def test_the_live_table_says_where_ranks_stand(tmp_path: Path, seconds: float, told: bool) -> None:
-    waiting = Tape(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
+    waiting = CallLog(1, 2).call("barrier", 31, state=State.BEGUN, at=START + 5)
     sample = RankSample(at=START + 5 + seconds, rank=1, pid=PID + 1, rss_bytes=1)
-    made = {0: Tape(0, 2).call(line=9), 1: waiting}
+    made = {0: CallLog(0, 2).call(line=9), 1: waiting}
     run = run_of(tmp_path, made, nodes={0: [sample]}, ended=None, outcome=None)
     run.ranks[1].alive = True
     table = snapshot(run, "runs/a", 100, 20, styled=False)
@@ -96,7 +96,7 @@ def test_the_live_table_says_where_ranks_stand(tmp_path: Path, seconds: float, t
     assert "running" in table
 
 
-def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> Report:
+def stopped_by_hand(tmp_path: Path, tape: CallLog, still_s: float) -> Report:
     """Ctrl-C came 12 s after the start; rank 1 died of it with a traceback."""
     at = START + 12
     frames = (Frame("/home/user/project/train.py", 14, "wait_for_license", user=True),)
@@ -107,7 +107,7 @@ def stopped_by_hand(tmp_path: Path, tape: Tape, still_s: float) -> Report:
         Stopped(at=at, by="interrupt", reason="SIGINT"),
         *(ProcessEnded(at=at + 2, rank=r, pid=PID + r, wall=WALL, signal=2) for r in range(2)),
     ]
-    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    made = {0: CallLog(0, 2).call(line=9), 1: tape}
     for ending in made.values():
         ending.now(Phase.LEAVING, -1)
         ending.progress_at = at + 0.5
@@ -121,9 +121,9 @@ def row(report: Report) -> tuple[str, str]:
 
 def test_where_they_stood_at_ctrl_c(tmp_path: Path) -> None:
     place = "at train.py:14 in wait_for_license"
-    slept = stopped_by_hand(tmp_path / "a", Tape(1, 2).call(line=9), 4.2)
+    slept = stopped_by_hand(tmp_path / "a", CallLog(1, 2).call(line=9), 4.2)
     assert row(slept) == (f"{place} for 4 s",) * 2
-    training = stopped_by_hand(tmp_path / "b", Tape(1, 2).call(line=9), 0.02)
+    training = stopped_by_hand(tmp_path / "b", CallLog(1, 2).call(line=9), 0.02)
     assert row(training) == ("", f"interrupted {place}")
     for report, severity, told in (
         (slept, Severity.NOTE, True),
@@ -134,16 +134,16 @@ def test_where_they_stood_at_ctrl_c(tmp_path: Path) -> None:
         text = " ".join(render.text(msgspec.structs.replace(report, findings=(other,))).split())
         assert (f"at the end rank 1 was {place} for 4 s" in text) is told
     for lasted, told in (4.0, "in all_reduce at train.py:10 for 4 s"), (0.3, ""):
-        waiting = Tape(1, 2).call(at=START + 12 - lasted, lasts=lasted + 0.2, state=State.FAILED)
+        waiting = CallLog(1, 2).call(at=START + 12 - lasted, lasts=lasted + 0.2, state=State.FAILED)
         report = stopped_by_hand(tmp_path / f"c{lasted}", waiting, 0.0)
         assert row(report) == (told, told or f"interrupted {place}")
 
 
 def test_a_rank_that_was_killed_while_nobody_stopped_the_run(tmp_path: Path) -> None:
-    tape = Tape(1, 2).call(line=9).now(Phase.DATA, 7)
+    tape = CallLog(1, 2).call(line=9).now(Phase.DATA, 7)
     tape.progress_at = START + 5
     killed = ProcessEnded(at=START + 12, rank=1, pid=PID + 1, wall=WALL, signal=9)
-    made = {0: Tape(0, 2).call(line=9), 1: tape}
+    made = {0: CallLog(0, 2).call(line=9), 1: tape}
     run = run_of(tmp_path, made, nodes={0: [killed]}, outcome="killed")
     assert row(diagnose(run, []))[0] == "waiting for a batch at train.py:7 for 7 s"
 

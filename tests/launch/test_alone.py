@@ -65,7 +65,7 @@ def seen(
     monkeypatch.setattr(no_process_group, "_alone", no_process_group._Alone())
     monkeypatch.setattr(sync_points, "_meetings", sync_points._Meetings())
     told: list[Any] = []
-    active: Any = SimpleNamespace(
+    recorder: Any = SimpleNamespace(
         step=0, affordable=lambda: True, emit=lambda event, vital: told.append(event)
     )
     torch.manual_seed(0)
@@ -75,18 +75,18 @@ def seen(
     for number in range(6):
         optimizer.zero_grad()
         model(torch.randn(5, 4)).pow(2).mean().backward()
-        no_process_group._backward_ends(active, None)  # type: ignore[arg-type]
+        no_process_group._backward_ends(recorder, None)  # type: ignore[arg-type]
         before(model, number)
         step: Any = SimpleNamespace(optimizer=known.reference, known=known, site=1, closure=False)
         step.due = True
         known.step = step
-        no_process_group._step_begins(active, step)
-        no_process_group._step_due(active, step)
+        no_process_group._step_begins(recorder, step)
+        no_process_group._step_due(recorder, step)
         optimizer.step()
-        no_process_group._step_ends(active, step)
-        active.step += 1
+        no_process_group._step_ends(recorder, step)
+        recorder.step += 1
         after(model, number)
-    no_process_group._leaving(active, None)
+    no_process_group._leaving(recorder, None)
     assert not told[0].layers
     return [event.layers for event in told[1:]]
 

@@ -94,10 +94,10 @@ def test_outputs_are_named_by_the_way_to_them() -> None:
         def emit(self, event: Event, *, vital: bool = False) -> None:
             self.append(event)
 
-    active, known = Recorded(), data_parallel.Known(0, (0, 1))
+    recorder, known = Recorded(), data_parallel.Known(0, (0, 1))
     output = {"logits": torch.zeros(8, 10), "states": (torch.zeros(8, 4), torch.zeros(8, 2))}
     for _ in range(3):  # the same again is not told again
-        data_parallel._gathered(active, (known, 0), output, None)  # type: ignore[arg-type]
-    (event,) = active
+        data_parallel._gathered(recorder, (known, 0), output, None)  # type: ignore[arg-type]
+    (event,) = recorder
     assert [t.name for t in event.tensors] == ["['logits']", "['states'][0]", "['states'][1]"]
     assert event.size_bytes == 4 * 8 * 16

@@ -249,7 +249,7 @@ def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> No
     one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
     assert one is not None
     assert one.name == f"trainer.first.module{'[1]' if deep else ''}.outputs"
-    assert one.owner is Task and trainer.rest is None
+    assert one.owner is Task and trainer.disable is None
     assert adds(one) == "self.outputs.append(x.detach())"
 
 
@@ -292,7 +292,7 @@ def adds(one: Any) -> str:
 
 class Result:
     def __init__(self, *parts: object) -> None:
-        self.first, self.rest = parts
+        self.first, self.disable = parts
 
 
 @pytest.mark.parametrize("entry", [
@@ -418,7 +418,7 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
     monkeypatch.setattr(memory_holders, "name_of", lambda *_: None)
     monkeypatch.setattr(memory, "_tell", lambda *told: found.append(told[3:]))
     for _ in range(2):
-        active: Any = SimpleNamespace(step=steps, sites=None)
-        memory._look_for_holder(active, everywhere=True)
+        recorder: Any = SimpleNamespace(step=steps, sites=None)
+        memory._look_for_holder(recorder, everywhere=True)
         steps, forwards, kept[0] = steps + 20 * each[0], forwards + 20 * each[1], kept[0] + gained
     assert found == ([(gained, 20)] if told else [])

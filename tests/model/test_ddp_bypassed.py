@@ -97,7 +97,9 @@ def test_nothing_recorded():
 
 def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
     judged = []
-    monkeypatch.setattr(wrapper_bypass, "_judge", lambda active, step: judged.append(step.closure))
+    monkeypatch.setattr(
+        wrapper_bypass, "_judge", lambda recorder, step: judged.append(step.closure)
+    )
     for closure in (True, False):
         wrapper_bypass._step_begins(None, SimpleNamespace(closure=closure))
     assert judged == [False]
@@ -164,18 +166,18 @@ def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(
         monkeypatch.setattr(wrapper_bypass, name, lambda *args, value=value: value)
     monkeypatch.setattr(wrapper_bypass.exchanges, "gradients_exchanged", lambda parameters: False)
     monkeypatch.setattr(wrapper_bypass, "_known", {})
-    parameter, active = Mock(), Mock(step=1)
+    parameter, recorder = Mock(), Mock(step=1)
     model = Mock(parameters=[lambda: parameter], expected=[], forwards=0, forward_step=1)
     model.forwards_in_step = 1  # a call has to be known
     known = wrapper_bypass._known[model] = wrapper_bypass.Bypass()
     for passed, line in ((67, 68), (49, 56)):
         known.passed = passed
         backward = Mock(number=line, site=line, unannounced=[(model, False)])
-        wrapper_bypass._backward_astray(active, backward)
+        wrapper_bypass._backward_astray(recorder, backward)
     known.calls[56] = 50  # as the source seemed to say
     optimizer = Mock(param_groups=[{"params": [parameter]}])
-    wrapper_bypass._judge(active, Mock(optimizer=lambda: optimizer, number=3))
-    (event,) = (call.args[0] for call in active.emit.call_args_list)
+    wrapper_bypass._judge(recorder, Mock(optimizer=lambda: optimizer, number=3))
+    (event,) = (call.args[0] for call in recorder.emit.call_args_list)
     assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
 
 

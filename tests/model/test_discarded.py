@@ -72,10 +72,10 @@ def model(monkeypatch):
 
 
 def shared(op, tensors, parameters, *more, step=0):
-    active = SimpleNamespace(step=step, site=lambda: 4)
+    recorder = SimpleNamespace(step=step, site=lambda: 4)
     for each in (*tensors, *more):
-        unused_allreduce._called(active, Call(op, 0, False, (each,)))
-    return unused_allreduce.share(active, parameters)
+        unused_allreduce._called(recorder, Call(op, 0, False, (each,)))
+    return unused_allreduce.share(recorder, parameters)
 
 
 def test_copies_have_the_norm_of_what_is_applied(model):

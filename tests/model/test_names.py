@@ -61,6 +61,6 @@ def test_a_wrapper_is_named_where_it_is_trained(monkeypatch):
     monkeypatch.setattr(wrapped_models, "live", lambda: [model])
     monkeypatch.setattr(model_names, "_named", set())
     sites = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
-    active = SimpleNamespace(sites=sites, emit=told.append)
-    model_names._step_due(active, SimpleNamespace(number=0))
+    recorder = SimpleNamespace(sites=sites, emit=told.append)
+    model_names._step_due(recorder, SimpleNamespace(number=0))
     assert [(e.model, e.name) for e in told] == [(0, "generator")]

@@ -253,13 +253,13 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
             held = {id(p): p for p in mine}
         monkeypatch.setattr(optimizers, "held", lambda held=held: held)
         monkeypatch.setattr(optimizers, "made", lambda optimizer=optimizer: [optimizer])
-        active = SimpleNamespace(step=number)
+        recorder = SimpleNamespace(step=number)
         net.zero_grad()
         net(torch.ones(1, 2)).sum().backward()
         model.backward_step = number
-        optimizer_coverage._backward_ends(active, SimpleNamespace(models=[model]))
+        optimizer_coverage._backward_ends(recorder, SimpleNamespace(models=[model]))
         step = SimpleNamespace(number=number % every, optimizer=lambda o=optimizer: o)
-        optimizer_coverage._step_due(active, step)
+        optimizer_coverage._step_due(recorder, step)
         optimizer.step()
     return told
 
@@ -323,17 +323,17 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     monkeypatch.setattr(optimizer_coverage, "_tell", lambda *args: told.append(args[3]))
     monkeypatch.setattr(optimizer_coverage, "_watches", {})
     monkeypatch.setattr(optimizers, "held", dict)
-    active = SimpleNamespace(step=0)
+    recorder = SimpleNamespace(step=0)
     module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     model = Model(0, module, list(module.parameters()), [0])
     step = SimpleNamespace(number=0, optimizer=lambda: torch.optim.SGD([other], lr=0.1))
     module(torch.ones(1, 2)).sum().backward()
-    optimizer_coverage._backward_ends(active, SimpleNamespace(models=[model]))
+    optimizer_coverage._backward_ends(recorder, SimpleNamespace(models=[model]))
     if by_hand:
         module.weight.data.add_(module.weight.grad, alpha=-0.1)
     for _ in range(2):
-        optimizer_coverage._compare(active, module, optimizer_coverage._watches[model], {}, step)
+        optimizer_coverage._compare(recorder, module, optimizer_coverage._watches[model], {}, step)
     assert told == ([] if by_hand else [["weight"]])
 
 

@@ -81,7 +81,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     model: Any = Model(0, torch.nn.Linear(1, 1), [], [])
     model.static_graph = True
     told: list[Record] = []
-    active: Any = SimpleNamespace(emit=lambda event, vital: told.append(event))
+    recorder: Any = SimpleNamespace(emit=lambda event, vital: told.append(event))
     look = SimpleNamespace(
         model=model, firing=SimpleNamespace(counts={0: 1, 1: 1, 2: 1}, given=given)
     )
@@ -89,7 +89,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     second = SimpleNamespace(looks=[], synced=set(), untouched={0: untouched})
     for backward in (first, second):
         more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1, "nested": 0}
-        reducer_errors._backward_ends(active, SimpleNamespace(**vars(backward), **more))
+        reducer_errors._backward_ends(recorder, SimpleNamespace(**vars(backward), **more))
     assert [(e.kind, e.promised) for e in told] == [("silent", promised)]
 
 

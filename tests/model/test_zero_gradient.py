@@ -14,7 +14,7 @@ from wraps import codes, rank, wrap
 from ddpdoctor.events import Submodule, ZeroGradients
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.probe.training import optimizers
-from ddpdoctor.probe.training.records import Holding
+from ddpdoctor.probe.training.records import OptimizerModel
 from ddpdoctor.probe.watchers.gradients import zero_gradients as watcher
 
 CHECK = ZeroGradient()
@@ -31,13 +31,13 @@ def seen(monkeypatch, optimizer, weight, *, steps, alive=()):
     """What is told of a run; `weight` is by what the gradients are multiplied at a step,
     but for those of the `alive`."""
     told: list[ZeroGradients] = []
-    active: Any = SimpleNamespace(emit=told.append)
+    recorder: Any = SimpleNamespace(emit=told.append)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     every = list(range(len(parameters)))
     references = [weakref.ref(p) for p in parameters]
     names = [f"layer.{n}" for n in every]
     model: Any = SimpleNamespace(number=0, expected=every, parameters=references, names=names)
-    holding = Holding(model, 0, every)
+    holding = OptimizerModel(model, 0, every)
     step: Any = SimpleNamespace(holdings=[holding], optimizer=weakref.ref(optimizer))
     step.known = SimpleNamespace(notes={}, step=step)
     monkeypatch.setattr(optimizers, "known", lambda: [step.known])
@@ -46,10 +46,10 @@ def seen(monkeypatch, optimizer, weight, *, steps, alive=()):
         for n, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, 1.0 if n in alive else weight(step.number))
         if told_at(step.number):
-            watcher._step_due(active, step)
+            watcher._step_due(recorder, step)
         optimizer.step()
-        watcher._step_ends(active, step)
-    watcher._leaving(active, None)
+        watcher._step_ends(recorder, step)
+    watcher._leaving(recorder, None)
     return told
 
 

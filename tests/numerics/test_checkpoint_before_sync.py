@@ -224,10 +224,10 @@ def test_a_save_is_on_record_before_it_is_over(
 ) -> None:
     told: list[FileWritten] = []
     monkeypatch.setattr(files.meetings, "marks", lambda: {"0.default": len(told)})
-    active = Mock(emit=told.append, site=lambda: 1, step=3)
-    active.sites.callers.return_value = ()
-    begun = files._saves(active, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
-    files._saved(active, begun, None)
+    recorder = Mock(emit=told.append, site=lambda: 1, step=3)
+    recorder.sites.callers.return_value = ()
+    begun = files._saves(recorder, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
+    files._saved(recorder, begun, None)
     assert [(e.at, e.ended > 0, e.marks_after["0.default"]) for e in told] == [
         (7.0, False, 0),
         (7.0, True, 1),

@@ -291,8 +291,8 @@ def test_the_module_in_whose_forward_a_line_is(before: Any) -> None:
     def name(net: Any, line: int) -> str:
         sites = SimpleNamespace(line=lambda site, code: site)
         model: Any = SimpleNamespace(inner=lambda: net)
-        active: Any = SimpleNamespace(sites=sites)
-        return nonfinite_sites.module_at(active, line, [model])
+        recorder: Any = SimpleNamespace(sites=sites)
+        return nonfinite_sites.module_at(recorder, line, [model])
 
     net = before.Net(before.Logs())
     assert name(net, 7) == "norm"
@@ -310,10 +310,10 @@ def test_where_the_forward_made_it_and_the_line_is_not_known(
 
     monkeypatch.setattr(nonfinite_origin, "line_of_loss", lambda frame, root: 40)
     sites = SimpleNamespace(number=lambda code, line: line, line=lambda site, code: -1)
-    active: Any = SimpleNamespace(sites=sites)
+    recorder: Any = SimpleNamespace(sites=sites)
     origin = nonfinite_origin.Origin("log", number=number)
     frame = SimpleNamespace(f_code=SimpleNamespace(co_filename="train.py"))
-    assert nonfinite_sites.of(active, origin, [], frame, None, 7, False, [5]) == line
+    assert nonfinite_sites.of(recorder, origin, [], frame, None, 7, False, [5]) == line
 
 
 def test_a_graph_is_followed_without_running_the_program_again() -> None:

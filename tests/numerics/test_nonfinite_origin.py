@@ -68,9 +68,9 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
     monkeypatch.setattr(
         numerics, "_started_from", lambda live: [("input", [("argument 0", inputs)])]
     )
-    active = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
+    recorder = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
     backward = SimpleNamespace(site=1, number=5)
-    event = numerics._diagnose(active, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
+    event = numerics._diagnose(recorder, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
     assert (event.kind, event.value, event.rows) == ("input", value, (3,))
 
 
@@ -167,7 +167,7 @@ def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
     from ddpdoctor.probe.watchers.numerics import numerics
 
     told: list[Any] = []
-    active = SimpleNamespace(step=1, emit=lambda event, vital: told.append(event))
+    recorder = SimpleNamespace(step=1, emit=lambda event, vital: told.append(event))
     numerics._state.__init__()  # type: ignore[misc]
     for number, (parameter, loss) in enumerate(values):
         if math.isfinite(loss):
@@ -175,7 +175,7 @@ def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
             continue
         kind = "loss" if math.isfinite(parameter) else "parameter"
         event = bad(kind, 1, applied=True, backward=number)
-        numerics._lasts(active, event, torch.tensor(loss))  # type: ignore[arg-type]
+        numerics._lasts(recorder, event, torch.tensor(loss))  # type: ignore[arg-type]
     numerics._state.__init__()  # type: ignore[misc]
     return told
 
@@ -223,12 +223,12 @@ def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
     numerics._state.suspect = first = bad("gradient", 5)  # type: ignore[assignment]
-    active: Any = SimpleNamespace(step=5, every=0)
+    recorder: Any = SimpleNamespace(step=5, every=0)
     backward: Any = SimpleNamespace(roots=(torch.ones(()),), site=1, number=8)
-    numerics._backward_begins(active, backward)
+    numerics._backward_begins(recorder, backward)
     assert numerics._state.suspect is first
     weight.grad = None
-    numerics._backward_begins(active, backward)
+    numerics._backward_begins(recorder, backward)
     assert numerics._state.suspect is None
     numerics._state.__init__()  # type: ignore[misc]
 
@@ -278,13 +278,13 @@ def test_own_gradients_are_looked_at_in_every_branch(
     model.names, model.pending = list(named), 1
     monkeypatch.setattr(numerics.models, "live", lambda: [model])
     numerics._state.__init__()  # type: ignore[misc]
-    active, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
-    numerics._watch_gradients(active, backward, whole)  # type: ignore[arg-type]
+    recorder, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
+    numerics._watch_gradients(recorder, backward, whole)  # type: ignore[arg-type]
     assert [model.names[i] for i in numerics.telling(model)] == [
         "shift", "scale", "up.bias", "down.bias",
     ]  # fmt: skip
     net(torch.zeros(2, 4)).sum().backward()
-    numerics._backward_ends(active, backward)  # type: ignore[arg-type]
+    numerics._backward_ends(recorder, backward)  # type: ignore[arg-type]
     assert all(p._backward_hooks is None for p in named.values())
     suspect = numerics._state.suspect
     numerics._state.__init__()  # type: ignore[misc]
@@ -367,17 +367,17 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
     monkeypatch.setattr(numerics, "_diagnose", lambda *_: bad("input", 5))
     monkeypatch.setattr(numerics, "_lasts", lambda *_: None)
     model = Model(0, torch.nn.Linear(2, 1), [], [])
-    active: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)
+    recorder: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)
     given = torch.tensor([1.0, torch.nan])
     for loss in (torch.nan, 1.0):
         model.forwards += 1
         forward: Any = SimpleNamespace(model=model, grad_enabled=True, args=(given,), kwargs={})
         forward.output = None
-        numerics._forward_due(active, forward)
-        numerics._forward_ends(active, forward)
+        numerics._forward_due(recorder, forward)
+        numerics._forward_ends(recorder, forward)
         backward: Any = SimpleNamespace(roots=(torch.tensor(loss),), site=1, number=8)
         assert [name for name, _ in dict(numerics._started_from([model]))["input"]]
-        numerics._backward_begins(active, backward)
+        numerics._backward_begins(recorder, backward)
         assert (model in numerics._state.masked) is (loss == 1.0)
     assert dict(numerics._started_from([model]))["input"] == []
     numerics._state.__init__()  # type: ignore[misc]

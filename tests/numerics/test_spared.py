@@ -39,8 +39,8 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
     told: list[Any] = []
     sites = SimpleNamespace(user_frame=lambda frame: None, line=lambda site, code: -1)
     emit = lambda event, vital=False: told.append(event)  # noqa: E731
-    active: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=sites, emit=emit)
-    active.affordable = lambda: True
+    recorder: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=sites, emit=emit)
+    recorder.affordable = lambda: True
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
     if case == "hooked":
@@ -55,16 +55,16 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
         optimizer.zero_grad()
         backward: Any = SimpleNamespace(roots=(loss,), site=1, number=number)
         others.add([(p, lambda gradient: None) for p in net.parameters()])
-        numerics._backward_begins(active, backward)
+        numerics._backward_begins(recorder, backward)
         loss.backward()
-        numerics._backward_ends(active, backward)
+        numerics._backward_ends(recorder, backward)
         others.remove()
         for parameter in net.parameters():
             parameter.grad.nan_to_num_()
         step: Any = SimpleNamespace(optimizer=lambda: optimizer, number=number)
         if case != "skipped":
-            numerics._step_begins(active, step)
-    numerics._leaving(active, None)
+            numerics._step_begins(recorder, step)
+    numerics._leaving(recorder, None)
     numerics._state.__init__()  # type: ignore[misc]
     assert [(e.kind, e.step, e.spared, e.last) for e in told if e.applied] == (
         [("loss", 0, 1, 0), ("loss", 0, 3, 2)] if case == "log" else []

@@ -34,7 +34,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]:
     """Seconds by segment, of a step in which each moment comes a second after the one before;
     those in capitals without gradients."""
-    active: Any = None
+    recorder: Any = None
     now = 0
     monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: now))
     idle_time._time.look(now)
@@ -44,19 +44,19 @@ def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]
         of = SimpleNamespace(site=int(site or 9), grad_enabled=name not in TRIAL)
         with torch.set_grad_enabled(moment.islower()):
             if name == "load":
-                idle_time._loads(active, of)
+                idle_time._loads(recorder, of)
             elif name in ("forward", "trial"):
-                idle_time._forward_begins(active, of)
+                idle_time._forward_begins(recorder, of)
             elif name in ("out", "tried"):
-                idle_time._forward_ends(active, of)
+                idle_time._forward_ends(recorder, of)
             elif name == "backward":
-                backward(active, of)
+                backward(recorder, of)
             elif name == "step":
-                step(active, of)
+                step(recorder, of)
             elif name == "done":
                 idle_time._time.settle(now)
             else:
-                idle_time._leaves(active, of)
+                idle_time._leaves(recorder, of)
     names = [*PHASES, *(f"after {phase}" for phase in PHASES)]
     return {n: int(s) for n, s in zip(names, idle_time._time.spent, strict=True) if s}
 

@@ -38,7 +38,7 @@ class GroupKey:
 
 
 @dataclass(frozen=True)
-class Made:
+class CallRecord:
     """One call of one rank.
 
     Attributes:
@@ -136,7 +136,7 @@ class Segment:
 
 
 @dataclass
-class Log:
+class GroupCalls:
     """The calls of one rank in one group."""
 
     rank: Rank
@@ -158,29 +158,29 @@ class Log:
         return found if found is not None and found.first <= index else None
 
 
-class Book:
+class CallLogs:
     """The logs of all ranks, by group."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.logs: dict[GroupKey, dict[int, Log]] = {}
+        self.logs: dict[GroupKey, dict[int, GroupCalls]] = {}
         self._whats: dict[What, int] = {}
         self._tokens: dict[tuple[What, Text], int] = {}
         self._places: dict[tuple[What, Spots, str], int] = {}
-        self._known: dict[int, dict[tuple[int, int], Made]] = {}
+        self._known: dict[int, dict[tuple[int, int], CallRecord]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._callers = callers(run)
         for rank in run.ranks.values():
             self._read(rank)
 
-    def at(self, log: Log, index: int) -> Made | None:
+    def at(self, log: GroupCalls, index: int) -> CallRecord | None:
         """The call with that number, where it is on record."""
         made = self.meant(log, index)
         if made is None or made.call is not None:
             return made
         return replace(made, call=_in_ring(log, index))
 
-    def meant(self, log: Log, index: int) -> Made | None:
+    def meant(self, log: GroupCalls, index: int) -> CallRecord | None:
         """The same without a look into the ring."""
         segment = log.segment_at(index)
         if segment is None:
@@ -193,12 +193,12 @@ class Book:
         step = self._step(log.rank, taken) if log.rank.steps else -1
         return replace(known, index=index, step=step, call=segment.call)
 
-    def point_to_point(self, rank: Rank, call: Call) -> Made:
+    def point_to_point(self, rank: Rank, call: Call) -> CallRecord:
         """A call that has no number in its group."""
         known = self._made(rank, call.signature, call.site, call.group)
         return replace(known, step=call.step, call=call)
 
-    def window(self, log: Log, first: int, count: int) -> Iterator[Made]:
+    def window(self, log: GroupCalls, first: int, count: int) -> Iterator[CallRecord]:
         for index in range(first, first + count):
             made = self.at(log, index)
             if made is None:
@@ -230,7 +230,7 @@ class Book:
 
     def _read(self, rank: Rank) -> None:
         blocks = {b.id: b.codes for b in rank.of(CallBlock)}
-        by_group: dict[int, Log] = {}
+        by_group: dict[int, GroupCalls] = {}
         for run in rank.of(CallRun):
             codes = blocks.get(run.block)
             if codes:
@@ -238,7 +238,7 @@ class Book:
         for call in rank.ring.calls if rank.ring else ():
             if call.index < 0 or call.state is State.VOID:
                 continue
-            log = by_group.setdefault(call.group, Log(rank, call.group))
+            log = by_group.setdefault(call.group, GroupCalls(rank, call.group))
             if call.index >= log.issued:
                 self._append(log, call.index, ((call.signature, call.site),), 1, call.step, 0, call)
         for group, log in by_group.items():
@@ -246,8 +246,10 @@ class Book:
             if key is not None:
                 self.logs.setdefault(key, {})[rank.rank] = log
 
-    def _add(self, logs: dict[int, Log], rank: Rank, run: CallRun, codes: tuple[int, ...]) -> None:
-        log = logs.setdefault(run.group, Log(rank, run.group))
+    def _add(
+        self, logs: dict[int, GroupCalls], rank: Rank, run: CallRun, codes: tuple[int, ...]
+    ) -> None:
+        log = logs.setdefault(run.group, GroupCalls(rank, run.group))
         pairs = tuple(zip(codes[::2], codes[1::2], strict=False))
         last = log.segments[-1] if log.segments else None
         if (
@@ -261,7 +263,7 @@ class Book:
 
     def _append(
         self,
-        log: Log,
+        log: GroupCalls,
         first: int,
         codes: tuple[tuple[int, int], ...],
         repeat: int,
@@ -290,7 +292,7 @@ class Book:
         )
         log.segments.append(Segment(first, whats, tokens, places, codes, repeat, step, every, call))
 
-    def _made(self, rank: Rank, signature: int, site: int, group: int) -> Made:
+    def _made(self, rank: Rank, signature: int, site: int, group: int) -> CallRecord:
         """What stands behind two numbers of a rank, without index."""
         known = self._known.setdefault(rank.rank, {})
         if (signature, site) not in known:
@@ -298,7 +300,7 @@ class Book:
             where = next((s for s in rank.of(CallSite) if s.id == site), None)
             meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
             text = lines(rank, where)
-            known[signature, site] = Made(
+            known[signature, site] = CallRecord(
                 rank,
                 -1,
                 meant,
@@ -314,13 +316,13 @@ class Book:
 
 
 @lru_cache(maxsize=1)
-def book(run: Run) -> Book:
+def call_logs(run: Run) -> CallLogs:
     """The book of a run; the checks of the family share one."""
-    return Book(run)
+    return CallLogs(run)
 
 
 def first_difference(
-    a: Log, b: Log, part: Callable[[Segment], tuple[int, ...]], start: int = 0
+    a: GroupCalls, b: GroupCalls, part: Callable[[Segment], tuple[int, ...]], start: int = 0
 ) -> int | None:
     """The first index from `start` on at which two ranks' calls differ, as far as both are on
     record."""
@@ -378,7 +380,9 @@ class _Part:
         return _Part(self.first + times * len(self.values), self.values, self.repeat - times)
 
 
-def _rest(log: Log, part: Callable[[Segment], tuple[int, ...]], start: int) -> Iterator[_Part]:
+def _rest(
+    log: GroupCalls, part: Callable[[Segment], tuple[int, ...]], start: int
+) -> Iterator[_Part]:
     """What a log holds from the time on that `start` is in."""
     for number in range(log.number_at(start), len(log.segments)):
         segment = log.segments[number]
@@ -387,13 +391,13 @@ def _rest(log: Log, part: Callable[[Segment], tuple[int, ...]], start: int) -> I
         yield whole.past(max(0, start - segment.first) // len(values)) or whole
 
 
-def _by_lines(made: Made) -> bool:
+def _by_lines(made: CallRecord) -> bool:
     """Whether its lines say which call it is: a callback of a communication hook has none where one
     of the backend's threads runs it."""
     return bool(made.text) and not (made.site is not None and made.site.shadows)
 
 
-def _in_ring(log: Log, index: int) -> Call | None:
+def _in_ring(log: GroupCalls, index: int) -> Call | None:
     ring = log.rank.ring
     if ring is None:
         return None

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import re
 
-from ...events import Enclosing
+from ...events import Statement
 
 ON_RANK = re.compile(
     r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
@@ -17,7 +17,7 @@ PAST = "past "
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 
 
-def on_rank(inside: tuple[Enclosing, ...]) -> list[Enclosing]:
+def on_rank(inside: tuple[Statement, ...]) -> list[Statement]:
     """Those of these statements whose text says that only some ranks enter them."""
     heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
     return [e for e in heads if ON_RANK.search(unquoted(e.text))]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ...events import CALLERS, CallSite, Enclosing, Place, Wrapped
+from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
-from ..calls.call_logs import Made, lines
+from ..calls.call_logs import CallRecord, lines
 from ..calls.rank_conditions import PAST, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -25,20 +25,20 @@ _BRANCHES = ("if ", "elif ", "else:", "except", PAST)
 _ARMS = ("else:", "elif ", "except", PAST)
 
 
-def parts(head: Enclosing) -> str:
+def parts(head: Statement) -> str:
     """How a statement parts the ranks."""
     if head.text.startswith(PAST):
         return f"some ranks leave at `{opener(head)}`, before that call"
     return f"only some ranks enter `{head.text}`"
 
 
-def leading(head: Enclosing) -> str:
+def leading(head: Statement) -> str:
     """What is written beside it."""
     past = head.text.startswith(PAST)
     return "some ranks leave here" if past else "the branch that leads there"
 
 
-def unbranched(head: Enclosing, what: str) -> str:
+def unbranched(head: Statement, what: str) -> str:
     """What to do with a call that a statement keeps from some ranks."""
     if found := part_on_rank(head.text):
         part, rest = found
@@ -53,14 +53,14 @@ def unbranched(head: Enclosing, what: str) -> str:
     return f"{what} on every rank: move it {out_of}{shared}"
 
 
-def unwrapped(head: Enclosing, made: Made) -> str:
+def unwrapped(head: Statement, made: CallRecord) -> str:
     """What to do with a wrapped model, of whose calls this is one, that it keeps from some."""
     name = _wrapper(made)
     inner = f"`{name}.module(...)`" if name else "the module in it (`.module`)"
     return f"run the wrapped model on every rank, or use {inner} {where(head)}"
 
 
-def _wrapper(made: Made) -> str:
+def _wrapper(made: CallRecord) -> str:
     """What the program calls the wrapper there, where that is certain: as the line that calls it
     does, or as the only one that was made."""
     source = made.location.source if made.location else ""
@@ -73,14 +73,14 @@ def _wrapper(made: Made) -> str:
     return names.pop() if len(names) == 1 and made.signature.op == "DDP backward" else ""
 
 
-def where(head: Enclosing) -> str:
+def where(head: Statement) -> str:
     """Where the ranks are that a statement lets through."""
     if head.text.startswith(PAST):
         return f"after `{opener(head)}`"
     return f"under `{head.text}`"
 
 
-def head_of(spot: Location, head: Enclosing) -> Location:
+def head_of(spot: Location, head: Statement) -> Location:
     """The line of a statement, given one beneath it."""
     if head.text.startswith(PAST):
         return Location(spot.file, head.opener, spot.function, opener(head))
@@ -90,13 +90,13 @@ def head_of(spot: Location, head: Enclosing) -> Location:
     return Location(spot.file, head.line, spot.function, text)
 
 
-def condition(made: Made) -> tuple[Place, Enclosing] | None:
+def condition(made: CallRecord) -> tuple[Place, Statement] | None:
     """The statement around a call (or past it) that only some ranks enter, as its text suggests."""
     places = made.site.places if made.site else ()
     return _telling((p, head) for p in places for head in on_rank(p.inside))
 
 
-def branch(made: Made) -> tuple[Place, Enclosing] | None:
+def branch(made: CallRecord) -> tuple[Place, Statement] | None:
     """The innermost branch around a call that may part the ranks; all run the same program."""
     return _telling(
         (place, head)
@@ -108,7 +108,7 @@ def branch(made: Made) -> tuple[Place, Enclosing] | None:
     )
 
 
-def _telling(heads: Iterable[tuple[Place, Enclosing]]) -> tuple[Place, Enclosing] | None:
+def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement] | None:
     """The innermost of these whose other arms do not make the same call; the innermost of all where
     there is none."""
     found = list(heads)
@@ -123,7 +123,7 @@ def _on_size(text: str) -> bool:
     return bool(sizes) and all(sizes)
 
 
-def finalizer(made: Made) -> Location | None:
+def finalizer(made: CallRecord) -> Location | None:
     """The line in a `__del__` that led to a call."""
     depths = range(len(made.site.places) if made.site else 0)
     spots = (made.location_at(depth) for depth in depths)
@@ -140,7 +140,7 @@ def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
     )
 
 
-def arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
+def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     """The arms of one statement that two calls stand in, where that is so."""
     ours, theirs = (list(x.site.places) if x.site else [] for x in (m, n))
     if not ours or not theirs:
@@ -159,7 +159,7 @@ def arms(m: Made, n: Made) -> tuple[Enclosing, Enclosing] | None:
     return heads if apart and any(h.text.startswith(_ARMS) for h in heads) else None
 
 
-def opener(head: Enclosing) -> str:
+def opener(head: Statement) -> str:
     """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
     if head.text.startswith(("try:", "except")):
         return "try:"
@@ -168,11 +168,11 @@ def opener(head: Enclosing) -> str:
     return head.text.removeprefix(PAST)
 
 
-def within(made: Made, head: Enclosing) -> bool:
+def within(made: CallRecord, head: Statement) -> bool:
     return any(head in place.inside for place in (made.site.places if made.site else ()))
 
 
-def avoided(call: Made, made: Made) -> bool:
+def avoided(call: CallRecord, made: CallRecord) -> bool:
     """Whether a rank is past the branch around a call, without that call."""
     _, head = branch(call) or (None, None)
     if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
@@ -182,7 +182,7 @@ def avoided(call: Made, made: Made) -> bool:
     return passed(made, call, inside[-1])
 
 
-def passed(made: Made, call: Made, inside: Place | None = None) -> bool:
+def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> bool:
     """Whether a rank is further down in a function, or in one that called it, without a call that
     another makes there."""
     if call.site is None or not call.site.places or made.step != call.step:
@@ -202,7 +202,7 @@ def passed(made: Made, call: Made, inside: Place | None = None) -> bool:
     return False
 
 
-def _is_below(made: Made, rank: Rank, place: Place, around: tuple[Enclosing, ...]) -> bool:
+def _is_below(made: CallRecord, rank: Rank, place: Place, around: tuple[Statement, ...]) -> bool:
     """Whether a rank is further down in the function of a place, inside of all that is around
     that."""
     spot = rank.location(place.site)
@@ -216,14 +216,14 @@ def _is_below(made: Made, rank: Rank, place: Place, around: tuple[Enclosing, ...
     )
 
 
-def _around(rank: Rank, place: Place) -> tuple[Enclosing, ...]:
+def _around(rank: Rank, place: Place) -> tuple[Statement, ...]:
     """The statements around a place, but for one in whose condition it is."""
     spot = rank.location(place.site)
     line = spot.line if spot else -1
     return tuple(h for h in place.inside if h.line != line or not h.text.endswith(":"))
 
 
-def begins_round(made: Made, other: Made) -> bool:
+def begins_round(made: CallRecord, other: CallRecord) -> bool:
     """Whether a call comes before another one in the rounds of a loop that both are in."""
     for place in made.site.places if made.site else ():
         loops = {e.line for e in place.inside if e.text.startswith(("for ", "while "))}
@@ -237,11 +237,11 @@ def begins_round(made: Made, other: Made) -> bool:
     return False
 
 
-def _same_place(m: Made, p: Place, n: Made, q: Place) -> bool:
+def _same_place(m: CallRecord, p: Place, n: CallRecord, q: Place) -> bool:
     return m.rank.location(p.site) == n.rank.location(q.site)
 
 
-def same_lines(m: Made, n: Made) -> bool:
+def same_lines(m: CallRecord, n: CallRecord) -> bool:
     """Whether two calls were led to by the same lines."""
     ours, theirs = (x.site.places if x.site else () for x in (m, n))
     return len(ours) == len(theirs) > 0 and all(
@@ -249,7 +249,7 @@ def same_lines(m: Made, n: Made) -> bool:
     )
 
 
-def called_apart(made: Made, others: Iterable[Made]) -> int:
+def called_apart(made: CallRecord, others: Iterable[CallRecord]) -> int:
     """How many callers up the outermost line stands, from the caller of a helper down to the call,
     on which those are not that were led to theirs by other lines; none beyond a branch that may
     have parted them."""
@@ -259,7 +259,7 @@ def called_apart(made: Made, others: Iterable[Made]) -> int:
     return next((n for n in depths if rest and made.location_at(n) not in theirs), 0)
 
 
-def _branched(made: Made, rest: list[Made]) -> int:
+def _branched(made: CallRecord, rest: list[CallRecord]) -> int:
     """How many callers up the branch is that leads to a call, `CALLERS` for none: where a condition
     on the rank does not say who makes it, and the others are not known to enter that branch from
     other lines."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...events import ExceptionPassed
 from ...run import Location, Rank
-from ..calls.call_logs import Made
+from ..calls.call_logs import CallRecord
 from ..waiting.failures import LOST_PEER
 
 
@@ -58,7 +58,7 @@ def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Loc
 
 
 @dataclass(frozen=True)
-class WayOut:
+class ExceptionExit:
     """An exception led a rank to a call.
 
     Attributes:
@@ -92,7 +92,7 @@ class WayOut:
         )
 
 
-def way_out(made: Made) -> WayOut | None:
+def way_out(made: CallRecord) -> ExceptionExit | None:
     """What led to a call, where it is in a `finally` or a handler and an exception is the last that
     the rank met before."""
     rank, call = made.rank, made.call
@@ -102,11 +102,11 @@ def way_out(made: Made) -> WayOut | None:
     passed = [e for e in rank.of(ExceptionPassed) if e.at <= call.began and e.where != "handler"]
     if not passed or passed[-1].at < before or LOST_PEER.search(passed[-1].message):
         return None
-    found = (WayOut(rank, head, passed[-1]) for head in _heads(made))
+    found = (ExceptionExit(rank, head, passed[-1]) for head in _heads(made))
     return next((out for out in found if _leads_to(out)), None)
 
 
-def _heads(made: Made) -> Iterator[Location]:
+def _heads(made: CallRecord) -> Iterator[Location]:
     """The `finally` and the handlers around a call."""
     for place in made.site.places if made.site else ():
         spot = made.rank.location(place.site)
@@ -115,7 +115,7 @@ def _heads(made: Made) -> Iterator[Location]:
                 yield Location(spot.file, around.line, spot.function, around.text)
 
 
-def _leads_to(out: WayOut) -> bool:
+def _leads_to(out: ExceptionExit) -> bool:
     """Whether it is that exception which led there: where it is not known what it came out of, any
     leads to a `finally`."""
     tried = out.rank.location(out.event.tried)

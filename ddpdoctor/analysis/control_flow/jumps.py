@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ...events import CALLERS, CallSite, Enclosing, ExceptionPassed, Place, Way
+from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
-from ..calls.call_logs import Made
+from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK
 from .branches import opener
 from .caught_exceptions import handler
@@ -27,7 +27,7 @@ _ENDLESS = re.compile(r"while (?:True|1):|for .+ in (?:itertools\.)?count\(.*\):
 
 def loops_around(
     rank: Rank, site: CallSite | None
-) -> Iterator[tuple[Key, Location, int, Enclosing]]:
+) -> Iterator[tuple[Key, Location, int, Statement]]:
     for depth, place in enumerate(site.places if site else ()):
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
@@ -36,7 +36,7 @@ def loops_around(
                 yield (spot.file, around.line, spot.function), head, depth, around
 
 
-def in_same_run(rank: Rank, site: CallSite | None, still: Made, loop: Key) -> bool:
+def in_same_run(rank: Rank, site: CallSite | None, still: CallRecord, loop: Key) -> bool:
     """Whether a call is in that loop, as another one is, and the same lines led to both: a function
     that is called from two places has its loop twice."""
     theirs = [_led_by(still.rank, still.site, d) for d in _depths(still.rank, still.site, loop)]
@@ -57,11 +57,11 @@ def _led_by(rank: Rank, site: CallSite | None, depth: int) -> list[Location | No
     return [rank.location(place.site) for place in (site.places if site else ())[depth + 1 :]]
 
 
-def places(made: Made) -> tuple[Place, ...]:
+def places(made: CallRecord) -> tuple[Place, ...]:
     return made.site.places if made.site else ()
 
 
-def ways_around(made: Made, ends: bool = False) -> tuple[Location, ...]:
+def ways_around(made: CallRecord, ends: bool = False) -> tuple[Location, ...]:
     """The statements that can leave a call out of a round of the loops around it, also those that
     end a loop where it `ends`."""
     found = []
@@ -75,7 +75,7 @@ def ways_around(made: Made, ends: bool = False) -> tuple[Location, ...]:
     return tuple(found)
 
 
-def ways_out(made: Made, loop: Location) -> tuple[tuple[Location, ...], bool]:
+def ways_out(made: CallRecord, loop: Location) -> tuple[tuple[Location, ...], bool]:
     """The statements that leave out a call in a loop, and whether one ends the loop."""
     key = (loop.file, loop.line, loop.function)
     inside = [
@@ -105,7 +105,7 @@ def leaves_out(way: Way, line: int, place: Place) -> bool:
     return way.first <= line <= way.last and not other_arm
 
 
-def depth_in(made: Made, loop: Location) -> int | None:
+def depth_in(made: CallRecord, loop: Location) -> int | None:
     """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
     for depth, place in enumerate(places(made)):
         spot = made.rank.location(place.site)
@@ -126,7 +126,7 @@ def uneven(loop: Location) -> bool:
     return not SAME_ON_ALL.match(loop.source) and not OF_MODEL.match(loop.source)
 
 
-def whole(made: Made, loop: Location) -> bool:
+def whole(made: CallRecord, loop: Location) -> bool:
     """Whether whoever begins a loop does all of its rounds, and the call in each."""
     ways, broken = ways_out(made, loop)
     here = depth_in(made, loop) is not None
@@ -146,7 +146,7 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
 
 
 def exits(
-    leaver: Rank, last: CallSite | None, stay: Made, loop: Location, sure: bool, even: bool
+    leaver: Rank, last: CallSite | None, stay: CallRecord, loop: Location, sure: bool, even: bool
 ) -> tuple[Location, ...]:
     """The statements one of which ended a loop on a rank that left it after its `last` call, while
     another one is in a call in there; none where it may as well have been its head, unless the
@@ -178,7 +178,7 @@ def exits(
     )
 
 
-def may_end(stay: Made, loop: Location) -> Location | None:
+def may_end(stay: CallRecord, loop: Location) -> Location | None:
     """The statement under a condition that ends a loop around a call, or another one in it, where
     there is only one."""
     key = (loop.file, loop.line, loop.function)
@@ -207,7 +207,7 @@ def line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
     return None
 
 
-def has_left(made: Made, still: Made, loop: Key) -> bool:
+def has_left(made: CallRecord, still: CallRecord, loop: Key) -> bool:
     """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
     outside of it now."""
     depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
@@ -225,7 +225,7 @@ def has_left(made: Made, still: Made, loop: Key) -> bool:
     )
 
 
-def _elsewhere(made: Made, still: Made, depth: int) -> bool:
+def _elsewhere(made: CallRecord, still: CallRecord, depth: int) -> bool:
     """Whether another line of a function that leads to the loop leads to a call instead."""
     outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
     return any(
@@ -234,6 +234,6 @@ def _elsewhere(made: Made, still: Made, depth: int) -> bool:
     )
 
 
-def _function(made: Made, place: Place) -> tuple[str, str] | None:
+def _function(made: CallRecord, place: Place) -> tuple[str, str] | None:
     spot = made.rank.location(place.site)
     return (spot.file, spot.function) if spot else None

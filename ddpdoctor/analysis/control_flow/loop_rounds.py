@@ -7,7 +7,7 @@ from math import inf
 
 from ...events import EpochBegan, EpochEnded, IndicesRead, LoaderSeen
 from ...run import Location, Rank
-from ..calls.call_logs import Made
+from ..calls.call_logs import CallRecord
 
 Leaver = tuple[Rank, float]
 """A rank, and until when what it did counts: it may have gone on after a call that failed."""
@@ -26,7 +26,7 @@ class Iteration:
         return self.ended is not None and self.ended.exhausted
 
 
-def until_call(made: Made) -> Leaver:
+def until_call(made: CallRecord) -> Leaver:
     return made.rank, made.call.began if made.call else inf
 
 

@@ -16,7 +16,7 @@ Caught = tuple[Rank, tuple[ExceptionPassed, ...]]
 
 
 @dataclass(frozen=True)
-class Skips:
+class SkippedBatches:
     """What the loader of a loop says of it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Skips:
 
     @property
     def why(self) -> str:
-        """`rank 1 caught ValueError: odd (data.py:12) in step 1 and 2 more`; empty for unknown."""
+        """`rank 1 caught ValueError: odd (data.py:12) in step 1 and 2 more`; empty if unknown."""
         return "; ".join(caught_text(rank, events) for rank, events in self.caught)
 
     @property
@@ -61,7 +61,7 @@ class Skips:
         )
 
 
-def skips(leavers: list[Leaver], loop: Location) -> Skips:
+def skips(leavers: list[Leaver], loop: Location) -> SkippedBatches:
     """Of the iterations over the loaders of a loop that several of these ranks did."""
     every = {
         leaver[0].rank: {_key(i): (i, skipped_in(leaver, [i])) for i in iterations_of(leaver, loop)}
@@ -84,7 +84,7 @@ def skips(leavers: list[Leaver], loop: Location) -> Skips:
         if mine:
             caught.append((rank, tuple(sorted(mine, key=lambda e: e.at))))
     epochs = {rank: count for rank, count in epochs.items() if count}
-    return Skips(epochs, tuple(caught) if explained else ())
+    return SkippedBatches(epochs, tuple(caught) if explained else ())
 
 
 def _key(iteration: Iteration) -> object:

@@ -117,7 +117,7 @@ def fed_alike(run: Run, ranks: frozenset[int]) -> int:
 
 
 @dataclass(eq=False)
-class Alike:
+class EqualInputs:
     """Ranks that fed a model the same inputs at every forward compared, or from one on.
 
     Attributes:
@@ -145,7 +145,7 @@ class Alike:
         return self.drawn or self.constant
 
 
-def alike(run: Run, given: Inputs) -> Iterator[Alike]:
+def alike(run: Run, given: Inputs) -> Iterator[EqualInputs]:
     """Groups of ranks whose inputs agree, forward by forward; where these are the same over time,
     too, only of what the model is trained on."""
     common = [
@@ -166,7 +166,7 @@ def alike(run: Run, given: Inputs) -> Iterator[Alike]:
         first, same = given.by_rank[ranks[0]], common[begin:]
         if begin and any(first[n].carried for n in same):
             continue  # the state that it was carried on from may be another one
-        yield Alike(
+        yield EqualInputs(
             ranks,
             same,
             first[same[0]],
@@ -212,7 +212,7 @@ class SameWork:
     Attributes:
         steps: of the optimizer; event: of the first of them.
         seen: what the model was given is known, and the same on these ranks.
-        drawn, constant: as in `Alike`.
+        drawn, constant: as in `EqualInputs`.
     """
 
     ranks: tuple[int, ...]

@@ -63,7 +63,7 @@ chose its own from the same ones."""
 
 
 @dataclass(eq=False)
-class Fault:
+class LoaderFault:
     """One loader whose data is divided wrongly.
 
     Attributes:
@@ -86,7 +86,7 @@ class Fault:
 
 
 @lru_cache(maxsize=1)
-def faults(run: Run) -> tuple[Fault, ...]:
+def faults(run: Run) -> tuple[LoaderFault, ...]:
     """At most one per loader and set of ranks."""
     found = [f for entry in audits(run) if (f := _indexed(run, *entry)) is not None]
     for loader in loaders(run):
@@ -96,9 +96,9 @@ def faults(run: Run) -> tuple[Fault, ...]:
     return tuple(_merged(found))
 
 
-def _merged(found: list[Fault]) -> list[Fault]:
+def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
     """The same fault in several sets of ranks is one."""
-    by_loader: dict[tuple[str, int], Fault] = {}
+    by_loader: dict[tuple[str, int], LoaderFault] = {}
     for fault in found:
         known = by_loader.setdefault((fault.check, id(fault.loader)), fault)
         if known is not fault:
@@ -110,13 +110,13 @@ def _merged(found: list[Fault]) -> list[Fault]:
     return list(by_loader.values())
 
 
-def of_check(run: Run, name: str) -> list[Fault]:
+def of_check(run: Run, name: str) -> list[LoaderFault]:
     return [f for f in faults(run) if f.check == name]
 
 
 def _indexed(
     run: Run, loader: Loader, ranks: frozenset[int], made: tuple[Audit, ...]
-) -> Fault | None:
+) -> LoaderFault | None:
     readers = [r for r in loader.of(ranks) if any(e.indices for e in r.epochs)]
     everyone = tuple(r.rank.rank for r in readers)
     differing = _differing(readers)
@@ -129,9 +129,9 @@ def _indexed(
             alone = all(r.seen.replicas == 1 for r in readers)
             if alone and (not loader.trains or _apart(readers)):
                 return None  # every rank evaluates everything, or reads all of its own part
-            return Fault("sampler-rank-mismatch", loader, everyone, readers, made[0])
+            return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, made[0])
         if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
-            return Fault("sampler-seed-skew", loader, everyone, readers, skewed)
+            return LoaderFault("sampler-seed-skew", loader, everyone, readers, skewed)
         if differing:
             fault = _mismatch(loader, readers, made[0], differing)
             if (of := divided(readers)) and all(r.seen.sampler_length > 0 for r in readers):
@@ -142,9 +142,11 @@ def _indexed(
         surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
         if surplus and verdict(readers) in ("same", "unknown"):
             if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
-                return Fault("sampler-rank-mismatch", loader, everyone, readers, worst)
+                return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, worst)
             moving = _moving(made)
-            return Fault("data-overlap", loader, worst.sharing, readers, worst, evidence=moving)
+            return LoaderFault(
+                "data-overlap", loader, worst.sharing, readers, worst, evidence=moving
+            )
         return None
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
@@ -158,7 +160,9 @@ def _indexed(
         worst = max(over.audits, key=lambda a: len(a.shared))
         told: dict[str, object] = {SELECTED: over.told}
         sharing = [r for r in readers if r.rank.rank in over.ranks]
-        return Fault("data-overlap", loader, over.ranks, sharing, worst, "", told, (), over.audits)
+        return LoaderFault(
+            "data-overlap", loader, over.ranks, sharing, worst, "", told, (), over.audits
+        )
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
     if made[0].same_order and in_parts(run, ranks, batch_size(readers)):
@@ -170,7 +174,7 @@ def _indexed(
 
 def _same_stream(
     run: Run, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
-) -> Fault | None:
+) -> LoaderFault | None:
     """Ranks that deliver the same samples at the same places, although their indices are others, or
     none is looked at: each is chosen by a random generator that stands alike on all ranks."""
     indexless, drawn = all(r.seen.indexless for r in readers), in_step(readers)
@@ -189,7 +193,7 @@ def _same_stream(
     }
     holds = any(r.seen.holds for r in readers)
     doubt = "" if holds else "random numbers, it seems, made on the spot"
-    return Fault("data-overlap", loader, tuple(sorted(ranks)), readers, None, doubt, evidence)
+    return LoaderFault("data-overlap", loader, tuple(sorted(ranks)), readers, None, doubt, evidence)
 
 
 def _sets_of_data(readers: list[Reader]) -> list[list[Reader]]:
@@ -205,10 +209,10 @@ def _sets_of_data(readers: list[Reader]) -> list[list[Reader]]:
 
 def _repeated_sets(
     run: Run, loader: Loader, sets: list[list[Reader]], made: tuple[Audit, ...]
-) -> Fault | None:
+) -> LoaderFault | None:
     """Data that is meant to be another one on each rank, and is the same on some of them. Those
     that make a process group may share it on purpose."""
-    found: list[Fault] = []
+    found: list[LoaderFault] = []
     for readers in sets:
         ranks = frozenset(r.rank.rank for r in readers)
         own = tuple(a for audit in made if (a := audit.of(ranks)) is not None)
@@ -266,7 +270,7 @@ def _unsharded(
     readers: list[Reader],
     made: tuple[Audit, ...],
     differing: list[tuple[Payload, Payload]],
-) -> Fault | None:
+) -> LoaderFault | None:
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
     batch = batch_size(readers)
@@ -282,14 +286,14 @@ def _unsharded(
     if answer == "random" and not doubt:
         held = {HELD: f"{', '.join(held_alike(readers))}, the same on these ranks"}
     if whole:
-        return Fault("sampler-missing", loader, worst.sharing, readers, worst, doubt, held)
+        return LoaderFault("sampler-missing", loader, worst.sharing, readers, worst, doubt, held)
     own = all(r.seen.own_order for r in readers)
     skewed = next((a for a in made if _skewed(a) and a.shared), None)
     if own and not doubt and skewed is not None:
-        return Fault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
+        return LoaderFault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
     moving = _moving(made)
     evidence = {**moving, **held}
-    return Fault("data-overlap", loader, worst.sharing, readers, worst, doubt, evidence)
+    return LoaderFault("data-overlap", loader, worst.sharing, readers, worst, doubt, evidence)
 
 
 def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:
@@ -357,7 +361,7 @@ def _mismatch(
     readers: list[Reader],
     audit: Audit,
     differing: list[tuple[Payload, Payload]],
-) -> Fault:
+) -> LoaderFault:
     mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
     deliberate = _deliberate(mine, theirs)
     moved, of = (0, 0) if deliberate else _elsewhere(readers)
@@ -377,7 +381,7 @@ def _mismatch(
     }
     ranks = odd_ones(groups) or tuple(digests)
     readers = [r for r in readers if r.rank.rank in ranks]
-    return Fault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
+    return LoaderFault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
 
 
 def _elsewhere(readers: list[Reader]) -> tuple[int, int]:
@@ -400,7 +404,7 @@ def _digest_of(reader: Reader, name: str) -> str:
 # --- streams without indices --------------------------------------------------------------------
 
 
-def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
+def _stream(loader: Loader, ranks: frozenset[int]) -> LoaderFault | None:
     """Ranks that deliver the same samples of an iterable data set, always or from one epoch on."""
     readers = loader.of(ranks)
     number, found = 0, together(readers, 0)
@@ -417,10 +421,10 @@ def _stream(loader: Loader, ranks: frozenset[int]) -> Fault | None:
     }
     members = [r for r in readers if r.rank.rank in found.ranks]
     who = tuple(sorted(found.ranks))
-    return Fault("data-overlap", loader, who, members, None, "", evidence, found.parts)
+    return LoaderFault("data-overlap", loader, who, members, None, "", evidence, found.parts)
 
 
-def _workers(run: Run, loader: Loader) -> list[Fault]:
+def _workers(run: Run, loader: Loader) -> list[LoaderFault]:
     """Workers of one rank that deliver the same samples, where no other rank is involved."""
     found = []
     for number, reader in loader.readers.items():
@@ -439,4 +443,4 @@ def _workers(run: Run, loader: Loader) -> list[Fault]:
         "delivered by several workers": f"{common} of {of} samples compared",
         "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
     }
-    return [Fault("data-overlap", loader, tuple(found), readers, None, "", evidence)]
+    return [LoaderFault("data-overlap", loader, tuple(found), readers, None, "", evidence)]

@@ -27,7 +27,7 @@ OF_WORKERS = (
 )
 
 
-class InStep(NamedTuple):
+class EqualGenerators(NamedTuple):
     """What stands alike on all ranks while data is loaded.
 
     Attributes:
@@ -48,7 +48,7 @@ class InStep(NamedTuple):
         return f"{' and '.join(SEEDS[n] for n in self.names)} after the model was made"
 
 
-def in_step(readers: Sequence[Reader]) -> InStep | None:
+def in_step(readers: Sequence[Reader]) -> EqualGenerators | None:
     """None where nothing stands alike, or nothing is drawn from it."""
     peers = [noted(r) for r in readers]
     in_workers = all(peers)
@@ -61,7 +61,7 @@ def in_step(readers: Sequence[Reader]) -> InStep | None:
     guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
     if not shared and not guessed:
         return None
-    return InStep(shared, in_workers or guessed, in_workers and not same_seed)
+    return EqualGenerators(shared, in_workers or guessed, in_workers and not same_seed)
 
 
 def noted(reader: Reader) -> dict[int, WorkerRandom]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from ...events import SentBuffers, Tensor, Wrapped
 from ...run import Rank, Run
-from ..calls.call_logs import book
+from ..calls.call_logs import call_logs
 
 Buffers = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Apart:
+class SkippedRound:
     """The first forward in which they differ.
 
     Attributes:
@@ -29,7 +29,7 @@ class Apart:
     rank: Rank
 
     @property
-    def odd(self) -> tuple[int, ...]:
+    def culprits(self) -> tuple[int, ...]:
         return tuple(r for r, b in self.sent.items() if _layout(b) != _layout(self.sent[self.root]))
 
     def shapes(self, rank: int) -> dict[str, str]:
@@ -42,9 +42,9 @@ class Apart:
         }
 
 
-def apart(run: Run) -> Iterator[Apart]:
+def apart(run: Run) -> Iterator[SkippedRound]:
     """One for every model of which ranks broadcast buffers of different shapes."""
-    known = book(run)
+    known = call_logs(run)
     models: dict[object, dict[int, tuple[Rank, Wrapped]]] = {}
     for rank in run.ranks.values():
         for wrapped in rank.of(Wrapped):
@@ -56,7 +56,7 @@ def apart(run: Run) -> Iterator[Apart]:
             yield found
 
 
-def _first(members: dict[int, tuple[Rank, Wrapped]]) -> Apart | None:
+def _first(members: dict[int, tuple[Rank, Wrapped]]) -> SkippedRound | None:
     """The first forward in which they differ, of those that all ranks are known to have begun."""
     told = {
         n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
@@ -67,10 +67,10 @@ def _first(members: dict[int, tuple[Rank, Wrapped]]) -> Apart | None:
         if event.total >= reached:
             return None
         now = {n: _sent(w, told[n], event.forward) for n, (_, w) in members.items()}
-        odd = [n for n in now if _layout(now[n]) != _layout(now[root])]
-        if odd:
-            rank, wrapped = members[odd[0]]
-            return Apart(wrapped.kind, root, now, event, rank)
+        culprits = [n for n in now if _layout(now[n]) != _layout(now[root])]
+        if culprits:
+            rank, wrapped = members[culprits[0]]
+            return SkippedRound(wrapped.kind, root, now, event, rank)
     return None
 
 

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from ...events import CALLERS
 from ...report.findings import Steps
 from ...run import Location
-from ..calls.call_logs import Book, GroupKey, Log, Made
+from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import (
     arms,
     avoided,
@@ -27,7 +27,7 @@ WINDOW = 64
 
 
 @dataclass(frozen=True)
-class Parting:
+class CallDivergence:
     """A call of a group in which ranks differ, and in which they did not before.
 
     Attributes:
@@ -52,16 +52,16 @@ class Parting:
 
     key: GroupKey
     index: int
-    made: dict[int, Made]
+    made: dict[int, CallRecord]
     differs: tuple[str, ...]
     shifted: bool
     extra: bool
-    odd: tuple[int, ...]
-    place: Made
+    culprits: tuple[int, ...]
+    place: CallRecord
     depth: int = 0
     elsewhere: bool = False
     left_out: int = 0
-    before: tuple[Made, ...] = ()
+    before: tuple[CallRecord, ...] = ()
     width: int = 0
     again: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Parting:
     after: int = 0
     over: bool = False
 
-    def may_be_left(self, still: Made, loop: Key) -> bool:
+    def may_be_left(self, still: CallRecord, loop: Key) -> bool:
         """Whether some may have left a loop before the one that is in it: not where all were
         outside of it in the call before, or in it from other lines, so that who is in it came anew;
         nor where another thread makes a call."""
@@ -114,7 +114,7 @@ class Parting:
         return "op" not in self.differs and not self.shifted and not self.elsewhere
 
 
-def _knows_all_of(made: Made, file: str, function: str) -> bool:
+def _knows_all_of(made: CallRecord, file: str, function: str) -> bool:
     """Whether a call's lines tell in which statements of a function it is, if in any."""
     places = made.site.places if made.site else ()
     spots = (made.rank.location(place.site) for place in places)
@@ -126,7 +126,9 @@ def _knows_all_of(made: Made, file: str, function: str) -> bool:
 _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")
 
 
-def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int) -> Parting | None:
+def judge(
+    known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int, end: int
+) -> CallDivergence | None:
     """The parting at that call, if it is one.
 
     Args:
@@ -153,12 +155,12 @@ def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
         return None
     swapped = bool(differs) and shift is None and _swapped(a, b)
-    place, odd = _fault(known, logs, index, a, b, one, other, shift, made)
+    place, culprits = _fault(known, logs, index, a, b, one, other, shift, made)
     apart = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
     earlier = 0
     if apart and shift is None and (missed := left_out(known, logs, index, made)):
-        place, odd, earlier = missed
-    return Parting(
+        place, culprits, earlier = missed
+    return CallDivergence(
         key=key,
         index=index,
         made=made,
@@ -167,28 +169,28 @@ def judge(known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
         extra=shift is not None and shift.only_one_side,
         elsewhere=apart,
         left_out=earlier,
-        odd=odd,
+        culprits=culprits,
         place=place,
         before=tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None),
         depth=_depth(
-            place, [m for m in made.values() if (m.rank.rank in odd) is bool(earlier)] or b
+            place, [m for m in made.values() if (m.rank.rank in culprits) is bool(earlier)] or b
         ),
     )
 
 
-def _of_several_models(made: dict[int, Made]) -> bool:
+def _of_several_models(made: dict[int, CallRecord]) -> bool:
     """Whether these are what different models communicate themselves, so that the gradients of one
     are summed up with those of another."""
     return len({m.model for m in made.values()} - {None}) > 1
 
 
 def _too_many(
-    known: Book,
+    known: CallLogs,
     key: GroupKey,
-    logs: dict[int, Log],
+    logs: dict[int, GroupCalls],
     end: int,
     sides: tuple[list[int], list[int]],
-) -> Parting | None:
+) -> CallDivergence | None:
     """A call too many that was paired with the others' next one of its kind, so that the ranks part
     only at the `end`: from there on its callers are a call behind, each time on the line on which
     the others were the call before."""
@@ -206,13 +208,15 @@ def _too_many(
             index, place = index - 1, before
         if index < end:
             made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
-            odd = _minority(callers, rest, place, known)
+            culprits = _minority(callers, rest, place, known)
             depth = _depth(place, [made[r] for r in rest])
-            return Parting(key, index, made, (), True, True, odd, place, depth)
+            return CallDivergence(key, index, made, (), True, True, culprits, place, depth)
     return None
 
 
-def _sides(made: dict[int, Made], of: Callable[[Made], object] = lambda m: None) -> list[list[int]]:
+def _sides(
+    made: dict[int, CallRecord], of: Callable[[CallRecord], object] = lambda m: None
+) -> list[list[int]]:
     """Ranks that made the same call from lines that read the same, and agree in what is asked `of`
     them, the largest side first."""
     sides: dict[object, list[int]] = {}
@@ -232,7 +236,7 @@ class Shift:
     only_one_side: bool
 
 
-def _shift(a: list[Made], b: list[Made]) -> Shift | None:
+def _shift(a: list[CallRecord], b: list[CallRecord]) -> Shift | None:
     """The first calls that one side has and the other not; None where the calls only differ.
 
     `if rank == 0: broadcast(x) else: broadcast(y)` puts different lines at the same numbers and is
@@ -254,7 +258,7 @@ def _shift(a: list[Made], b: list[Made]) -> Shift | None:
     return None
 
 
-def _swapped(a: list[Made], b: list[Made]) -> bool:
+def _swapped(a: list[CallRecord], b: list[CallRecord]) -> bool:
     """Whether both sides issue the same calls, in another order, before any of these ends."""
     ours: Counter[object] = Counter()
     theirs: Counter[object] = Counter()
@@ -266,14 +270,14 @@ def _swapped(a: list[Made], b: list[Made]) -> bool:
     return False
 
 
-def _at_once(made: list[Made]) -> bool:
+def _at_once(made: list[CallRecord]) -> bool:
     """Whether every one of these calls had begun before the first one ended."""
     calls = [m.call for m in made if m.call is not None]
     last = max((c.began for c in calls), default=0.0)
     return len(calls) == len(made) and all(not c.ended or c.ended >= last for c in calls)
 
 
-def _depth(place: Made, others: list[Made]) -> int:
+def _depth(place: CallRecord, others: list[CallRecord]) -> int:
     """How far up the stack of callers the lines differ; 0 where the innermost do, or none."""
     ours = place.site.places if place.site else ()
     for depth in range(len(ours)):
@@ -292,11 +296,11 @@ def _moved(
     return any(y in xs[i1 : i1 + 16] for y in ys[j1:j2])
 
 
-def _alike(a: list[Made], b: list[Made]) -> tuple[list[object], list[object]]:
+def _alike(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], list[object]]:
     """Tokens of both sides; the arms of one `if` that stand for each other count as equal."""
     same: dict[object, object] = {}
 
-    def token(m: Made) -> object:
+    def token(m: CallRecord) -> object:
         found: object = (m.signature.op, m.text)
         while found in same:
             found = same[found]
@@ -315,7 +319,7 @@ def _alike(a: list[Made], b: list[Made]) -> tuple[list[object], list[object]]:
     return [token(m) for m in a], [token(n) for n in b]
 
 
-def _harmless(a: list[Made], b: list[Made], shift: Shift, end: int) -> bool:
+def _harmless(a: list[CallRecord], b: list[CallRecord], shift: Shift, end: int) -> bool:
     """Barriers carry nothing that could get mixed up; but where other calls differ in the `end`
     because one side is that much behind, it is the barrier that is too many."""
     longer, shorter = (a, b) if shift.side == "a" else (b, a)
@@ -329,16 +333,16 @@ def _harmless(a: list[Made], b: list[Made], shift: Shift, end: int) -> bool:
 
 
 def _fault(
-    known: Book,
-    logs: dict[int, Log],
+    known: CallLogs,
+    logs: dict[int, GroupCalls],
     index: int,
-    a: list[Made],
-    b: list[Made],
+    a: list[CallRecord],
+    b: list[CallRecord],
     one: list[int],
     other: list[int],
     shift: Shift | None,
-    made: dict[int, Made],
-) -> tuple[Made, tuple[int, ...]]:
+    made: dict[int, CallRecord],
+) -> tuple[CallRecord, tuple[int, ...]]:
     """The call to point at, and the ranks at fault."""
     if shift is not None:
         extra = (a if shift.side == "a" else b)[shift.start]
@@ -374,7 +378,7 @@ def _fault(
     return x, _minority(one, other, x, known)
 
 
-def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:
+def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: int) -> bool:
     """Whether nobody passed these arguments on that line before."""
     start = max(0, index - WINDOW)
     return not any(
@@ -384,7 +388,9 @@ def _new(made: Made, logs: dict[int, Log], known: Book, index: int) -> bool:
     )
 
 
-def _oddness(made: Made, other: Made, others: Log, known: Book, index: int) -> int:
+def _oddness(
+    made: CallRecord, other: CallRecord, others: GroupCalls, known: CallLogs, index: int
+) -> int:
     """How much a call looks like the one that should not be there (or not alone)."""
     branches = condition(made) is not None or (avoided(made, other) and not arms(made, other))
     seen = any(
@@ -395,7 +401,9 @@ def _oddness(made: Made, other: Made, others: Log, known: Book, index: int) -> i
     return 4 * branches + 2 * (not seen) + (branch(made) is not None) - composite
 
 
-def _often(made: Made, logs: dict[int, Log], ranks: list[int], known: Book, index: int) -> int:
+def _often(
+    made: CallRecord, logs: dict[int, GroupCalls], ranks: list[int], known: CallLogs, index: int
+) -> int:
     """How many times this call was made on these lines so far: what comes in every round is less
     odd than what comes now and then."""
     start = max(0, index - HISTORY)
@@ -406,14 +414,16 @@ def _often(made: Made, logs: dict[int, Log], ranks: list[int], known: Book, inde
     )
 
 
-def _minority(callers: list[int], rest: list[int], made: Made, known: Book) -> tuple[int, ...]:
+def _minority(
+    callers: list[int], rest: list[int], made: CallRecord, known: CallLogs
+) -> tuple[int, ...]:
     if len(rest) < len(callers):
         return tuple(sorted(rest))
     return tuple(sorted(callers))
 
 
-def describe_sides(parting: Parting) -> Iterator[tuple[list[int], Made]]:
+def describe_sides(divergence: CallDivergence) -> Iterator[tuple[list[int], CallRecord]]:
     """Who was in which call, the ranks at fault first."""
-    sides = _sides(parting.made, lambda m: (m.location, m.key))
-    for side in sorted(sides, key=lambda s: s[0] not in parting.odd):
-        yield side, parting.made[side[0]]
+    sides = _sides(divergence.made, lambda m: (m.location, m.key))
+    for side in sorted(sides, key=lambda s: s[0] not in divergence.culprits):
+        yield side, divergence.made[side[0]]

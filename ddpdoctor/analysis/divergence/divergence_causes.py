@@ -4,69 +4,72 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...events import CallSite, Enclosing, Place
+from ...events import CallSite, Place, Statement
 from ...run import Location, Rank, ranks_text
-from ..calls.call_logs import Made, lines
+from ..calls.call_logs import CallRecord, lines
 from ..control_flow.branches import avoided, branch, condition, is_inside, passed, same_lines
 from ..control_flow.jumps import line_in, loops_around
-from .divergence import Parting
+from .divergence import CallDivergence
 
 
-def entered(parting: Parting) -> tuple[Place, Enclosing] | None:
+def entered(divergence: CallDivergence) -> tuple[Place, Statement] | None:
     """The branch that only the ranks at fault took: its text says so, or the others are past it in
     the same step and never made that call."""
-    place = parting.place
+    place = divergence.place
     said = condition(place)
     found = said or branch(place)
-    if found is None or around_all(parting, *found):
+    if found is None or around_all(divergence, *found):
         return None
     if said is not None:
         return said
-    rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    past = all(avoided(place, m) or _is_round(parting, m, *found) for m in rest)
+    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
+    past = all(avoided(place, m) or _is_round(divergence, m, *found) for m in rest)
     return found if rest and past else None
 
 
-def by_their_rank(parting: Parting) -> bool:
+def by_their_rank(divergence: CallDivergence) -> bool:
     """Whether a condition on the rank leads the ranks at fault to a call that no other rank makes
     at any time: whatever the others may have left, they do not come to it."""
-    said = condition(parting.place)
-    if said is None or around_all(parting, *said):
+    said = condition(divergence.place)
+    if said is None or around_all(divergence, *said):
         return False
-    rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    return bool(rest) and not any(_makes(m.rank, parting.place.spots) for m in rest)
+    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
+    return bool(rest) and not any(_makes(m.rank, divergence.place.spots) for m in rest)
 
 
-def opposed(parting: Parting, place: Place, statement: Enclosing) -> bool:
+def opposed(divergence: CallDivergence, place: Place, statement: Statement) -> bool:
     """Whether a rank that is not at fault is in another branch of the same `if`."""
-    spot = parting.place.rank.location(place.site)
+    spot = divergence.place.rank.location(place.site)
     return spot is not None and any(
         enclosing.line != statement.line
         and (enclosing.opener or enclosing.line) == (statement.opener or statement.line)
         and (at := made.rank.location(there.site)) is not None
         and at.file == spot.file
-        for number, made in parting.made.items()
-        if number not in parting.odd
+        for number, made in divergence.made.items()
+        if number not in divergence.culprits
         for there in (made.site.places if made.site else ())
         for enclosing in there.inside
     )
 
 
-def around_all(parting: Parting, place: Place, statement: Enclosing) -> bool:
+def around_all(divergence: CallDivergence, place: Place, statement: Statement) -> bool:
     """Whether every rank is inside of a statement around the call that is pointed at: it parts
     nobody."""
-    spot = parting.place.rank.location(place.site)
+    spot = divergence.place.rank.location(place.site)
     return spot is not None and all(
-        is_inside(made.rank, made.site, spot.file, statement.line) for made in parting.made.values()
+        is_inside(made.rank, made.site, spot.file, statement.line)
+        for made in divergence.made.values()
     )
 
 
-def _is_round(parting: Parting, made: Made, place: Place, statement: Enclosing) -> bool:
+def _is_round(
+    divergence: CallDivergence, made: CallRecord, place: Place, statement: Statement
+) -> bool:
     """Whether a rank is in the next round of a loop around that branch, without the call in it: all
     were in one call above it, and this rank is in that one, or above it, again."""
-    call = parting.place
-    last = next((m for m in parting.before if m.rank.rank == made.rank.rank), None)
-    mine = next((m for m in parting.before if m.rank.rank == call.rank.rank), None)
+    call = divergence.place
+    last = next((m for m in divergence.before if m.rank.rank == made.rank.rank), None)
+    mine = next((m for m in divergence.before if m.rank.rank == call.rank.rank), None)
     if last is None or mine is None or not same_lines(last, mine) or last.step != mine.step:
         return False
     if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
@@ -82,17 +85,17 @@ def _is_round(parting: Parting, made: Made, place: Place, statement: Enclosing) 
     return False
 
 
-def alone(parting: Parting) -> Parting:
+def alone(divergence: CallDivergence) -> CallDivergence:
     """The same as a call too many, where only the ranks at fault entered the branch around it and
     no other makes it: that calls of their own read like it, from lines elsewhere, is no other
     order."""
-    found = entered(parting) if parting.shifted and not parting.extra else None
-    if found is None or opposed(parting, *found):
-        return parting
-    rest = [m for r, m in parting.made.items() if r not in parting.odd]
-    here = parting.place.spots
+    found = entered(divergence) if divergence.shifted and not divergence.extra else None
+    if found is None or opposed(divergence, *found):
+        return divergence
+    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
+    here = divergence.place.spots
     there = any(_makes(m.rank, here) for m in rest)
-    return parting if there else replace(parting, extra=True)
+    return divergence if there else replace(divergence, extra=True)
 
 
 def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
@@ -104,7 +107,7 @@ def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class Swallowed:
+class SwallowedException:
     """A call that some ranks are past without having made it, by a handler and nothing else.
 
     Attributes:
@@ -112,7 +115,7 @@ class Swallowed:
     """
 
     ranks: tuple[int, ...]
-    made: Made
+    made: CallRecord
     head: Location
 
     @property
@@ -131,23 +134,23 @@ class Swallowed:
         )
 
 
-def swallowed(parting: Parting) -> Swallowed | None:
+def swallowed(divergence: CallDivergence) -> SwallowedException | None:
     """Who left a call out by an exception that was caught, where the lines leave no other way:
     those ranks are further down in the function of the `try` around the others' call."""
-    if parting.shifted or "op" not in parting.differs or len(parting.made) < 2:
+    if divergence.shifted or "op" not in divergence.differs or len(divergence.made) < 2:
         return None
-    for made in parting.made.values():
-        rest = {r: m for r, m in parting.made.items() if m.text != made.text}
-        stay = [m for r, m in parting.made.items() if r not in rest]
+    for made in divergence.made.values():
+        rest = {r: m for r, m in divergence.made.items() if m.text != made.text}
+        stay = [m for r, m in divergence.made.items() if r not in rest]
         if not rest or not all(same_lines(m, made) for m in stay):
             continue
         tried, head = _handler(made) or (None, None)
         if tried and head and all(passed(m, made, tried) for m in rest.values()):
-            return Swallowed(tuple(sorted(rest)), made, head)
+            return SwallowedException(tuple(sorted(rest)), made, head)
     return None
 
 
-def _handler(made: Made) -> tuple[Place, Location] | None:
+def _handler(made: CallRecord) -> tuple[Place, Location] | None:
     """The line of a `try` that led to a call, and its handler, where no other statement in the
     functions from there down to the call can lead around that."""
     for place in made.site.places if made.site else ():

@@ -9,11 +9,18 @@ from functools import lru_cache
 
 from ...events import CALLERS
 from ...run import Run, State
-from ..calls.call_logs import Book, GroupKey, Log, Made, book, first_difference
+from ..calls.call_logs import (
+    CallLogs,
+    CallRecord,
+    GroupCalls,
+    GroupKey,
+    call_logs,
+    first_difference,
+)
 from ..control_flow.branches import arms, begins_round
 from ..control_flow.jumps import loops_around
 from ..waiting.snapshot import scene
-from .divergence import WINDOW, Parting, judge
+from .divergence import WINDOW, CallDivergence, judge
 from .reordered_calls import turned
 
 NEAR = 4
@@ -30,38 +37,40 @@ Marks = tuple[object, ...]
 
 
 @lru_cache(maxsize=1)
-def partings(run: Run) -> tuple[Parting, ...]:
+def divergences(run: Run) -> tuple[CallDivergence, ...]:
     """Of every group whose ranks part, in their order; each fault once."""
-    known = book(run)
+    known = call_logs(run)
     return tuple(
-        parting
+        divergence
         for key, logs in known.logs.items()
         if len(logs) > 1
-        for parting in _of_group(known, key, logs)
+        for divergence in _of_group(known, key, logs)
     )
 
 
-def latest(parting: Parting, until: int) -> int:
+def latest(divergence: CallDivergence, until: int) -> int:
     """The last call in which they differed so, of those up to that one; -1 for none."""
-    return max((i for i in (parting.index, *parting.again) if i <= until), default=-1)
+    return max((i for i in (divergence.index, *divergence.again) if i <= until), default=-1)
 
 
-def got_past(run: Run, parting: Parting) -> bool:
+def got_past(run: Run, divergence: CallDivergence) -> bool:
     """Whether all ranks went on from there together, so that what stops them later has another
     cause. Calls of a device may have been issued only."""
-    if not parting.width:
+    if not divergence.width:
         return False
     now = scene(run)
-    reached = min(_reached(log, now.at) for log in now.known.logs[parting.key].values())
-    mine = latest(parting, reached)
-    others = (p for p in partings(run) if p.key == parting.key and p.index != parting.index)
+    reached = min(_reached(log, now.at) for log in now.known.logs[divergence.key].values())
+    mine = latest(divergence, reached)
+    others = (
+        p for p in divergences(run) if p.key == divergence.key and p.index != divergence.index
+    )
     if any(latest(other, reached) > mine for other in others):
         return True
-    on_host = all(m.signature.device in ("", "cpu") for m in parting.made.values())
-    return on_host and mine >= 0 and reached >= mine + parting.width + NEAR
+    on_host = all(m.signature.device in ("", "cpu") for m in divergence.made.values())
+    return on_host and mine >= 0 and reached >= mine + divergence.width + NEAR
 
 
-def _reached(log: Log, wall: float) -> int:
+def _reached(log: GroupCalls, wall: float) -> int:
     """The first call that a rank had not done at that moment."""
     at = wall - log.rank.wall(0.0)
     undone = (
@@ -75,22 +84,22 @@ def _reached(log: Log, wall: float) -> int:
     return min(undone, default=log.issued)
 
 
-def _of_group(known: Book, key: GroupKey, logs: dict[int, Log]) -> list[Parting]:
-    found: dict[object, Parting] = {}
-    judged: dict[Marks, Parting | None] = {}
+def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> list[CallDivergence]:
+    found: dict[object, CallDivergence] = {}
+    judged: dict[Marks, CallDivergence | None] = {}
     start = 0
     for _ in range(_TIMES):
-        parting = _next(known, key, logs, start, judged)
-        if parting is None:
+        divergence = _next(known, key, logs, start, judged)
+        if divergence is None:
             break
-        texts = frozenset(m.text for m in parting.made.values())
-        fault = texts, parting.differs, parting.shifted, parting.extra
+        texts = frozenset(m.text for m in divergence.made.values())
+        fault = texts, divergence.differs, divergence.shifted, divergence.extra
         if fault not in found and len(found) == _FAULTS:
             break
-        found[fault] = _joined(found[fault], parting) if fault in found else parting
-        if not parting.width:
+        found[fault] = _joined(found[fault], divergence) if fault in found else divergence
+        if not divergence.width:
             break
-        start = parting.index + parting.width
+        start = divergence.index + divergence.width
     else:
         until = max(max(p.steps) for p in found.values())
         return [replace(p, until=until) for p in found.values()]
@@ -98,14 +107,14 @@ def _of_group(known: Book, key: GroupKey, logs: dict[int, Log]) -> list[Parting]
     return [replace(p, over=p.after > 0 and _is_outside(known, logs, p)) for p in timed]
 
 
-def _after(known: Book, logs: dict[int, Log], parting: Parting) -> int:
+def _after(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
     """1 where the last of these calls comes after the last step, and none has begun another."""
-    taken = max(parting.place.step, *parting.steps, 0)
-    over = (_is_over(known, log, parting.place, taken) for log in logs.values())
+    taken = max(divergence.place.step, *divergence.steps, 0)
+    over = (_is_over(known, log, divergence.place, taken) for log in logs.values())
     return int(taken > 0 and all(over))
 
 
-def _is_over(known: Book, log: Log, made: Made, taken: int) -> bool:
+def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> bool:
     """Whether a rank took so many steps and no other was begun by that call: it ended well, or its
     model averages in every step and has not since."""
     if known.steps_of(log.rank) != taken or log.rank.state == "finished":
@@ -114,33 +123,33 @@ def _is_over(known: Book, log: Log, made: Made, taken: int) -> bool:
     return last is not None and last.step == taken - 1 and not begins_round(made, last)
 
 
-def _is_outside(known: Book, logs: dict[int, Log], parting: Parting) -> bool:
+def _is_outside(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> bool:
     """Whether no loop around a call, all of whose callers are on record, is one around the last
     averaging of gradients."""
-    place = parting.place
+    place = divergence.place
     last = _averaged(known, logs[place.rank.rank])
     whole = place.site is not None and 0 < len(place.site.places) < CALLERS
     around = _loops(last) if last is not None else set()
-    return whole and bool(around) and not parting.again and not around & _loops(place)
+    return whole and bool(around) and not divergence.again and not around & _loops(place)
 
 
-def _loops(made: Made) -> set[tuple[str, int, str]]:
+def _loops(made: CallRecord) -> set[tuple[str, int, str]]:
     return {key for key, _, _, _ in loops_around(made.rank, made.site)}
 
 
-def _averaged(known: Book, log: Log) -> Made | None:
+def _averaged(known: CallLogs, log: GroupCalls) -> CallRecord | None:
     """Where DDP last averaged gradients in this group, None where that is long ago."""
     last = (known.meant(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
     return next((m for m in last if m and m.signature.op == "DDP backward"), None)
 
 
 def _next(
-    known: Book,
+    known: CallLogs,
     key: GroupKey,
-    logs: dict[int, Log],
+    logs: dict[int, GroupCalls],
     start: int,
-    judged: dict[Marks, Parting | None],
-) -> Parting | None:
+    judged: dict[Marks, CallDivergence | None],
+) -> CallDivergence | None:
     """The first parting from that call on.
 
     Args:
@@ -152,13 +161,13 @@ def _next(
 
 
 def _by_their_lines(
-    known: Book,
+    known: CallLogs,
     key: GroupKey,
-    logs: dict[int, Log],
+    logs: dict[int, GroupCalls],
     start: int,
     until: int | None,
-    judged: dict[Marks, Parting | None],
-) -> Parting | None:
+    judged: dict[Marks, CallDivergence | None],
+) -> CallDivergence | None:
     """The first before that call, of those that show in nothing but the numbers of the lines."""
     first, *others = (logs[r] for r in sorted(logs))
     for _ in range(_LOOKS):
@@ -169,19 +178,19 @@ def _by_their_lines(
         marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
         if marks not in judged:
             judged[marks] = turned(known, key, logs, index)
-        if (parting := judged[marks]) is not None:
-            return _again(known, logs, parting, index)
+        if (divergence := judged[marks]) is not None:
+            return _again(known, logs, divergence, index)
         start = index + 1
     return None
 
 
 def _by_what_they_are(
-    known: Book,
+    known: CallLogs,
     key: GroupKey,
-    logs: dict[int, Log],
+    logs: dict[int, GroupCalls],
     start: int,
-    judged: dict[Marks, Parting | None],
-) -> Parting | None:
+    judged: dict[Marks, CallDivergence | None],
+) -> CallDivergence | None:
     """The first that shows in what is called, or in what the lines read."""
     first, *others = (logs[r] for r in sorted(logs))
     hard = (first_difference(first, o, lambda s: s.whats, start) for o in others)
@@ -193,24 +202,26 @@ def _by_what_they_are(
         marks = _marks(known, logs, index)
         if marks not in judged:
             judged[marks] = _judged(known, key, logs, index, end)
-        if (parting := judged[marks]) is not None:
-            return _again(known, logs, parting, index)
+        if (divergence := judged[marks]) is not None:
+            return _again(known, logs, divergence, index)
     return None
 
 
-def _again(known: Book, logs: dict[int, Log], parting: Parting, index: int) -> Parting:
-    made = known.meant(logs[parting.place.rank.rank], index)
-    return replace(parting, index=index, steps=(made.step,) if made else ())
+def _again(
+    known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence, index: int
+) -> CallDivergence:
+    made = known.meant(logs[divergence.place.rank.rank], index)
+    return replace(divergence, index=index, steps=(made.step,) if made else ())
 
 
 def _judged(
-    known: Book, key: GroupKey, logs: dict[int, Log], index: int, end: int
-) -> Parting | None:
-    parting = judge(known, key, logs, index, end)
-    return parting and replace(parting, width=_width(known, logs, parting))
+    known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int, end: int
+) -> CallDivergence | None:
+    divergence = judge(known, key, logs, index, end)
+    return divergence and replace(divergence, width=_width(known, logs, divergence))
 
 
-def _marks(known: Book, logs: dict[int, Log], index: int) -> Marks:
+def _marks(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> Marks:
     """On which lines every rank is, and whose calls agree."""
     made = _there(known, logs, index)
     whats: dict[object, int] = {}
@@ -219,33 +230,33 @@ def _marks(known: Book, logs: dict[int, Log], index: int) -> Marks:
     )
 
 
-def _there(known: Book, logs: dict[int, Log], index: int) -> list[Made | None]:
+def _there(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> list[CallRecord | None]:
     return [known.meant(log, index) for log in logs.values()]
 
 
-def _joined(before: Parting, parting: Parting) -> Parting:
+def _joined(before: CallDivergence, divergence: CallDivergence) -> CallDivergence:
     """A fault that is there again."""
-    odd = parting.odd if len(parting.odd) < len(parting.made) else ()
+    culprits = divergence.culprits if len(divergence.culprits) < len(divergence.made) else ()
     return replace(
         before,
-        odd=tuple(sorted({*before.odd, *odd})),
-        again=(*before.again, parting.index),
-        steps=(*before.steps, *parting.steps),
-        width=before.width if parting.width else 0,
+        culprits=tuple(sorted({*before.culprits, *culprits})),
+        again=(*before.again, divergence.index),
+        steps=(*before.steps, *divergence.steps),
+        width=before.width if divergence.width else 0,
     )
 
 
-def _width(known: Book, logs: dict[int, Log], parting: Parting) -> int:
+def _width(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
     """After how many calls the ranks are together again, 0 where that is not seen.
 
     They are where all go on from one line, or one step, to the next one with the same call: none is
     a call behind.
     """
-    marks = zip(logs.values(), _marks(known, logs, parting.index), strict=True)
+    marks = zip(logs.values(), _marks(known, logs, divergence.index), strict=True)
     sides = list({mark: log for log, mark in marks if mark is not None}.values())
-    after = 1 if not parting.shifted else _swap(known, sides, parting.index)
-    first = parting.index + after
-    if parting.extra or not after:
+    after = 1 if not divergence.shifted else _swap(known, sides, divergence.index)
+    first = divergence.index + after
+    if divergence.extra or not after:
         return 0
     for index in range(first, first + _REACH):
         here = [known.meant(log, index) for log in sides]
@@ -257,13 +268,13 @@ def _width(known: Book, logs: dict[int, Log], parting: Parting) -> int:
     return 0
 
 
-def _alike(a: Made | None, b: Made | None) -> bool:
+def _alike(a: CallRecord | None, b: CallRecord | None) -> bool:
     if a is None or b is None:
         return False
     return a.step == b.step and (a.text == b.text or arms(a, b) is not None)
 
 
-def _swap(known: Book, sides: list[Log], first: int) -> int:
+def _swap(known: CallLogs, sides: list[GroupCalls], first: int) -> int:
     """How many calls it takes until all have made the same ones, in whatever order."""
     counts: list[Counter[object]] = [Counter() for _ in sides]
     for index in range(first, first + WINDOW):

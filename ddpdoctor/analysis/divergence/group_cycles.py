@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ...events import CallSite, Enclosing, Place
+from ...events import CallSite, Place, Statement
 from ...report.findings import Related
 from ...run import Location, State, ranks_do
 from ..control_flow.branches import (
@@ -21,28 +21,28 @@ from ..control_flow.branches import (
     unbranched,
 )
 from ..control_flow.jumps import loops_around, may_end
-from ..waiting.snapshot import Scene, Stand
+from ..waiting.snapshot import RankSnapshot, Snapshot
 from ..waiting.wait_graph import victims
-from .divergence import Parting
-from .loop_exits import Left, left_loop
-from .missing_calls import LeftOut, left_out
+from .divergence import CallDivergence
+from .loop_exits import LoopExit, left_loop
+from .missing_calls import MissingCall, left_out
 
 FOR_EVER = "none of them can ever finish"
 
 
 @dataclass(frozen=True)
-class Branched:
+class GroupBranch:
     """A call that some make under a branch, past which the others are without it.
 
     Attributes:
         ranks: the fewer of the two; place, head: the branch.
     """
 
-    call: Stand
+    call: RankSnapshot
     callers: tuple[int, ...]
-    others: list[Stand]
+    others: list[RankSnapshot]
     place: Place
-    head: Enclosing
+    head: Statement
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -54,9 +54,9 @@ class Branched:
 class Beyond:
     """Ranks that left a loop, and those that wait for them in it."""
 
-    left: Left
-    gone: list[Stand]
-    stay: list[Stand]
+    left: LoopExit
+    gone: list[RankSnapshot]
+    stay: list[RankSnapshot]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Beyond:
         return stay if len(stay) < len(gone) else gone
 
 
-def told(now: Scene, ring: list[Stand]) -> dict[str, Any]:
+def told(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
     """The fields of the finding."""
     if skipped := left_out(now, ring):
         fields = _left_out(skipped)
@@ -92,7 +92,7 @@ def told(now: Scene, ring: list[Stand]) -> dict[str, Any]:
     }
 
 
-def _left_out(skipped: LeftOut) -> dict[str, Any]:
+def _left_out(skipped: MissingCall) -> dict[str, Any]:
     stand, waiting = skipped.stand, skipped.waiting
     number = f"call {waiting.call.index if waiting.call else -1} of {waiting.key}"
     return {
@@ -110,25 +110,25 @@ def _left_out(skipped: LeftOut) -> dict[str, Any]:
     }
 
 
-def _branched(now: Scene, ring: list[Stand]) -> Branched | None:
+def _branched(now: Snapshot, ring: list[RankSnapshot]) -> GroupBranch | None:
     waiting = [s for s in now.blocked if s.made is not None]
     for stand in ring:
         made = stand.made
         found = branch(made) if made else None
         if made is None or found is None:
             continue
-        sides: dict[bool, list[Stand]] = {True: [], False: []}
+        sides: dict[bool, list[RankSnapshot]] = {True: [], False: []}
         for other in waiting:
             same = other.made is not None and other.made.text == made.text
             sides[same and other.key == stand.key].append(other)
         past = [o.made for o in sides[False] if o.made is not None]
         if past and all(avoided(made, m) and arms(made, m) is None for m in past):
             callers = tuple(s.rank.rank for s in sides[True])
-            return Branched(stand, callers, sides[False], *found)
+            return GroupBranch(stand, callers, sides[False], *found)
     return None
 
 
-def _in_a_branch(found: Branched) -> dict[str, Any]:
+def _in_a_branch(found: GroupBranch) -> dict[str, Any]:
     spot = found.call.rank.location(found.place.site)
     head = Related(leading(found.head), head_of(spot, found.head)) if spot else None
     return {
@@ -143,7 +143,7 @@ def _in_a_branch(found: Branched) -> dict[str, Any]:
     }
 
 
-def _beyond(now: Scene, ring: list[Stand]) -> Beyond | None:
+def _beyond(now: Snapshot, ring: list[RankSnapshot]) -> Beyond | None:
     """Who left a loop in which others wait for it; None where that is not clear, or is said of
     several loops."""
     pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
@@ -151,7 +151,7 @@ def _beyond(now: Scene, ring: list[Stand]) -> Beyond | None:
     return found[0] if len(found) == 1 else None
 
 
-def _left(now: Scene, waiting: Stand, stand: Stand) -> Beyond | None:
+def _left(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Beyond | None:
     """The same of a rank, and one that waits for it: not where that one may have come anew to a
     loop that all were through with."""
     key, call, ours, theirs = waiting.key, waiting.call, stand.made, waiting.made
@@ -164,7 +164,7 @@ def _left(now: Scene, waiting: Stand, stand: Stand) -> Beyond | None:
     there = (now.known.at(logs[r], call.index - 1) for r in made if r in logs)
     before = [m for m in there if m is not None]
     left = left_loop(
-        Parting(key, call.index, made, ("op",), False, False, (), ours, before=tuple(before))
+        CallDivergence(key, call.index, made, ("op",), False, False, (), ours, before=tuple(before))
     )
     if left is None or set(left.ranks) != {s.rank.rank for s in gone}:
         return None
@@ -173,7 +173,7 @@ def _left(now: Scene, waiting: Stand, stand: Stand) -> Beyond | None:
     return None if anew or not _stayed(waiting, left.loop) else Beyond(left, gone, stay)
 
 
-def _stayed(stand: Stand, loop: Location) -> bool:
+def _stayed(stand: RankSnapshot, loop: Location) -> bool:
     """Whether a rank made no call outside of a loop since its last one like the present one."""
     at = stand.call
     calls = stand.rank.ring.calls if stand.rank.ring and at else ()
@@ -206,7 +206,7 @@ def _out_of_a_loop(beyond: Beyond) -> dict[str, Any]:
     }
 
 
-def _in_any_order(now: Scene, ring: list[Stand]) -> dict[str, Any]:
+def _in_any_order(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
     ranks = {s.rank.rank for stand in ring for s in _with(now, stand)}
     return {
         "ranks": tuple(sorted(ranks)),
@@ -221,13 +221,13 @@ def _in_any_order(now: Scene, ring: list[Stand]) -> dict[str, Any]:
     }
 
 
-def _with(now: Scene, stand: Stand) -> list[Stand]:
+def _with(now: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks that wait in the same call, with this one."""
     index = stand.call.index if stand.call else -1
     return [s for s in now.blocked if s.key == stand.key and s.call and s.call.index == index]
 
 
-def _here(stands: list[Stand], shown: Location | None) -> tuple[Related, ...]:
+def _here(stands: list[RankSnapshot], shown: Location | None) -> tuple[Related, ...]:
     """The lines that other ranks are at."""
     lines: dict[Location, list[int]] = {}
     for stand in stands:
@@ -236,5 +236,5 @@ def _here(stands: list[Stand], shown: Location | None) -> tuple[Related, ...]:
     return tuple(Related(f"{ranks_do(ranks, 'wait')} here", spot) for spot, ranks in lines.items())
 
 
-def _op(stand: Stand) -> str:
+def _op(stand: RankSnapshot) -> str:
     return stand.made.signature.op if stand.made else "it"

@@ -11,7 +11,7 @@ from math import inf
 from ...events import CALLERS, CallSite, ExceptionPassed
 from ...report.findings import Evidence, Finding
 from ...run import Location, Rank, ranks_text
-from ..calls.call_logs import Made
+from ..calls.call_logs import CallRecord
 from ..control_flow.branches import condition
 from ..control_flow.caught_exceptions import handler
 from ..control_flow.jumps import (
@@ -37,8 +37,8 @@ from ..control_flow.loop_rounds import (
     steps_taken,
     until_call,
 )
-from ..control_flow.skipped_batches import Skips, skips
-from .divergence import Parting
+from ..control_flow.skipped_batches import SkippedBatches, skips
+from .divergence import CallDivergence
 from .divergence_causes import by_their_rank
 from .skipped_round import apart
 
@@ -46,7 +46,7 @@ SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks did so."""
 
 
-class How(enum.Enum):
+class LoopExitKind(enum.Enum):
     """How a rank got out of a loop that another one is still in.
 
     `DRY`: its loader had fewer batches. `FEWER`: it had fewer rounds, whatever they are over.
@@ -65,7 +65,7 @@ class How(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Left:
+class LoopExit:
     """A loop that some have left.
 
     Attributes:
@@ -80,17 +80,17 @@ class Left:
 
     ranks: list[int]
     loop: Location
-    how: How
+    how: LoopExitKind
     steps: str = ""
     ways: tuple[Location, ...] = ()
     exits: tuple[Location, ...] = ()
     known: bool = True
     turn: str = ""
-    skips: Skips | None = None
+    skips: SkippedBatches | None = None
 
     @property
     def evidence(self) -> Evidence:
-        skipped = self.how is How.SKIPPED and self.known
+        skipped = self.how is LoopExitKind.SKIPPED and self.known
         return {SKIPPED_BY: sorted(self.ranks)} if skipped else {}
 
     @property
@@ -107,7 +107,7 @@ class Left:
     @property
     def _or_skipped(self) -> bool:
         """Whether they may as well have skipped a round."""
-        return self.how is How.UNKNOWN and bool(self.ways)
+        return self.how is LoopExitKind.UNKNOWN and bool(self.ways)
 
     @property
     def cause(self) -> str:
@@ -115,18 +115,18 @@ class Left:
         who = self.who
         ways = " or ".join(f"`{w.source}` ({w})" for w in self.ways[:2])
         short = f": {ways} leaves out the rest of one" if ways else ""
-        if self.how is How.SKIPPED and self.steps:
+        if self.how is LoopExitKind.SKIPPED and self.steps:
             batches = f"{who} took a step for only {self.steps} batches"
             before = self.skips.before(self.ranks) if self.skips else ""
             return f"{batches} in the loop at {self.loop}{short}{before}"
-        if self.how is How.SKIPPED:
+        if self.how is LoopExitKind.SKIPPED:
             shown = f"; `{self.turn}` goes by the number of the round" if self.turn else ""
             return f"{who} skipped rounds of the loop at {self.loop}{short}{shown}"
-        if self.how is How.FEWER:
+        if self.how is LoopExitKind.FEWER:
             return f"{who} had fewer rounds of `{self.loop.source}` ({self.loop})"
-        if self.how is How.RAISED:
+        if self.how is LoopExitKind.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
-        dry = "; its loader had fewer batches there" if self.how is How.DRY else ""
+        dry = "; its loader had fewer batches there" if self.how is LoopExitKind.DRY else ""
         exits = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
         ended = f": {exits} ends it" if exits else ""
         or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
@@ -135,9 +135,9 @@ class Left:
     @property
     def label(self) -> str:
         who = self.who
-        if self.how is How.RAISED:
+        if self.how is LoopExitKind.RAISED:
             return f"{who} caught an exception here"
-        if self.how is How.SKIPPED:
+        if self.how is LoopExitKind.SKIPPED:
             if not self.known:
                 return "the rest of a round is skipped here"
             rounds = "batches in" if self.steps else "rounds of"
@@ -146,14 +146,14 @@ class Left:
                 if self.place == self.loop
                 else (f"{who} skips the rest of a round here")
             )
-        if self.how is How.FEWER:
+        if self.how is LoopExitKind.FEWER:
             return f"{who} had fewer rounds of this loop"
         return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 
     @property
     def surely(self) -> bool:
         """Whether the others are in a round that those who left it had to do, too."""
-        return self.how in (How.SKIPPED, How.RAISED)
+        return self.how in (LoopExitKind.SKIPPED, LoopExitKind.RAISED)
 
     @property
     def blames(self) -> bool:
@@ -163,27 +163,27 @@ class Left:
     @property
     def fix(self) -> str:
         """What to change."""
-        if self.how is How.DRY:
+        if self.how is LoopExitKind.DRY:
             return (
                 "give every rank the same number of batches (`DistributedSampler`, "
                 "`drop_last=True`), or train inside `with Join([model]):`, which covers no "
                 "collective of your own and does not copy the optimizer's state"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
-        if self.how is How.FEWER:
+        if self.how is LoopExitKind.FEWER:
             return (
                 "let that loop have as many rounds on every rank: agree on the smallest number of "
                 "items (`all_reduce` with `ReduceOp.MIN`) and stop there on all of them"
             )
         handled = any(w.source.startswith("except") for w in self.ways)
-        if self.how is How.SKIPPED and (handled or (self.skips and self.skips.caught)):
+        if self.how is LoopExitKind.SKIPPED and (handled or (self.skips and self.skips.caught)):
             return (
                 f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
                 "collective, and skip on all of them or on none"
             )
-        if self.how is How.SKIPPED:
+        if self.how is LoopExitKind.SKIPPED:
             return f"{alone}share the condition with `all_reduce`, or take the step with `loss * 0`"
-        if self.how is How.RAISED:
+        if self.how is LoopExitKind.RAISED:
             return (
                 "let an exception end the rank with a bad status (raise it again), so that the "
                 "launcher ends the others"
@@ -200,80 +200,85 @@ class Left:
         )
 
 
-def left_loop(parting: Parting) -> Left | None:
+def left_loop(divergence: CallDivergence) -> LoopExit | None:
     """The loop that ranks are still in and others have left, None where that is not clear."""
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
-    for rank, made in parting.made.items():
+    for rank, made in divergence.made.items():
         for key, head, _, _ in loops_around(made.rank, made.site):
             inside.setdefault(key, []).append(rank)
             heads[key] = head
-    loops: dict[tuple[int, ...], list[tuple[Location, list[Made]]]] = {}
-    only = parting.place.rank.rank if by_their_rank(parting) else None
+    loops: dict[tuple[int, ...], list[tuple[Location, list[CallRecord]]]] = {}
+    only = divergence.place.rank.rank if by_their_rank(divergence) else None
     for key, stay in inside.items():
         if only in stay:
             continue  # nobody else ever made that call in it
-        rest, staying = [r for r in parting.made if r not in stay], [parting.made[r] for r in stay]
+        rest, staying = (
+            [r for r in divergence.made if r not in stay],
+            [divergence.made[r] for r in stay],
+        )
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
             continue  # whoever is in the other one has this before it, or is through with it
-        may_be = parting.may_be_left(staying[0], key) or _began(parting, rest, stay, heads[key])
-        if may_be and all(has_left(parting.made[r], staying[0], key) for r in rest):
+        may_be = divergence.may_be_left(staying[0], key) or _began(
+            divergence, rest, stay, heads[key]
+        )
+        if may_be and all(has_left(divergence.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
-        _told([until_call(parting.made[r]) for r in rest], all_) for rest, all_ in loops.items()
+        _told([until_call(divergence.made[r]) for r in rest], all_) for rest, all_ in loops.items()
     )
     left = next((left for left in found if left is not None), None)
     if left is not None:
-        still = next(m for r, m in parting.made.items() if r not in left.ranks)
-        last = next((m for m in parting.before if m.rank.rank in left.ranks), None)
+        still = next(m for r, m in divergence.made.items() if r not in left.ranks)
+        last = next((m for m in divergence.before if m.rank.rank in left.ranks), None)
         left = _with_exits(left, last.rank, last.site, still) if last else left
     if left is not None and left.blames:
         return left
-    if (rounds := apart(parting)) is not None:
-        skipped = Left(rounds.ranks, rounds.loop, How.SKIPPED, ways=rounds.ways)
+    if (rounds := apart(divergence)) is not None:
+        skipped = LoopExit(rounds.ranks, rounds.loop, LoopExitKind.SKIPPED, ways=rounds.ways)
         return replace(skipped, known=rounds.known, turn=rounds.turn)
-    usual = parting.left_out and left and left.how is How.UNKNOWN
-    again = usual or (left is not None and _came_again(parting, left))
+    usual = divergence.left_out and left and left.how is LoopExitKind.UNKNOWN
+    again = usual or (left is not None and _came_again(divergence, left))
     return None if again else left  # the others are in a later round of the loop
 
 
-def _began(parting: Parting, left: list[int], stay: list[int], loop: Location) -> bool:
+def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: Location) -> bool:
     """Whether a loader tells that some left the very iteration in which the others are."""
-    until = {r: until_call(made) for r, made in parting.made.items()}
+    until = {r: until_call(made) for r, made in divergence.made.items()}
     hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
-    return hows <= {How.BROKE, How.DRY, How.SKIPPED}
+    return hows <= {LoopExitKind.BROKE, LoopExitKind.DRY, LoopExitKind.SKIPPED}
 
 
-def _came_again(parting: Parting, left: Left) -> bool:
+def _came_again(divergence: CallDivergence, left: LoopExit) -> bool:
     """Whether nothing says that a loop was left too early, but a branch around the call after it
     that it keeps some from that, and all are in a loop around both."""
-    call = parting.place
-    if left.how is not How.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
+    call = divergence.place
+    if left.how is not LoopExitKind.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
         return False
     keys = [
         {key for key, _, _, _ in loops_around(made.rank, made.site)}
-        for made in parting.made.values()
+        for made in divergence.made.values()
     ]
     return condition(call) is not None and bool(set.intersection(*keys))
 
 
-def blamed(parting: Parting) -> Parting:
+def blamed(divergence: CallDivergence) -> CallDivergence:
     """The same, with those who left the loop as the ranks at fault, where it is known how, unless
     most did, and the call that they left out."""
-    left = left_loop(parting)
+    left = left_loop(divergence)
     if left is not None and not left.known:
-        return replace(parting, odd=tuple(left.ranks))
+        return replace(divergence, culprits=tuple(left.ranks))
     if left is None or not left.blames:
-        return parting
-    if 2 * len(left.ranks) > len(parting.made) and not left.turn:
-        return parting
-    stay = next(made for rank, made in parting.made.items() if rank not in left.ranks)
-    place = stay if parting.place.rank.rank in left.ranks else parting.place
-    return replace(parting, odd=tuple(left.ranks), place=place)
+        return divergence
+    if 2 * len(left.ranks) > len(divergence.made) and not left.turn:
+        return divergence
+    stay = next(made for rank, made in divergence.made.items() if rank not in left.ranks)
+    place = stay if divergence.place.rank.rank in left.ranks else divergence.place
+    return replace(divergence, culprits=tuple(left.ranks), place=place)
 
 
-def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left | None:
+def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> LoopExit | None:
     """The loop that a rank left for good while another still is in a call inside of it."""
     loops = [
         (head, [waiting])
@@ -283,9 +288,13 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
     left = _told([(leaver, inf)], loops, one_function=True)
     if left is not None:
         left = _with_exits(left, leaver, last, waiting)
-    if left is not None and left.how is How.UNKNOWN:
+    if left is not None and left.how is LoopExitKind.UNKNOWN:
         left = _skipped_before(leaver, waiting) or left
-    if left is None or left.how is not How.UNKNOWN or not SAME_ON_ALL.match(left.loop.source):
+    if (
+        left is None
+        or left.how is not LoopExitKind.UNKNOWN
+        or not SAME_ON_ALL.match(left.loop.source)
+    ):
         return left
     if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
         return left
@@ -294,15 +303,15 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: Made) -> Left |
         inner = (head.source for _, head, _, _ in loops_around(waiting.rank, waiting.site))
         counted = len(uneven) == 1 and not any(map(OF_MODEL.match, inner))
         known = not caught and last is not None and len(last.places) < CALLERS
-        return replace(left, loop=uneven[0], how=How.FEWER) if counted and known else left
-    return replace(left, how=How.RAISED, ways=caught) if caught else left
+        return replace(left, loop=uneven[0], how=LoopExitKind.FEWER) if counted and known else left
+    return replace(left, how=LoopExitKind.RAISED, ways=caught) if caught else left
 
 
-def _skipped_before(leaver: Rank, waiting: Made) -> Left | None:
+def _skipped_before(leaver: Rank, waiting: CallRecord) -> LoopExit | None:
     """The loop around a call whose loader tells that a rank is through with all of it and took
     fewer steps there, whatever that rank did last."""
     for _, head, _, _ in loops_around(waiting.rank, waiting.site):
-        if _how((leaver, inf), until_call(waiting), head, False) is How.SKIPPED:
+        if _how((leaver, inf), until_call(waiting), head, False) is LoopExitKind.SKIPPED:
             return _told([(leaver, inf)], [(head, [waiting])])
     return None
 
@@ -319,15 +328,15 @@ def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
 
 
 def _told(
-    left: list[Leaver], loops: list[tuple[Location, list[Made]]], one_function: bool = False
-) -> Left | None:
+    left: list[Leaver], loops: list[tuple[Location, list[CallRecord]]], one_function: bool = False
+) -> LoopExit | None:
     """Of nested loops, innermost first, the one to tell of.
 
     The first whose loader tells how it was left; otherwise the outermost (of one function) of which
     that is not known to have been in good order: whoever leaves that is out of the others, too.
     """
     numbers = [rank.rank for rank, _ in left]
-    candidate: Left | None = None
+    candidate: LoopExit | None = None
     ways: tuple[Location, ...] = ()
     short: Location | None = None
     same = True
@@ -339,38 +348,41 @@ def _told(
             ways, short = seen, head
         elif here and not ways and depth_in(stay[0], head) is not None:
             ways, short = here, head
-        if how is How.OVER:
+        if how is LoopExitKind.OVER:
             candidate = None
-        elif how is How.SKIPPED:
+        elif how is LoopExitKind.SKIPPED:
             known = skips([*left, *map(until_call, stay)], head)
-            return Left(numbers, head, how, steps_taken(left[0]), ways, skips=known)
-        elif how is not How.UNKNOWN:
-            return Left(numbers, head, how, ways=ways)
+            return LoopExit(numbers, head, how, steps_taken(left[0]), ways, skips=known)
+        elif how is not LoopExitKind.UNKNOWN:
+            return LoopExit(numbers, head, how, ways=ways)
         elif candidate is None or (
             same_function(candidate.loop, head)
             if one_function
             else not (uneven(candidate.loop) and whole(stay[0], head))
         ):
-            candidate = Left(numbers, head, how, ways=ways)
+            candidate = LoopExit(numbers, head, how, ways=ways)
             same = same and not broken and SAME_ON_ALL.match(head.source) is not None
     if candidate and candidate.ways and short and same:
-        return replace(candidate, loop=short, how=How.SKIPPED)
+        return replace(candidate, loop=short, how=LoopExitKind.SKIPPED)
     return candidate
 
 
-def _with_exits(left: Left, leaver: Rank, last: CallSite | None, stay: Made) -> Left:
-    if left.how not in (How.BROKE, How.UNKNOWN):
+def _with_exits(left: LoopExit, leaver: Rank, last: CallSite | None, stay: CallRecord) -> LoopExit:
+    if left.how not in (LoopExitKind.BROKE, LoopExitKind.UNKNOWN):
         return left
-    sure = left.how is How.BROKE
+    sure = left.how is LoopExitKind.BROKE
     even = not list(_uneven_within(left.loop, leaver, stay))
     return replace(left, exits=exits(leaver, last, stay, left.loop, sure, even))
 
 
-def _uneven_within(loop: Location, leaver: Rank, stay: Made) -> Iterator[Location]:
+def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[Location]:
     """The loops in that one that may have had another number of rounds on each of both ranks."""
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
     for head in takewhile(lambda head: head != loop, heads):
-        if uneven(head) and _how((leaver, inf), until_call(stay), head, False) is How.UNKNOWN:
+        if (
+            uneven(head)
+            and _how((leaver, inf), until_call(stay), head, False) is LoopExitKind.UNKNOWN
+        ):
             yield head
 
 
@@ -385,7 +397,7 @@ def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, 
     return tuple(dict.fromkeys(way for way in seen if way is not None))
 
 
-def _no_loader(made: Made) -> bool:
+def _no_loader(made: CallRecord) -> bool:
     """Whether none of the loops around a call iterates a loader by itself."""
     return not any(
         iterations_of((made.rank, inf), head)
@@ -393,14 +405,14 @@ def _no_loader(made: Made) -> bool:
     )
 
 
-def _agreed(hows: Iterable[How]) -> How:
+def _agreed(hows: Iterable[LoopExitKind]) -> LoopExitKind:
     known = set(hows)
-    if How.OVER in known:
-        return How.OVER
-    return known.pop() if len(known) == 1 else How.UNKNOWN
+    if LoopExitKind.OVER in known:
+        return LoopExitKind.OVER
+    return known.pop() if len(known) == 1 else LoopExitKind.UNKNOWN
 
 
-def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
+def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKind:
     """How one rank left a loop that the other is in.
 
     `hidden`: the loader may be iterated by a generator that the loop runs over.
@@ -408,23 +420,29 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> How:
     theirs = iterations_of(stay, None if hidden else loop)
     mine = iterations_of(left, None if hidden else loop)
     if not theirs:
-        return How.UNKNOWN
+        return LoopExitKind.UNKNOWN
     now = theirs[-1]
     same = next(
         (i for i in mine if (i.loader, i.began.epoch) == (now.loader, now.began.epoch)), None
     )
     if now.exhausted:  # the one it is in is not on record
-        how = How.OVER if mine and mine[-1].exhausted else How.UNKNOWN
+        how = LoopExitKind.OVER if mine and mine[-1].exhausted else LoopExitKind.UNKNOWN
     elif same is None:
-        how = How.OVER
+        how = LoopExitKind.OVER
     elif same.ended is None or not same.exhausted:
-        how = How.BROKE
+        how = LoopExitKind.BROKE
     elif now.began.batches < 0 or same.ended.batches < now.began.batches:
-        how = How.DRY
+        how = LoopExitKind.DRY
     else:
-        how = How.SKIPPED if skipped_in(left, mine) > skipped_in(stay, theirs) else How.OVER
-    if hidden and (how not in (How.DRY, How.SKIPPED) or not same or not is_last(same, mine)):
-        return How.UNKNOWN
+        how = (
+            LoopExitKind.SKIPPED
+            if skipped_in(left, mine) > skipped_in(stay, theirs)
+            else LoopExitKind.OVER
+        )
+    if hidden and (
+        how not in (LoopExitKind.DRY, LoopExitKind.SKIPPED) or not same or not is_last(same, mine)
+    ):
+        return LoopExitKind.UNKNOWN
     return how
 
 

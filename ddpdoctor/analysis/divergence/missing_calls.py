@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from ...run import Call, State
-from ..calls.call_logs import GroupKey, Made
-from ..waiting.snapshot import Scene, Stand
+from ..calls.call_logs import CallRecord, GroupKey
+from ..waiting.snapshot import RankSnapshot, Snapshot
 
 LEAST = 2
 """Earlier rounds that have to agree."""
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class MissingCall:
     """A rank in a call of one group, without one of another group that it made before that in all
     earlier rounds.
 
@@ -24,12 +24,12 @@ class LeftOut:
         rounds: how many earlier ones there are to compare with.
     """
 
-    stand: Stand
-    waiting: Stand
+    stand: RankSnapshot
+    waiting: RankSnapshot
     rounds: int
 
 
-def left_out(now: Scene, ring: list[Stand]) -> LeftOut | None:
+def left_out(now: Snapshot, ring: list[RankSnapshot]) -> MissingCall | None:
     """Who of a ring of ranks, each of which waits for the next, left a call out; None where that
     is not clear, or is said of several."""
     found = []
@@ -37,11 +37,11 @@ def left_out(now: Scene, ring: list[Stand]) -> LeftOut | None:
         rounds = _rounds(now, stand, waiting.key) if waiting.key is not None else []
         *earlier, this = rounds or [0]
         if len(earlier) >= LEAST and all(earlier) and not this:
-            found.append(LeftOut(stand, waiting, len(earlier)))
+            found.append(MissingCall(stand, waiting, len(earlier)))
     return found[0] if len(found) == 1 else None
 
 
-def _rounds(now: Scene, stand: Stand, key: GroupKey) -> list[int]:
+def _rounds(now: Snapshot, stand: RankSnapshot, key: GroupKey) -> list[int]:
     """How many calls of a group a rank made between one call like its present one and the next,
     round by round; the last number is that of this round."""
     at = stand.call
@@ -74,15 +74,15 @@ class Unsent:
         ended: it has left the loop of these rounds since.
     """
 
-    stand: Stand
-    waiting: Stand
-    made: Made
+    stand: RankSnapshot
+    waiting: RankSnapshot
+    made: CallRecord
     rounds: int
     usual: int = 0
     ended: bool = False
 
 
-def unsent(now: Scene, ring: list[Stand]) -> Unsent | None:
+def unsent(now: Snapshot, ring: list[RankSnapshot]) -> Unsent | None:
     """Who of a ring of ranks, each of which waits for the next, left a message out; None where that
     is not clear, or is said of several."""
     pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
@@ -90,7 +90,7 @@ def unsent(now: Scene, ring: list[Stand]) -> Unsent | None:
     return found[0] if len(found) == 1 else None
 
 
-def _missed(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
+def _missed(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent | None:
     """The message that came next in all rounds before, if these were alike, of as many calls."""
     calls = _messages(stand, waiting.rank.rank)
     sites = [call.site for call in calls]
@@ -116,7 +116,7 @@ def _missed(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
     return None
 
 
-def _broken_off(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
+def _broken_off(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent | None:
     """The message that followed in all rounds before on what a rank did last in a loop, which it
     has left: it is where it never was."""
     at = stand.call
@@ -136,7 +136,7 @@ def _broken_off(now: Scene, waiting: Stand, stand: Stand) -> Unsent | None:
     return Unsent(stand, waiting, made, len(after), ended=True)
 
 
-def _kind(made: Made) -> str:
+def _kind(made: CallRecord) -> str:
     """`send` or `recv`."""
     return made.signature.op.removeprefix("i")
 
@@ -145,7 +145,7 @@ def _in_a_row(site: int, sites: Iterable[int]) -> int:
     return sum(1 for _ in takewhile(lambda other: other == site, sites))
 
 
-def _messages(stand: Stand, peer: int) -> list[Call]:
+def _messages(stand: RankSnapshot, peer: int) -> list[Call]:
     """The messages between a rank and another one, and the calls that are like its present one,
     which is the last."""
     at = stand.call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ..calls.call_logs import Book, Log, Made
+from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
 
 HISTORY = 256
 _ROUNDS = 2
@@ -13,11 +13,13 @@ _ROUNDS = 2
 Said = tuple[tuple[object, ...], tuple[str, ...]]
 """What was called, and on which lines."""
 
-Missed = tuple[Made, tuple[int, ...], int]
+Missed = tuple[CallRecord, tuple[int, ...], int]
 """The call, the ranks that are already at another one, and the number of earlier rounds."""
 
 
-def left_out(known: Book, logs: dict[int, Log], index: int, made: dict[int, Made]) -> Missed | None:
+def left_out(
+    known: CallLogs, logs: dict[int, GroupCalls], index: int, made: dict[int, CallRecord]
+) -> Missed | None:
     """The call that was next by all earlier rounds, where some make it and others are further."""
     ours = logs[next(iter(made))]
     past = known.window(ours, max(0, index - HISTORY), min(index, HISTORY))
@@ -25,7 +27,7 @@ def left_out(known: Book, logs: dict[int, Log], index: int, made: dict[int, Made
     return _next(said, made) or _due(said, made)
 
 
-def _next(said: list[Said], made: dict[int, Made]) -> Missed | None:
+def _next(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
     """What came next in every earlier round."""
     after = [then for now, then in itertools.pairwise(said) if now == said[-1]]
     after = after[1:]  # in the first round DDP makes a call of its own
@@ -40,7 +42,7 @@ def _next(said: list[Said], made: dict[int, Made]) -> Missed | None:
     return kept[0], tuple(sorted(rest)), len(after)
 
 
-def _due(said: list[Said], made: dict[int, Made]) -> Missed | None:
+def _due(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
     """What came at every k-th round of a loop that all ranks are in, and would at this one."""
     for one in made.values():
         what = (one.what, one.text)
@@ -54,7 +56,7 @@ def _due(said: list[Said], made: dict[int, Made]) -> Missed | None:
     return None
 
 
-def _loops(made: Made) -> set[tuple[str, int]]:
+def _loops(made: CallRecord) -> set[tuple[str, int]]:
     """The loops around a call."""
     return {
         (spot.file, around.line)

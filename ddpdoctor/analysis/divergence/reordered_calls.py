@@ -5,24 +5,26 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..calls.call_logs import Book, GroupKey, Log, Made
+from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import arms, condition
-from .divergence import WINDOW, Parting
+from .divergence import WINDOW, CallDivergence
 
 ROUNDS = 3
 """So often the ranks make them, each time in the same two orders. Names speak for themselves."""
 _LONGEST = 16
 """Calls of one round at most."""
 
-Pair = tuple[Made, Made]
+Pair = tuple[CallRecord, CallRecord]
 Mark = tuple[object, ...]
 
 
-def _mark(made: Made) -> Mark:
+def _mark(made: CallRecord) -> Mark:
     return (made.spots, made.key)
 
 
-def turned(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Parting | None:
+def turned(
+    known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int
+) -> CallDivergence | None:
     """The parting at a call that comes from other lines, where all ranks make the same calls of the
     same lines in every round, and always in the same two orders; or one that is made for another
     name, where all make the same calls for the same names."""
@@ -42,11 +44,13 @@ def turned(known: Book, key: GroupKey, logs: dict[int, Log], index: int) -> Part
     width = _width(pairs)
     if not width or _one_by_one(known, logs, index):
         return None
-    odd = tuple(sorted(r for r in made if len(other) == len(most) or r not in most))
+    culprits = tuple(sorted(r for r in made if len(other) == len(most) or r not in most))
     place = made[other[0]]
     before = tuple(m for r in made if (m := known.meant(logs[r], index - 1)) is not None)
     depth = place.handed if place.key else 0  # the loop
-    return Parting(key, index, made, (), True, False, odd, place, depth, before=before, width=width)
+    return CallDivergence(
+        key, index, made, (), True, False, culprits, place, depth, before=before, width=width
+    )
 
 
 def _width(pairs: list[Pair]) -> int:
@@ -71,7 +75,7 @@ def _width(pairs: list[Pair]) -> int:
     return len(next(iter(orders))[0]) if orders.total() >= ROUNDS else 0
 
 
-def _one_by_one(known: Book, logs: dict[int, Log], index: int) -> bool:
+def _one_by_one(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> bool:
     """Whether each of three ranks or more is once on one line from that call on, while all others
     are on another one. Of two ranks that would say nothing."""
     turns: set[tuple[Mark, Mark]] = set()
@@ -86,7 +90,7 @@ def _one_by_one(known: Book, logs: dict[int, Log], index: int) -> bool:
     return len(logs) > 2 and len(turns) == 1 and len(takers) == len(logs)
 
 
-def _in_turn(m: Made, o: Made) -> bool:
+def _in_turn(m: CallRecord, o: CallRecord) -> bool:
     """Whether two calls may be meant for each other, so that a rank takes its turn in one of them
     while the others are in the other one; barriers carry nothing."""
     if _mark(m) == _mark(o):
@@ -94,10 +98,10 @@ def _in_turn(m: Made, o: Made) -> bool:
     return not _carries(m) or any((arms(m, o), condition(m), condition(o)))
 
 
-def _by_name(m: Made, o: Made) -> bool:
+def _by_name(m: CallRecord, o: CallRecord) -> bool:
     """Whether two calls of one line are told apart by their names alone."""
     return m.spots == o.spots and bool(m.key and o.key) and _carries(m)
 
 
-def _carries(made: Made) -> bool:
+def _carries(made: CallRecord) -> bool:
     return made.signature.op not in ("barrier", "DDP()")

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...events import Enclosing, ExceptionPassed
+from ...events import ExceptionPassed, Statement
 from ...run import Location
-from ..calls.call_logs import Made
+from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import PAST
 from ..control_flow.branches import condition, is_inside
 from ..control_flow.caught_exceptions import handler
 from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
 from ..waiting.failures import LOST_PEER
-from .divergence import Parting
+from .divergence import CallDivergence
 
 _COUNTED = re.compile(r"for (\w+) in range\([\w.]+\):")
 _NUMBERED = re.compile(r"for (\w+), .+ in (?:\w+\.)*(?:tqdm\()?enumerate\((?!.*\bstart\b)[^,]+\):")
@@ -24,7 +24,7 @@ _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True)
-class Apart:
+class SkippedRound:
     """Who skipped a round of a loop, so that the others are in another one.
 
     Attributes:
@@ -40,34 +40,36 @@ class Apart:
     ways: tuple[Location, ...]
 
 
-def apart(parting: Parting) -> Apart | None:
+def apart(divergence: CallDivergence) -> SkippedRound | None:
     """Who skipped a round, where some are in a call that comes by the number of the round, and the
     others in one that comes in all rounds; None where that is not clear."""
-    if any(condition(made) for made in parting.made.values()):
+    if any(condition(made) for made in divergence.made.values()):
         return None
-    for key, head in _loops_of_all(parting):
+    for key, head in _loops_of_all(divergence):
         name = _number(head)
-        turn = _by_round(parting, key, name)
+        turn = _by_round(divergence, key, name)
         if turn is None:
             continue
-        here = {r for r, m in parting.made.items() if is_inside(m.rank, m.site, key[0], turn.line)}
-        rest = {*parting.made} - here
-        ways = tuple(w for w in _ways(parting, key, rest) if not _reads_only(w.source, name))
-        if rest and ways and _comparable(parting, key, head):
-            skipped = _skipped(parting, ways, head)
+        here = {
+            r for r, m in divergence.made.items() if is_inside(m.rank, m.site, key[0], turn.line)
+        }
+        rest = {*divergence.made} - here
+        ways = tuple(w for w in _ways(divergence, key, rest) if not _reads_only(w.source, name))
+        if rest and ways and _comparable(divergence, key, head):
+            skipped = _skipped(divergence, ways, head)
             known = skipped in (here, rest)
-            ranks = sorted(skipped if known else parting.made)
-            return Apart(ranks, known, head, turn.text, ways)
+            ranks = sorted(skipped if known else divergence.made)
+            return SkippedRound(ranks, known, head, turn.text, ways)
     return None
 
 
-def _loops_of_all(parting: Parting) -> Iterator[tuple[Key, Location]]:
+def _loops_of_all(divergence: CallDivergence) -> Iterator[tuple[Key, Location]]:
     """The loops that all ranks are in, and were in the call before."""
     every = [
         {key: head for key, head, _, _ in loops_around(made.rank, made.site)}
-        for made in (*parting.made.values(), *parting.before)
+        for made in (*divergence.made.values(), *divergence.before)
     ]
-    if parting.before:
+    if divergence.before:
         yield from ((k, head) for k, head in every[0].items() if all(k in e for e in every))
 
 
@@ -77,12 +79,12 @@ def _number(loop: Location) -> str:
     return counted[1] if counted else ""
 
 
-def _by_round(parting: Parting, key: Key, name: str) -> Enclosing | None:
+def _by_round(divergence: CallDivergence, key: Key, name: str) -> Statement | None:
     """The branch in a loop that some ranks are in, and which goes by the number of the round."""
     return next(
         (
             around
-            for made in parting.made.values()
+            for made in divergence.made.values()
             for around in _within(made, key)
             if around.text.startswith("if ") and _goes_by(around.text, name)
         ),
@@ -101,7 +103,7 @@ def _reads_only(text: str, name: str) -> bool:
     return rest <= {name, "if", "elif", "and", "or", "not"}
 
 
-def _within(made: Made, key: Key) -> Iterator[Enclosing]:
+def _within(made: CallRecord, key: Key) -> Iterator[Statement]:
     """The statements between a call and a loop around it, in the loop's function."""
     for _, _, depth, loop in loops_around(made.rank, made.site):
         spot = made.location_at(depth)
@@ -111,11 +113,11 @@ def _within(made: Made, key: Key) -> Iterator[Enclosing]:
             return
 
 
-def _ways(parting: Parting, key: Key, rest: set[int]) -> tuple[Location, ...]:
+def _ways(divergence: CallDivergence, key: Key, rest: set[int]) -> tuple[Location, ...]:
     """The statements that leave out the call of either side; none where another one may leave out
     that of the `rest` alone."""
     found: dict[int, Location] | None = None
-    for rank, made in parting.made.items():
+    for rank, made in divergence.made.items():
         depth, loop = next(
             (depth, around)
             for at, _, depth, around in loops_around(made.rank, made.site)
@@ -133,7 +135,7 @@ def _ways(parting: Parting, key: Key, rest: set[int]) -> tuple[Location, ...]:
     return tuple(found.values()) if found else ()
 
 
-def _in_every_round(made: Made, key: Key, depth: int, ways: set[int]) -> bool:
+def _in_every_round(made: CallRecord, key: Key, depth: int, ways: set[int]) -> bool:
     """Whether a call in a loop comes in every round, but where one of these ways leaves it out."""
     inner = (around for place in places(made)[:depth] for around in place.inside)
     return all(_is_entered(around, set()) for around in inner) and all(
@@ -141,7 +143,7 @@ def _in_every_round(made: Made, key: Key, depth: int, ways: set[int]) -> bool:
     )
 
 
-def _is_entered(around: Enclosing, ways: set[int]) -> bool:
+def _is_entered(around: Statement, ways: set[int]) -> bool:
     text = around.text
     if text.startswith(PAST):
         return around.opener in ways
@@ -151,10 +153,10 @@ def _is_entered(around: Enclosing, ways: set[int]) -> bool:
     return bool(even) or text.startswith(("with ", "async with "))
 
 
-def _comparable(parting: Parting, key: Key, loop: Location) -> bool:
+def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:
     """Whether rounds of one number are the same on all ranks: it has as many on each, or they are
     of one iteration over a loader, or no loop is around it."""
-    made = list(parting.made.values())
+    made = list(divergence.made.values())
     last = [iterations_of(until_call(m), loop)[-1:] for m in made]
     if all(last):
         return len({(i.loader, i.began.epoch) for (i,) in last}) == 1
@@ -165,19 +167,19 @@ def _comparable(parting: Parting, key: Key, loop: Location) -> bool:
     return not any(last) and bool(even or not outer)
 
 
-def _skipped(parting: Parting, ways: tuple[Location, ...], loop: Location) -> set[int]:
+def _skipped(divergence: CallDivergence, ways: tuple[Location, ...], loop: Location) -> set[int]:
     """Who caught something that the others did not, or took no step for a batch."""
-    raised = {rank: _caught(made, ways) for rank, made in parting.made.items()}
+    raised = {rank: _caught(made, ways) for rank, made in divergence.made.items()}
     if any(raised.values()):
         everywhere = set.intersection(*raised.values())
         return {rank for rank, events in raised.items() if events - everywhere}
-    leavers = {rank: until_call(made) for rank, made in parting.made.items()}
+    leavers = {rank: until_call(made) for rank, made in divergence.made.items()}
     counts = {r: skipped_in(at, iterations_of(at, loop)) for r, at in leavers.items()}
     least = min(counts.values())
     return {rank for rank, count in counts.items() if count > least}
 
 
-def _caught(made: Made, ways: tuple[Location, ...]) -> set[tuple[str, str, int]]:
+def _caught(made: CallRecord, ways: tuple[Location, ...]) -> set[tuple[str, str, int]]:
     """What may have come to one of these handlers on a rank."""
     rank, until = until_call(made)
     handlers = [way for way in ways if way.source.startswith("except")]

@@ -6,9 +6,9 @@ from __future__ import annotations
 from ...events import CallSite, Site, ThreadFailed
 from ...report.findings import Related
 from ...run import Rank
-from ..calls.call_logs import Made, lines
-from ..waiting.snapshot import Scene, Stand
-from .divergence import Parting
+from ..calls.call_logs import CallRecord, lines
+from ..waiting.snapshot import RankSnapshot, Snapshot
+from .divergence import CallDivergence
 
 FIX = (
     "mend what the thread failed at, and let the one that waits for it know of a failure: put the "
@@ -16,7 +16,7 @@ FIX = (
 )
 
 
-def failed(now: Scene, stand: Stand) -> ThreadFailed | None:
+def failed(now: Snapshot, stand: RankSnapshot) -> ThreadFailed | None:
     """The last thread of an idle rank that failed by then."""
     rank = stand.rank
     if stand.stood is None or stand.busy or stand.stopped or stand.blocked:
@@ -36,7 +36,7 @@ def remark(thread: ThreadFailed | None) -> str:
     )
 
 
-def place(thread: ThreadFailed | None, stand: Stand) -> tuple[Related, ...]:
+def place(thread: ThreadFailed | None, stand: RankSnapshot) -> tuple[Related, ...]:
     """The line that it failed at."""
     frames = [f for f in thread.frames if f.user] if thread is not None else []
     if thread is None or not frames:
@@ -55,28 +55,28 @@ GROUP_PASSED = (
 )
 
 
-def aside(parting: Parting) -> Made | None:
+def aside(divergence: CallDivergence) -> CallRecord | None:
     """The call of a thread that met one of the main thread, where all ranks make it somewhere."""
-    every = list(parting.made.values())
+    every = list(divergence.made.values())
     made = next((m for m in every if m.site and m.site.thread), None)
     if made is None or not any(m.site and not m.site.thread for m in every):
         return None
     return made if all(_comes(m.rank, made) for m in every) else None
 
 
-def _comes(rank: Rank, made: Made) -> bool:
+def _comes(rank: Rank, made: CallRecord) -> bool:
     """Whether a rank makes that call in a thread too, or was at the line that starts its thread."""
     if started(made):
         return any(rank.location(site.id) == made.location for site in rank.of(Site))
     return any(s.thread and lines(rank, s) == made.text for s in rank.of(CallSite))
 
 
-def started(made: Made) -> bool:
+def started(made: CallRecord) -> bool:
     """Whether the line shown is not that of the call, but the one that started its thread."""
     return made.site is not None and not made.site.places
 
 
-def order(made: Made) -> str:
+def order(made: CallRecord) -> str:
     """What is wrong with such a call."""
     thread = made.site.thread if made.site else ""
     what = f"{made.signature.op} in thread {thread}, which it starts here,"
@@ -87,6 +87,6 @@ def order(made: Made) -> str:
     )
 
 
-def remedy(made: Made) -> str:
+def remedy(made: CallRecord) -> str:
     """What to do about it."""
     return GROUP_PASSED if started(made) else GROUP

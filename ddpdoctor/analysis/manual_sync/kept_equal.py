@@ -14,7 +14,7 @@ from ...report.findings import Confidence, FixKind, Related, Severity, Steps
 from ...run import Location, Rank, Run, equal_ranks, odd_ones, ranks_text
 from ..replicas import optimizer_options
 from . import skipped_steps
-from .skipped_steps import Ahead, ahead, in_the_end
+from .skipped_steps import SkippedSteps, ahead, in_the_end
 
 LOOKS_AT_LEAST = 5
 """Where all but the first step are taken without an exchange."""
@@ -58,7 +58,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Parting:
+class ReplicaDivergence:
     """Where copies part: they are equal at the look `equal` and at none from `differ` on.
 
     Attributes:
@@ -81,7 +81,7 @@ class Parting:
     once: bool = False
     early: bool = False
     beside: tuple[int, ...] = ()
-    ahead: Ahead | None = None
+    ahead: SkippedSteps | None = None
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def compared(run: Run) -> bool:
     return any(kept_equal(c) or _exchanged_once(c) for c in trained_alike(run))
 
 
-def partings(run: Run) -> Iterator[Parting]:
+def partings(run: Run) -> Iterator[ReplicaDivergence]:
     every = list(trained_alike(run))
     steady = [c for c in every if c.part and kept_equal(c) and _always(c)]
     for copies in every:
@@ -189,12 +189,12 @@ def _always(copies: Copies) -> bool:
     return all(s.completed + s.complete == s.step + (not s.last) for s in copies.last.values())
 
 
-def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
+def _parting(copies: Copies, others: list[Copies]) -> ReplicaDivergence | None:
     """Where they part, if that is no fault of what is meant; `others` exchange in every step."""
     every = [*copies.looks, *([copies.end] if copies.end else [])]
     first = next((i for i, look in enumerate(every) if not same(look)), None)
     if first is None and (late := in_the_end(copies.looks, copies.ends, copies.size)):
-        return Parting(copies, every[-1], copies.ends, {}, "not known", ahead=late)
+        return ReplicaDivergence(copies, every[-1], copies.ends, {}, "not known", ahead=late)
     if not first or any(same(look) for look in every[first:]):
         return None
     equal, differ, last = every[first - 1], every[first], every[-1]
@@ -204,7 +204,7 @@ def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
         return None  # the parameters themselves are exchanged: local SGD, or set right again
     steps = _step(differ) - _step(equal)
     missing = {n: steps - (s.completed - equal[n].completed) for n, s in differ.items()}
-    found = Parting(copies, equal, differ, missing, _gradients(copies, equal, differ))
+    found = ReplicaDivergence(copies, equal, differ, missing, _gradients(copies, equal, differ))
     if differ is copies.end:
         # Whoever looks at a model after the run may load another one: only a step that was left
         # out speaks for a fault.
@@ -222,7 +222,7 @@ def _parting(copies: Copies, others: list[Copies]) -> Parting | None:
     return found if _mostly(differ, last) else None
 
 
-def _went_apart(copies: Copies, found: Parting) -> bool:
+def _went_apart(copies: Copies, found: ReplicaDivergence) -> bool:
     """Whether all gradients of every step were exchanged until they part, more than those of one,
     and those that are applied differ at each look since, up to an end that is on record."""
     begin, end = found.steps
@@ -236,7 +236,7 @@ def _went_apart(copies: Copies, found: Parting) -> bool:
     )
 
 
-def _skipped(copies: Copies, equal: Rows, differ: Rows) -> Parting | None:
+def _skipped(copies: Copies, equal: Rows, differ: Rows) -> ReplicaDivergence | None:
     """Where they part because some left out a step, the gradients of which all exchanged: what is
     exchanged then is taken for parameters on those ranks alone."""
     found = ahead(copies.looks, copies.ends, copies.size)
@@ -244,10 +244,10 @@ def _skipped(copies: Copies, equal: Rows, differ: Rows) -> Parting | None:
         return None
     if any(s.averaged != equal[n].averaged for n, s in differ.items() if n not in found.ranks):
         return None
-    return Parting(copies, equal, differ, {}, "not known", ahead=found)
+    return ReplicaDivergence(copies, equal, differ, {}, "not known", ahead=found)
 
 
-def _exchanged_once(copies: Copies) -> Parting | None:
+def _exchanged_once(copies: Copies) -> ReplicaDivergence | None:
     """Whether the gradients of the very first step were exchanged and those of no other, and so
     little of anything since that nothing else can be meant to keep the copies equal."""
     if len(copies.looks) < LOOKS_AT_LEAST:
@@ -268,7 +268,7 @@ def _exchanged_once(copies: Copies) -> Parting | None:
         if more or not _done(s) == _done(equal[n]) == 1:
             return None
     missing = {n: _step(later[0]) - 1 for n in copies.members}
-    return Parting(copies, equal, later[0], missing, "differ", stopped=True, once=True)
+    return ReplicaDivergence(copies, equal, later[0], missing, "differ", stopped=True, once=True)
 
 
 def _little(copies: Copies, first: Rows | None, last: Rows) -> bool:
@@ -309,7 +309,7 @@ def _gradients(copies: Copies, equal: Rows, differ: Rows) -> str:
     return "agree" if len(between) == end - begin else "not known"
 
 
-def _other_options(found: Parting) -> tuple[int, str, str] | None:
+def _other_options(found: ReplicaDivergence) -> tuple[int, str, str] | None:
     """The step in between that the ranks took with different options, of these the first, and what
     each had."""
     begin, end = found.steps
@@ -332,7 +332,7 @@ def _other_options(found: Parting) -> tuple[int, str, str] | None:
 
 def told(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings. Groups that part in the same steps of one line are told together."""
-    together: dict[object, list[Parting]] = {}
+    together: dict[object, list[ReplicaDivergence]] = {}
     for found in partings(run):
         rank, event = next(iter(found.copies.members.values()))
         place = (rank.location(event.step_site), found.steps) if found.copies.part else None
@@ -345,7 +345,7 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         yield fields | {"ranks": tuple(sorted((*fields["ranks"], *more)))}
 
 
-def _told(run: Run, found: Parting) -> dict[str, Any]:
+def _told(run: Run, found: ReplicaDivergence) -> dict[str, Any]:
     rank, event = next(iter(found.copies.members.values()))
     begin, end = found.steps
     minority = odd_ones(equal_ranks({n: s.parameters for n, s in found.differ.items()}))
@@ -404,7 +404,7 @@ def _told(run: Run, found: Parting) -> dict[str, Any]:
 
 
 def _places(
-    found: Parting, made: Location | None, options: tuple[int, str, str] | None
+    found: ReplicaDivergence, made: Location | None, options: tuple[int, str, str] | None
 ) -> Iterator[tuple[str, Location]]:
     if options is not None:
         step, option, _ = options
@@ -417,7 +417,7 @@ def _places(
         yield "made here", made
 
 
-def _exchange(found: Parting) -> Location | None:
+def _exchange(found: ReplicaDivergence) -> Location | None:
     """The line of the exchange that stopped, as one rank made it."""
     number, (rank, _) = next(iter(found.copies.members.items()))
     looks = (look for look in reversed(found.copies.looks) if look[number].complete)
@@ -425,7 +425,9 @@ def _exchange(found: Parting) -> Location | None:
     return next((spot for spot in spots if spot is not None), None)
 
 
-def _cause(found: Parting, left_out: tuple[int, ...], options: tuple[int, str, str] | None) -> str:
+def _cause(
+    found: ReplicaDivergence, left_out: tuple[int, ...], options: tuple[int, str, str] | None
+) -> str:
     begin, end = found.steps
     steps = f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
     if found.stopped:

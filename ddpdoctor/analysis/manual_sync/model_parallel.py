@@ -17,7 +17,7 @@ LOOKS_AT_LEAST = 4
 
 
 @dataclass(frozen=True)
-class Apart:
+class ModelParallel:
     """The ranks of a group that the parameters were handed to before the first step; `steps` at
     which all of them were looked at."""
 
@@ -26,7 +26,7 @@ class Apart:
     exchanged: int
 
 
-def apart(run: Run, optimizer: int) -> list[Apart]:
+def apart(run: Run, optimizer: int) -> list[ModelParallel]:
     """Of each group that is a part of the world."""
     groups: dict[tuple[int, ...], dict[Rank, Unwrapped]] = {}
     for rank in run.ranks.values():
@@ -39,7 +39,9 @@ def apart(run: Run, optimizer: int) -> list[Apart]:
     return [found for found in every if found is not None]
 
 
-def _judged(ranks: tuple[int, ...], alike: dict[Rank, Unwrapped], optimizer: int) -> Apart | None:
+def _judged(
+    ranks: tuple[int, ...], alike: dict[Rank, Unwrapped], optimizer: int
+) -> ModelParallel | None:
     if len(alike) < len(ranks) or len({e.parameters for e in alike.values()}) > 1:
         return None
     tables = {rank: _states(rank, optimizer) for rank in alike}
@@ -60,7 +62,7 @@ def _judged(ranks: tuple[int, ...], alike: dict[Rank, Unwrapped], optimizer: int
     if min(numbers) < common[-1] or max(numbers) >= ENOUGH * size:
         return None  # who takes local steps on purpose has nothing to exchange in each of them
     steps = [n for n in common if not any(r[n].last for r in rows.values())]
-    return Apart(alike, steps, max(numbers))
+    return ModelParallel(alike, steps, max(numbers))
 
 
 def _linked(rank: Rank, ranks: tuple[int, ...], states: list[UnwrappedState]) -> int:

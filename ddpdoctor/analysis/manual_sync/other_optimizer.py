@@ -15,7 +15,7 @@ from .kept_equal import Copies
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherOptimizer:
     """Two parts of one model, each in an optimizer of its own.
 
     Attributes:
@@ -34,14 +34,14 @@ def told(run: Run) -> Iterator[dict[str, Any]]:
         yield _told(beside)
 
 
-def _beside(run: Run) -> Iterator[Beside]:
+def _beside(run: Run) -> Iterator[OtherOptimizer]:
     every = list(kept_equal.trained_alike(run))
     steady = [c for c in every if never_synced.steady(c)]
     for local in every if steady else ():
         for shared in steady:
             if _one_model(local, shared) and _never_exchanged(local):
                 if apart := _apart(local, shared):
-                    yield Beside(local, shared, apart)
+                    yield OtherOptimizer(local, shared, apart)
                 break
 
 
@@ -90,7 +90,7 @@ def _apart(local: Copies, shared: Copies) -> list[int]:
     return [i for i in trained if not looks[-1].equal(i)]
 
 
-def _told(found: Beside) -> dict[str, Any]:
+def _told(found: OtherOptimizer) -> dict[str, Any]:
     rank, event = never_synced.member(found.local)
     others = [p.name for p in found.shared.members[rank.rank][1].parameters]
     names = [p.name for p in event.parameters]

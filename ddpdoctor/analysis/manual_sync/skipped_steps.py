@@ -14,7 +14,7 @@ Rows = Mapping[int, UnwrappedState]
 
 
 @dataclass(frozen=True)
-class Ahead:
+class SkippedSteps:
     """Ranks that take a step after more exchanges than others.
 
     Attributes:
@@ -29,7 +29,7 @@ class Ahead:
     taken: dict[int, int]
 
 
-def ahead(looks: Sequence[Rows], ends: Rows, size: int) -> Ahead | None:
+def ahead(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | None:
     """Who has exchanged at least the gradients of one step more than others by a step, and ever
     since; None where they have not exchanged as much as the others in the end: collectives pair.
 
@@ -50,10 +50,10 @@ def ahead(looks: Sequence[Rows], ends: Rows, size: int) -> Ahead | None:
         return None
     taken = {n: s.step for n, s in ends.items()} if whole else {}
     step = next(iter(looks[first].values())).step
-    return Ahead(ranks, step, {n: s.elements for n, s in looks[first].items()}, taken)
+    return SkippedSteps(ranks, step, {n: s.elements for n, s in looks[first].items()}, taken)
 
 
-def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> Ahead | None:
+def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | None:
     """Who took fewer steps in the end and has other parameters, where all have exchanged as much,
     the gradients of every step among it."""
     if not looks or ends.keys() != looks[0].keys():
@@ -67,10 +67,10 @@ def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> Ahead | None:
     if any(s.completed < s.step for s in ends.values()) or not ranks:
         return None
     elements = {n: s.elements for n, s in ends.items()}
-    return Ahead(ranks, -1, elements, {n: s.step for n, s in ends.items()})
+    return SkippedSteps(ranks, -1, elements, {n: s.step for n, s in ends.items()})
 
 
-def told(by: Ahead, kind: str, steps: Steps | None) -> dict[str, Any]:
+def told(by: SkippedSteps, kind: str, steps: Steps | None) -> dict[str, Any]:
     """Fields of a finding that they have in place of others."""
     taken = {n: {"steps": count} for n, count in by.taken.items()}
     more = f"step {by.step} comes after more exchanges of gradients than there"

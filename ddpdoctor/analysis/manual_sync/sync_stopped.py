@@ -18,7 +18,7 @@ LOOKS_AT_LEAST = 2
 
 
 @dataclass(frozen=True)
-class Dropped:
+class SyncStopped:
     """Parameters that were kept equal, and whose gradients are exchanged no more.
 
     Attributes:
@@ -46,7 +46,7 @@ def _optimizer(copies: Copies) -> int:
     return member(copies)[1].optimizer
 
 
-def _dropped(copies: Copies) -> Dropped | None:
+def _dropped(copies: Copies) -> SyncStopped | None:
     """Where they part, for good, if all gradients were exchanged in every step up to one and in
     none since, and just those differ that are not exchanged: the others go on as before."""
     first = next((i for i, look in enumerate(copies.looks) if not kept_equal.same(look)), 0)
@@ -65,7 +65,7 @@ def _dropped(copies: Copies) -> Dropped | None:
     others = [i for i in every if i not in positions]
     kept = all(_shared(look, i) for look in looks for i in others)
     known = len(looks) >= LOOKS_AT_LEAST and positions and others and kept
-    return Dropped(copies, whole.pop(), end, positions) if known else None
+    return SyncStopped(copies, whole.pop(), end, positions) if known else None
 
 
 def _local(look: Look, position: int) -> bool:
@@ -80,7 +80,7 @@ def _shared(look: Look, position: int) -> bool:
     return agreed or all(position in own for own in look.own)
 
 
-def _told(found: Dropped) -> dict[str, Any]:
+def _told(found: SyncStopped) -> dict[str, Any]:
     copies, local = found.copies, found.positions
     rank, event = member(copies)
     names = [p.name for p in event.parameters]

@@ -15,7 +15,7 @@ from .never_synced import Look
 
 
 @dataclass(frozen=True)
-class Parted:
+class UnequalUpdates:
     """Positions of parameters that differ from `step` on, of which the gradients agree.
 
     Attributes:
@@ -64,7 +64,7 @@ def _equal_gradients(looks: list[Look]) -> list[int]:
     ]
 
 
-def _parted(copies: Copies) -> Parted | None:
+def _parted(copies: Copies) -> UnequalUpdates | None:
     if any(s.running for look in copies.looks for s in look.values()):
         return None  # what is digested is not what is applied
     looks = never_synced.close_looks(copies)
@@ -87,10 +87,10 @@ def _parted(copies: Copies) -> Parted | None:
         for n, old, new in zip(copies.members, before, after, strict=True)
         if all(old[i] == new[i] for i in positions)
     )
-    return Parted(looks[first].step, parted, kept, still)
+    return UnequalUpdates(looks[first].step, parted, kept, still)
 
 
-def _told(copies: Copies, found: Parted) -> dict[str, Any]:
+def _told(copies: Copies, found: UnequalUpdates) -> dict[str, Any]:
     rank, event = never_synced.member(copies)
     names = [p.name for p in event.parameters]
     some = never_synced.some(names, found.positions)

@@ -21,7 +21,7 @@ FIX_CHOICE = (
 
 
 @dataclass(frozen=True)
-class Apart:
+class WrapOrder:
     """Two ranks' models of one number, made at different lines.
 
     Attributes:
@@ -58,13 +58,13 @@ class Apart:
         return FIX_ORDER if self.reordered else FIX_CHOICE
 
 
-def apart(one: tuple[Rank, Wrapped], other: tuple[Rank, Wrapped]) -> Apart | None:
+def apart(one: tuple[Rank, Wrapped], other: tuple[Rank, Wrapped]) -> WrapOrder | None:
     here, there = _made(*one), _made(*other)
     if here is None or there is None or (here.file, here.line) == (there.file, there.line):
         return None
     permuted = _look(*one) in _later(*other) and _look(*other) in _later(*one)
     ours, theirs = _loop(*one), _loop(*other)
-    return Apart((here, there), permuted, ours if ours == theirs else None)
+    return WrapOrder((here, there), permuted, ours if ours == theirs else None)
 
 
 def _made(rank: Rank, wrapped: Wrapped) -> Location | None:

@@ -14,7 +14,7 @@ Row = dict[tuple[str, tuple[int, ...]], int]
 
 
 @dataclass(frozen=True)
-class Late:
+class LateBuffersDiffer:
     """Those of them that differ at the last look.
 
     Attributes:
@@ -27,7 +27,7 @@ class Late:
     at: float
 
 
-def differing(group: Replicas) -> Late | None:
+def differing(group: Replicas) -> LateBuffersDiffer | None:
     tables = {n: _rows(m) for n, m in group.members.items()}
     common = sorted(set.intersection(*(set(t) for t in tables.values())))
     if not common:
@@ -37,7 +37,7 @@ def differing(group: Replicas) -> Late | None:
     if not names:
         return None
     walls = (_wall(member, steps[0]) for member in group.members.values())
-    return Late(sorted(names), steps, len(common), min(walls))
+    return LateBuffersDiffer(sorted(names), steps, len(common), min(walls))
 
 
 def _differ(rows: list[Row]) -> set[str]:

@@ -12,7 +12,7 @@ from .replica import Member
 BACKWARD = "DDP backward"
 
 
-class Lacking:
+class MissedBackwards:
     """Of the copies of one model: what each rank lacks at a step."""
 
     def __init__(self, members: Mapping[int, Member]) -> None:

@@ -24,7 +24,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class MissedScalerCalls:
     """Scales that part since.
 
     Attributes:
@@ -41,7 +41,9 @@ class LeftOut:
     steps: Steps
 
 
-def left_out(events: Mapping[int, Sequence[ScalerStep]], ends: Mapping[int, int]) -> LeftOut | None:
+def left_out(
+    events: Mapping[int, Sequence[ScalerStep]], ends: Mapping[int, int]
+) -> MissedScalerCalls | None:
     """Whether gradients of one averaging backward are scaled differently, since some ranks have not
     called the scaler at a backward at which the others did and skipped the step: their scales fell.
 
@@ -71,7 +73,7 @@ def left_out(events: Mapping[int, Sequence[ScalerStep]], ends: Mapping[int, int]
         if _apart(row)
     ]
     steps = Steps(spans[0].start, spans[-1].stop - 1, sum(len(span) for span in spans))
-    return LeftOut(ranks, by, call, {n: c.scale for n, c in after[0].items()}, steps)
+    return MissedScalerCalls(ranks, by, call, {n: c.scale for n, c in after[0].items()}, steps)
 
 
 def _around(event: ScalerStep) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from . import evaluations
 from .evaluations import Row
 from .group_findings import united
 from .majority import Split, settles
-from .missed_backwards import Lacking
+from .missed_backwards import MissedBackwards
 from .replica import Member
 
 ABSENT = 0
@@ -352,7 +352,7 @@ def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]
         evaluations.together(tables)
     if point == "eval":
         evaluations.alone(tables, {n: _rows(m, kind, "again") for n, m in group.members.items()})
-    lacking = Lacking(group.members) if point == "step" else None
+    lacking = MissedBackwards(group.members) if point == "step" else None
     if lacking:
         counted = {k for rows in tables.values() for k, (_, _, made) in rows.items() if made}
         for number, rows in tables.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...report.findings import Steps
 from .evaluations import Row
-from .missed_backwards import Lacking
+from .missed_backwards import MissedBackwards
 from .replicas import Replicas, by_rank, divergence
 
 
@@ -90,7 +90,7 @@ def _taken(group: Replicas) -> dict[int, int]:
 
 def _ends(group: Replicas) -> dict[int, Row]:
     """By rank, the row of the end, with the backwards that it is known to lack."""
-    lacking, taken = Lacking(group.members), _taken(group)
+    lacking, taken = MissedBackwards(group.members), _taken(group)
     return {
         n: (stride, values, made + lacking.at(n, taken[n] - 1))
         for n, table in by_rank(group, "parameters", "end").items()

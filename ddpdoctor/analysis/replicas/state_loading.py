@@ -27,7 +27,7 @@ Rows = dict[int, list[Loaded]]
 
 
 @dataclass(frozen=True)
-class OfSome:
+class LoadedOnSome:
     """A load that only these ranks make.
 
     Attributes:
@@ -41,7 +41,7 @@ class OfSome:
     here: bool
 
 
-def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> OfSome | None:
+def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> LoadedOnSome | None:
     """The last load by then, before one of these steps, that some ranks make and the others do
     not."""
     found = _until(group, what, until, steps)
@@ -58,7 +58,9 @@ def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> Of
     line = max(lines, key=lambda each: last(each).at)
     ranks = also[line]
     rest = [(n, e) for n, events in rows.items() if n not in ranks for e in events]
-    return OfSome(ranks, last(line), bool(rest), any(_line(group, n, e) == line for n, e in rest))
+    return LoadedOnSome(
+        ranks, last(line), bool(rest), any(_line(group, n, e) == line for n, e in rest)
+    )
 
 
 def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
@@ -84,7 +86,9 @@ def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
     )
 
 
-def by_some(group: Replicas, what: str, some: OfSome, until: float, steps: range = EVER) -> Cause:
+def by_some(
+    group: Replicas, what: str, some: LoadedOnSome, until: float, steps: range = EVER
+) -> Cause:
     """The load that only some ranks make, as the reason."""
     ranks = some.ranks
     beside = {

@@ -11,7 +11,7 @@ from .replicas import Replicas, by_step
 
 
 @dataclass(frozen=True)
-class Apart:
+class UnevenEpoch:
     """The first such epoch in which copies that began it equal, with equal gradients, move apart.
 
     Attributes:
@@ -25,7 +25,7 @@ class Apart:
     positions: tuple[int, ...]
 
 
-def moved_apart(group: Replicas) -> Apart | None:
+def moved_apart(group: Replicas) -> UnevenEpoch | None:
     """What the state of an optimizer does that steps more often on some ranks: `Join` copies the
     model at its end, and nothing else."""
     if any(len({e.optimizer for e in m.rank.of(StepDone)}) > 1 for m in group.members.values()):
@@ -43,12 +43,12 @@ def _joined(member: Member) -> dict[tuple[int, int], EpochBegan]:
     return {(e.loader, e.epoch): e for e in member.rank.of(EpochBegan) if e.joined}
 
 
-def _parted(group: Replicas, began: dict[int, EpochBegan]) -> Apart | None:
+def _parted(group: Replicas, began: dict[int, EpochBegan]) -> UnevenEpoch | None:
     gradients = dict(_differing(group, "gradients", began))
     parameters = dict(_differing(group, "parameters", began))
     if gradients.get(0) or parameters.get(0) != ():
         return None
-    return next((Apart(began, n, differ) for n, differ in parameters.items() if differ), None)
+    return next((UnevenEpoch(began, n, differ) for n, differ in parameters.items() if differ), None)
 
 
 def _differing(

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 from ...report.findings import Related
 from ...run import Location, ranks_text, shorten
-from .snapshot import Stand
+from .snapshot import RankSnapshot
 
 _ENTERS = ("__enter__", "__aenter__")
 
 
 @dataclass(frozen=True)
-class Entering:
+class LockWait:
     """One rank at the head of a block, and those that are inside."""
 
     rank: int
@@ -41,7 +41,7 @@ class Entering:
         return (Related(f"{ranks_text(self.inside)} came in here before", self.head),)
 
 
-def entering(stand: Stand, waiting: list[Stand]) -> Entering | None:
+def entering(stand: RankSnapshot, waiting: list[RankSnapshot]) -> LockWait | None:
     """The block that a rank waits to enter without computing, and the ranks that wait for it
     inside of that."""
     if stand.stood is None or stand.busy or stand.stopped:
@@ -49,11 +49,11 @@ def entering(stand: Stand, waiting: list[Stand]) -> Entering | None:
     for head in _entered(stand):
         inside = [s.rank.rank for s in waiting if _is_in(s, head)]
         if inside:
-            return Entering(stand.rank.rank, inside, head)
+            return LockWait(stand.rank.rank, inside, head)
     return None
 
 
-def _entered(stand: Stand) -> list[Location]:
+def _entered(stand: RankSnapshot) -> list[Location]:
     """The heads of blocks that the stack of a rank is about to enter: one may be at such a line to
     leave the block, too."""
     frames = stand.stood.frames if stand.stood else ()
@@ -67,7 +67,7 @@ def _entered(stand: Stand) -> list[Location]:
     ]
 
 
-def _is_in(stand: Stand, head: Location) -> bool:
+def _is_in(stand: RankSnapshot, head: Location) -> bool:
     """Whether a rank's call is in that block."""
     made = stand.made
     for place in made.site.places if made and made.site else ():

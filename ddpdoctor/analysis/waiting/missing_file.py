@@ -20,7 +20,7 @@ _DIFFERING = 2
 
 
 @dataclass(frozen=True)
-class Astray:
+class MissingFile:
     """The file of that name that another rank wrote in a folder of its own."""
 
     rank: Rank
@@ -50,13 +50,13 @@ class Astray:
         return (Related(f"rank {self.rank.rank} wrote its own here", spot),) if spot else ()
 
 
-def astray(run: Run, first: Failure) -> Astray | None:
+def astray(run: Run, first: Failure) -> MissingFile | None:
     """What another rank wrote, where a path that a rank did not find is not the same on all."""
     missing = _MISSING.search(first.message)
     if missing is None or not first.kind_raised.endswith("FileNotFoundError"):
         return None
     found = [
-        (Astray(rank, event), _apart(missing["path"], event.path))
+        (MissingFile(rank, event), _apart(missing["path"], event.path))
         for rank in run.ranks.values()
         if rank is not first.rank
         for event in reversed(rank.of(FileWritten))
@@ -77,7 +77,7 @@ def _apart(path: str, other: str) -> list[tuple[str, str]] | None:
     return apart if len(apart) <= _DIFFERING else None
 
 
-def _by_itself(other: Astray, first: Failure, apart: list[tuple[str, str]]) -> bool:
+def _by_itself(other: MissingFile, first: Failure, apart: list[tuple[str, str]]) -> bool:
     """Whether the clock or chance has named the folders, or the other rank read its own file at the
     line at which this one finds none, and they are not numbered (by the rank, say)."""
     if all(_of_the_moment(a, b) for a, b in apart):

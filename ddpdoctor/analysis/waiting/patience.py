@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ...run import Run
 from .failures import timed_out
-from .snapshot import Scene, Stand
+from .snapshot import RankSnapshot, Snapshot
 from .wait_graph import waiting_for
 
 
-def overdue(run: Run, now: Scene, absent: list[Stand]) -> str:
+def overdue(run: Run, now: Snapshot, absent: list[RankSnapshot]) -> str:
     """Why waiting for these is a fault by now (`stall`, `timeout`); empty where it is not."""
     if now.stall is not None:
         return "stall"

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ...events import SignalSent
 from ...run import Location, Rank, Run
-from .snapshot import Scene, Stand
+from .snapshot import RankSnapshot, Snapshot
 
 _STOPS = (19, 20)
 """SIGSTOP and SIGTSTP, as Linux numbers them."""
@@ -30,7 +30,7 @@ def sent(run: Run, rank: Rank, numbers: Collection[int | None], since: float = 0
     return None, None
 
 
-def stopping(run: Run, now: Scene, stand: Stand) -> Sent:
+def stopping(run: Run, now: Snapshot, stand: RankSnapshot) -> Sent:
     """Who sent the signal by which a rank is stopped: not one that it went on after."""
     if stand.stood is None or stand.stood.state != "T":
         return None, None

@@ -20,7 +20,7 @@ from ...events import (
 )
 from ...report.findings import Steps
 from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, stopped_in
-from ..calls.call_logs import Book, GroupKey, Made, book
+from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .failures import call_failed, destroyed, is_over, lost_peer
 
 STALL_S = 10.0
@@ -45,7 +45,7 @@ _KNOWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankSnapshot:
     """One rank at that moment.
 
     Attributes:
@@ -62,7 +62,7 @@ class Stand:
     gone: bool
     call: Call | None
     key: GroupKey | None
-    made: Made | None
+    made: CallRecord | None
     phase: Phase | None
     phase_site: int
     still_s: float
@@ -144,7 +144,7 @@ class Stand:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Snapshot:
     """All ranks at one moment.
 
     Attributes:
@@ -156,11 +156,11 @@ class Scene:
     at: float
     stall: StallSeen | None
     failed: bool
-    stands: dict[int, Stand]
-    known: Book
+    stands: dict[int, RankSnapshot]
+    known: CallLogs
     until: float = 0.0
 
-    def waited(self, stands: Iterable[Stand]) -> float:
+    def waited(self, stands: Iterable[RankSnapshot]) -> float:
         """For how long the first of them has stood so in the end."""
         still = max(s.still_s for s in stands)
         return still + max(0.0, self.until - self.at) if self.stall else still
@@ -170,10 +170,10 @@ class Scene:
         return self.stall.hang_after if self.stall else STALL_S
 
     @property
-    def blocked(self) -> list[Stand]:
+    def blocked(self) -> list[RankSnapshot]:
         return [s for s in self.stands.values() if s.blocked]
 
-    def absent(self, stand: Stand) -> list[Stand]:
+    def absent(self, stand: RankSnapshot) -> list[RankSnapshot]:
         """Members of the group of this rank's call that had not begun that call, or were in it and
         had not come to what this rank waits for there."""
         if stand.key is None or stand.call is None or stand.call.index < 0:
@@ -189,7 +189,9 @@ class Scene:
             )
         ]
 
-    def _is_behind(self, other: Stand, stand: Stand, key: GroupKey, index: int) -> bool:
+    def _is_behind(
+        self, other: RankSnapshot, stand: RankSnapshot, key: GroupKey, index: int
+    ) -> bool:
         """Whether it computes in the same call, and torch's flight recorder has a communication
         under way on this rank that has not begun there."""
         call = other.computes
@@ -201,7 +203,7 @@ class Scene:
         begun = max([theirs.last_enqueued, *(e.sequence for e in theirs.entries)])
         return any(not e.retired and e.sequence > begun for e in ours.entries)
 
-    def _has_begun(self, other: Stand, key: GroupKey, index: int) -> bool:
+    def _has_begun(self, other: RankSnapshot, key: GroupKey, index: int) -> bool:
         if other.rank.ring is None:
             return True  # its calls are not on record: nothing can be said
         log = self.known.logs.get(key, {}).get(other.rank.rank)
@@ -219,7 +221,7 @@ def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
 
 
 @lru_cache(maxsize=1)
-def scene(run: Run) -> Scene:
+def scene(run: Run) -> Snapshot:
     """The moment that matters: of the stall, else of the first failure, else the last on record."""
     stall, at = run.stall or (None, 0.0)
     failed = False
@@ -227,10 +229,10 @@ def scene(run: Run) -> Scene:
         first = _first_failure(run)
         failed = first is not None
         at = first if first is not None else _last(run)
-    known = book(run)
+    known = call_logs(run)
     stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
     until = _until(run, at) if stall else at
-    return Scene(at=at, stall=stall, failed=failed, stands=stands, known=known, until=until)
+    return Snapshot(at=at, stall=stall, failed=failed, stands=stands, known=known, until=until)
 
 
 def _until(run: Run, at: float) -> float:
@@ -299,7 +301,7 @@ def _last(run: Run) -> float:
     return max(times, default=0.0)
 
 
-def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
+def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
     at = wall - rank.wall(0.0)
     ring = rank.ring
     call = None
@@ -319,7 +321,7 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
     left = _left(rank, at)
     stood = _stood(run, rank)
     then = stood if run.stall and stood and stood.phase >= 0 else None
-    return Stand(
+    return RankSnapshot(
         rank=rank,
         gone=left is not None,
         call=call,
@@ -334,7 +336,7 @@ def _stand(run: Run, known: Book, rank: Rank, wall: float) -> Stand:
     )
 
 
-def _only_computes(known: Book, rank: Rank, key: GroupKey, call: Call) -> bool:
+def _only_computes(known: CallLogs, rank: Rank, key: GroupKey, call: Call) -> bool:
     """Whether a forward or backward of a wrapped model has nothing under way in its group.
 
     Of these the log knows when they begin, not when they communicate; the flight recorder does.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...events import InitEntered
 from ...run import Location, State
-from .snapshot import Stand
+from .snapshot import RankSnapshot
 
 CAUSE = (
     "the default group was formed again at an address where an earlier one had been: both leave "
@@ -18,7 +18,7 @@ FIX = (
 )
 
 
-def formed_again(stands: list[Stand]) -> Location | None:
+def formed_again(stands: list[RankSnapshot]) -> Location | None:
     """Where the group was formed in which these ranks wait, if each formed one before at the same
     place, and nothing came through in this one."""
     latest = [_latest(stand) for stand in stands]
@@ -28,7 +28,7 @@ def formed_again(stands: list[Stand]) -> Location | None:
     return first.rank.location(event.site) if event else None
 
 
-def _latest(stand: Stand) -> InitEntered | None:
+def _latest(stand: RankSnapshot) -> InitEntered | None:
     every = stand.rank.of(InitEntered)
     if len(every) < 2 or not every[-1].rendezvous:
         return None

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from ...events import FlightLog, Signature
 from ...report.findings import Evidence
 from ...run import Phase, State, fold_ranks
-from .snapshot import QUIET_S, Scene, Stand
+from .snapshot import QUIET_S, RankSnapshot, Snapshot
 
 _SENDS = ("send", "isend", "send_object_list")
 _RECEIVES = ("recv", "irecv", "recv_object_list")
 
 
-def awaited(scene: Scene, stand: Stand) -> list[Stand]:
+def awaited(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks without which this one cannot leave its call."""
     call = stand.call
     if call is None or stand.gone:
@@ -28,13 +28,13 @@ def awaited(scene: Scene, stand: Stand) -> list[Stand]:
 class Unanswered:
     """Messages between two ranks: one has begun `mine` of them, the other `theirs` to match."""
 
-    peer: Stand
+    peer: RankSnapshot
     sends: bool
     mine: int
     theirs: int
 
 
-def unanswered(scene: Scene, stand: Stand) -> list[Unanswered]:
+def unanswered(scene: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
     """The messages of a point-to-point call that the other side has not begun."""
     call, made = stand.call, stand.made
     if call is None or made is None or call.index >= 0:
@@ -56,7 +56,7 @@ def unanswered(scene: Scene, stand: Stand) -> list[Unanswered]:
     return found
 
 
-def _count(stand: Stand, sends: bool, peer: int) -> int:
+def _count(stand: RankSnapshot, sends: bool, peer: int) -> int:
     """Messages to, or from, a peer that were begun and not given up, but for the present call."""
     ring = stand.rank.ring
     known = {s.id: s for s in stand.rank.of(Signature)}
@@ -73,7 +73,7 @@ def _count(stand: Stand, sends: bool, peer: int) -> int:
     return total
 
 
-def graph(scene: Scene) -> dict[int, list[int]]:
+def graph(scene: Snapshot) -> dict[int, list[int]]:
     """Rank to the ranks it waits for."""
     return {
         s.rank.rank: [o.rank.rank for o in awaited(scene, s)]
@@ -82,7 +82,7 @@ def graph(scene: Scene) -> dict[int, list[int]]:
     }
 
 
-def cycle(scene: Scene) -> list[int]:
+def cycle(scene: Snapshot) -> list[int]:
     """Ranks that wait for each other in a ring, so that none can go on; empty where there is none.
 
     Only ranks that make no progress count: a call may be in flight.
@@ -90,7 +90,7 @@ def cycle(scene: Scene) -> list[int]:
     return next(iter(cycles(scene)), [])
 
 
-def cycles(scene: Scene) -> list[list[int]]:
+def cycles(scene: Snapshot) -> list[list[int]]:
     """All such rings, of which no two have a rank in common."""
     edges = {
         r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
@@ -105,7 +105,7 @@ def cycles(scene: Scene) -> list[list[int]]:
     return found
 
 
-def across_groups(ring: list[Stand]) -> bool:
+def across_groups(ring: list[RankSnapshot]) -> bool:
     """Whether a ring of waiting ranks runs over collectives of several groups."""
     return all(s.call is not None and s.call.index >= 0 for s in ring)
 
@@ -119,34 +119,34 @@ def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
     return []
 
 
-def missing(scene: Scene) -> list[Stand]:
+def missing(scene: Snapshot) -> list[RankSnapshot]:
     """Ranks that others wait for and that are in no call themselves, nor gone."""
     return _unique(
         o for s in scene.blocked for o in awaited(scene, s) if not o.gone and not o.blocked
     )
 
 
-def gone(scene: Scene) -> list[Stand]:
+def gone(scene: Snapshot) -> list[RankSnapshot]:
     """Ranks that others wait for and that have left."""
     return _unique(o for s in scene.blocked for o in awaited(scene, s) if o.gone)
 
 
-def waiting_for(scene: Scene, stand: Stand) -> list[Stand]:
+def waiting_for(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks that wait for one, directly."""
     return [s for s in scene.blocked if any(o is stand for o in awaited(scene, s))]
 
 
-def in_init(scene: Scene) -> list[Stand]:
+def in_init(scene: Snapshot) -> list[RankSnapshot]:
     return [s for s in scene.stands.values() if s.phase is Phase.INIT and not s.gone]
 
 
-def _unique(stands: Iterable[Stand]) -> list[Stand]:
+def _unique(stands: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     return list({s.rank.rank: s for s in stands}.values())
 
 
-def victims(scene: Scene, waiting: list[Stand]) -> Evidence:
+def victims(scene: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
     """Who waited where, for how long in the end."""
-    rows: dict[str, list[Stand]] = {}
+    rows: dict[str, list[RankSnapshot]] = {}
     for stand in waiting:
         rows.setdefault(stand.doing, []).append(stand)
     return {
@@ -161,9 +161,9 @@ def victims(scene: Scene, waiting: list[Stand]) -> Evidence:
     }
 
 
-def merged_stacks(scene: Scene) -> list[dict[str, object]]:
+def merged_stacks(scene: Snapshot) -> list[dict[str, object]]:
     """The ranks' stacks, equal ones folded, the least progressed first."""
-    classes: dict[tuple[str, ...], list[Stand]] = {}
+    classes: dict[tuple[str, ...], list[RankSnapshot]] = {}
     for stand in scene.stands.values():
         frames = stand.stood.frames if stand.stood else ()
         lines = tuple(
@@ -184,11 +184,11 @@ def merged_stacks(scene: Scene) -> list[dict[str, object]]:
     ]
 
 
-def _progress(stand: Stand) -> tuple[int, int]:
+def _progress(stand: RankSnapshot) -> tuple[int, int]:
     return stand.rank.steps, stand.rank.ring.count if stand.rank.ring else 0
 
 
-def pending(now: Scene) -> list[str]:
+def pending(now: Snapshot) -> list[str]:
     """Collectives that torch's flight recorder has as not finished."""
     lines = []
     for stand in now.stands.values():

@@ -25,7 +25,7 @@ from ..recording.environment import (
     visible_arguments,
 )
 from ..recording.import_hooks import Finder, wait_for
-from ..recording.recorder import Recorder, guarded, recorder, set_recorder
+from ..recording.recorder import Recorder, current_recorder, guarded, set_recorder
 from ..watchers.process import exits, spawned_processes
 from . import install
 from .install import Missing
@@ -69,8 +69,8 @@ def torch_loaded() -> None:
         with startup_cost.counted():
             _state.missing = install.install(ensure_rank)
     except Exception as error:
-        if active := recorder():
-            active.trouble("hooks", error, "training: torch is not watched")
+        if recorder := current_recorder():
+            recorder.trouble("hooks", error, "training: torch is not watched")
         raise
     guarded("hooks", _tell_missing)
     guarded("torch-loaded", _tell_torch)
@@ -111,7 +111,7 @@ def watch_here(opener: Opener) -> None:
 
 def become_rank(rank: int, world_size: int) -> None:
     """Start to record, if this process does not yet; groups and models may exist already."""
-    if recorder() is not None:
+    if current_recorder() is not None:
         return
     ensure_rank(rank, world_size, None)
     _adopt()
@@ -153,7 +153,7 @@ def uninstall() -> None:
 
 def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
     """`init_process_group` was entered: whoever calls it is a rank."""
-    if recorder() is not None:
+    if current_recorder() is not None:
         return
     query = parse_qs(urlsplit(init_method or "").query)
     for value, name in ((rank, "rank"), (world_size, "world_size")):
@@ -163,7 +163,7 @@ def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
             else:
                 world_size = int(query[name][0])
     with _state.becoming:
-        if recorder() is None:
+        if current_recorder() is None:
             _become(
                 rank if rank >= 0 else number_in_environment("RANK"),
                 world_size if world_size >= 0 else number_in_environment("WORLD_SIZE"),
@@ -186,7 +186,7 @@ def _become(rank: int, world_size: int) -> None:
         _begin_record(rank, world_size, place)
     guarded("process", exits.install, lost="exceptions and exits of this rank")
     guarded("hooks", _tell_missing)
-    guarded("start", lambda active: active.tell_cost(anyway=True))
+    guarded("start", lambda recorder: recorder.tell_cost(anyway=True))
 
 
 def _begin_record(rank: int, world_size: int, place: Place) -> None:
@@ -227,13 +227,13 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
     )
 
 
-def _tell_missing(active: Recorder) -> None:
+def _tell_missing(recorder: Recorder) -> None:
     """Parts of the probe that could not be put in place, maybe before this was a rank."""
     for part, error, lost in _state.missing:
-        active.trouble(part, error, lost)
+        recorder.trouble(part, error, lost)
 
 
-def _tell_torch(active: Recorder) -> None:
+def _tell_torch(recorder: Recorder) -> None:
     import torch
 
     nccl = ""
@@ -242,7 +242,7 @@ def _tell_torch(active: Recorder) -> None:
             nccl = ".".join(str(v) for v in torch.cuda.nccl.version())
         except Exception:
             nccl = "unknown"
-    active.emit(
+    recorder.emit(
         TorchLoaded(
             at=time.monotonic(),
             torch=str(torch.__version__),

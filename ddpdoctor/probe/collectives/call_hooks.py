@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..recording.hooks import Moment
+from ..recording.hooks import Hook
 
 _CARRY_VALUES = (
     "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
@@ -58,10 +58,10 @@ class Issued:
     works: tuple[Any, ...]
 
 
-called: Moment[Call] = Moment("called")
+called: Hook[Call] = Hook("called")
 
-issued: Moment[Issued] = Moment("issued")
-call_failed: Moment[tuple[int, BaseException]] = Moment("call failed")
+issued: Hook[Issued] = Hook("issued")
+call_failed: Hook[tuple[int, BaseException]] = Hook("call failed")
 """A call raised: its number in the ring, and what."""
-waited: Moment[float] = Moment("waited")
+waited: Hook[float] = Hook("waited")
 """The rank comes out of a collective that took so many seconds."""

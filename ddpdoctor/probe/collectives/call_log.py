@@ -16,7 +16,7 @@ from ...storage.call_ring import RingWriter, State
 from ..recording import threads
 from ..recording.code_locations import USER
 from ..recording.recorder import Recorder
-from ..source.loop_keys import Keyed, keyed
+from ..source.loop_keys import LoopKey, keyed
 from ..source.passthrough import hands_on
 from ..source.statements import enclosing
 from . import stack_server
@@ -79,25 +79,25 @@ class Recurring:
         return True
 
 
-class Tape:
+class CallLog:
     """One per recorder."""
 
-    def __init__(self, active: Recorder) -> None:
-        self.active = active
-        self.ring = RingWriter(active.directory / f"{active.stem}.ring")
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.ring = RingWriter(recorder.directory / f"{recorder.stem}.ring")
         self.signatures: dict[Key, int] = {}
         self._of_models: dict[tuple[str, int], int] = {}
         self._sites: dict[Key, int] = {}
         # By identities and instructions, as in `Sites`.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
-        self._keyed: dict[int, Keyed] = {}
+        self._keyed: dict[int, LoopKey] = {}
         self._threads = threading.local()
         self._groups: dict[int, _GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
         self._runs = 0
         self._told = time.monotonic()
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        stack_server.listen(active, self.ring)
+        stack_server.listen(recorder, self.ring)
 
     def collective(
         self,
@@ -156,7 +156,7 @@ class Tape:
 
     def _outer(self, frame: FrameType) -> list[tuple[CodeType, int]]:
         """The frames above one of the user's that `at` tells places apart by."""
-        sites, outer = self.active.sites, frame.f_back
+        sites, outer = self.recorder.sites, frame.f_back
         found: list[tuple[CodeType, int]] = []
         users = 1
         while outer is not None and users < CALLERS:
@@ -247,7 +247,7 @@ class Tape:
             if len(self._blocks) >= BLOCKS_KEPT:
                 return
             block = self._blocks[key] = len(self._blocks)
-            self.active.emit(CallBlock(at=time.monotonic(), id=block, codes=key))
+            self.recorder.emit(CallBlock(at=time.monotonic(), id=block, codes=key))
         log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
         log.run_codes, log.every = codes, 1
 
@@ -256,7 +256,7 @@ class Tape:
             return
         self._runs += 1
         if self._runs <= RUNS_KEPT:
-            self.active.emit(
+            self.recorder.emit(
                 CallRun(
                     at=time.monotonic(),
                     group=group,
@@ -283,7 +283,7 @@ class Tape:
         model: int = -1,
     ) -> int:
         number = self.signatures[key] = len(self.signatures)
-        self.active.emit(
+        self.recorder.emit(
             Signature(
                 at=time.monotonic(),
                 id=number,
@@ -306,7 +306,7 @@ class Tape:
     def here(self) -> int:
         """The number of the place that is communicating, of one in a loop over names that with the
         name it is made for."""
-        frame = self.active.sites.user_frame(sys._getframe(1))
+        frame = self.recorder.sites.user_frame(sys._getframe(1))
         number = self.at(frame)
         known = self._keyed.get(number) if frame is not None and self._keyed else None
         return number if known is None or frame is None else self._with_key(number, known, frame)
@@ -314,7 +314,7 @@ class Tape:
     def at(self, frame: FrameType | None) -> int:
         """The number of the place that a frame of the user's is at. For None, of the line that
         started this thread; -1 where that is unknown too."""
-        sites = self.active.sites
+        sites = self.recorder.sites
         if frame is None:
             return self._of_thread()
         stack = [id(frame.f_code), frame.f_lasti]
@@ -354,12 +354,12 @@ class Tape:
         """A frame of the user's and those that called it."""
         frames, outer = [frame], frame.f_back
         while outer is not None and len(frames) < CALLERS:
-            if self.active.sites.kind(outer.f_code) is USER:
+            if self.recorder.sites.kind(outer.f_code) is USER:
                 frames.append(outer)
             outer = outer.f_back
         return frames
 
-    def _with_key(self, number: int, known: Keyed, frame: FrameType) -> int:
+    def _with_key(self, number: int, known: LoopKey, frame: FrameType) -> int:
         key = known.key(frame)
         if known.over:
             del self._keyed[number]
@@ -375,7 +375,7 @@ class Tape:
         handed = True
         for frame in frames:
             code, line = frame.f_code, frame.f_lineno
-            site = self.active.sites.place(code.co_filename, line, code.co_name)
+            site = self.recorder.sites.place(code.co_filename, line, code.co_name)
             handed = handed and hands_on(code, line, called)
             places.append(Place(site, enclosing(code.co_filename, line), handed))
             called = code
@@ -395,7 +395,7 @@ class Tape:
             started=started,
             key=key,
         )
-        self.active.emit(called, vital=True)
+        self.recorder.emit(called, vital=True)
         return number
 
 
@@ -417,21 +417,21 @@ def _reduction(op: Any) -> str:
     return str(getattr(op, "name", None) or op).rpartition(".")[2].strip("<>").split(":")[0]
 
 
-def tape(active: Recorder) -> Tape | None:
+def tape(recorder: Recorder) -> CallLog | None:
     """The tape of this recorder; None where its file could not be made."""
-    if active.tape is None and not active.tape_failed:
-        with active.lock:  # threads that are ranks come at once
-            if active.tape is None:
-                _make(active)
-    return active.tape
+    if recorder.tape is None and not recorder.tape_failed:
+        with recorder.lock:  # threads that are ranks come at once
+            if recorder.tape is None:
+                _make(recorder)
+    return recorder.tape
 
 
-def _make(active: Recorder) -> None:
+def _make(recorder: Recorder) -> None:
     try:
-        active.tape = Tape(active)
+        recorder.tape = CallLog(recorder)
     except Exception as error:
-        active.tape_failed = True
-        active.trouble("ring", error, "the last calls before a kill, and hangs")
+        recorder.tape_failed = True
+        recorder.trouble("ring", error, "the last calls before a kill, and hangs")
 
 
-__all__ = ["NEW_GROUPS", "State", "Tape", "tape"]
+__all__ = ["NEW_GROUPS", "State", "CallLog", "tape"]

@@ -13,7 +13,7 @@ from ...storage.call_ring import State
 from ..recording import hooks
 from ..recording.frames import passed_over, unframe
 from ..recording.patching import refused, replace
-from ..recording.recorder import Recorder, recorder
+from ..recording.recorder import Recorder, current_recorder
 from . import call_hooks, gathered_objects, process_groups
 from .call_log import tape
 
@@ -107,36 +107,36 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     part = f"calls.{kind.op}"
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = None if _depth.inside else recorder()
+        recorder = None if _depth.inside else current_recorder()
         number = failure = None
-        if active is not None:
+        if recorder is not None:
             began = time.perf_counter_ns()
             try:
-                if not active.disabled(part):
-                    number = read(active, args, kwargs)
+                if not recorder.disabled(part):
+                    number = read(recorder, args, kwargs)
             except Exception as error:
                 failure = error.with_traceback(None)
-            active.own_ns += time.perf_counter_ns() - began
+            recorder.own_ns += time.perf_counter_ns() - began
             _depth.inside = True
         called = time.monotonic()
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            if active is not None and failure is not None and not refused(error):
-                active.trouble(part, failure, LOST)
+            if recorder is not None and failure is not None and not refused(error):
+                recorder.trouble(part, failure, LOST)
             failed(number, error)
             unframe(error)
             raise
         finally:
-            if active is not None:
+            if recorder is not None:
                 _depth.inside = False
-        if active is not None and failure is not None:
-            active.trouble(part, failure, LOST)
-        if active is not None:
+        if recorder is not None and failure is not None:
+            recorder.trouble(part, failure, LOST)
+        if recorder is not None:
             began = time.perf_counter_ns()
-            call_hooks.waited.happens(active, time.monotonic() - called)
+            call_hooks.waited.fire(recorder, time.monotonic() - called)
             _returned(number, result)
-            active.own_ns += time.perf_counter_ns() - began
+            recorder.own_ns += time.perf_counter_ns() - began
         return result
 
     return passed_over(wrapper, original)
@@ -155,7 +155,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
     object_at = place(kind.gathered)
 
-    def read(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         given = len(args)
         group = args[group_at] if group_at < given else kwargs.get("group")
         messages = _batched(args, kwargs) if kind.op == BATCH else ()
@@ -179,14 +179,14 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
         peers = (*sends, *receives) or (root,) * kind.p2p
         call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
-        call_hooks.called.happens(active, call)
-        written = tape(active)
+        call_hooks.called.fire(recorder, call)
+        written = tape(recorder)
         if number < 0 or written is None or not process_groups.exist():
             return None  # not a member, or no group at all: torch says so itself
         site = written.here()
         if kind.gathered:
             gathered_objects.note(
-                active, site, args[object_at] if object_at < given else kwargs["obj"]
+                recorder, site, args[object_at] if object_at < given else kwargs["obj"]
             )
         if messages:
             return written.point_to_point(number, kind.op, site, -1, sends, receives)
@@ -229,52 +229,52 @@ def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
 
 
 def mark(number: int | None, state: State) -> None:
-    active = recorder()
-    if number is None or active is None:
+    recorder = current_recorder()
+    if number is None or recorder is None:
         return
     try:
-        if written := tape(active):
+        if written := tape(recorder):
             written.ring.mark(number, state)
     except Exception as error:
-        active.trouble("calls.mark", error, LOST)
+        recorder.trouble("calls.mark", error, LOST)
 
 
 def failed(number: int | None, error: BaseException) -> None:
     mark(number, State.FAILED)
-    if number is not None and (active := recorder()):
-        call_hooks.call_failed.happens(active, (number, error))
+    if number is not None and (recorder := current_recorder()):
+        call_hooks.call_failed.fire(recorder, (number, error))
 
 
 def _returned(number: int | None, result: Any) -> None:
     """Synchronous calls are done; asynchronous ones have only been issued."""
-    active = recorder()
-    if number is None or active is None:
+    recorder = current_recorder()
+    if number is None or recorder is None:
         return
     try:
-        written = tape(active)
+        written = tape(recorder)
         if written is None:
             return
         given = () if result is None else result if isinstance(result, list) else (result,)
         works = tuple(w for w in given if hasattr(w, "is_completed"))
         if works:
             written.issued(number, works)
-            call_hooks.issued.happens(active, call_hooks.Issued(number, works))
+            call_hooks.issued.fire(recorder, call_hooks.Issued(number, works))
         else:
             written.ring.mark(number, State.DONE)
     except Exception as error:
-        active.trouble("calls.returned", error, LOST)
+        recorder.trouble("calls.returned", error, LOST)
 
 
 def _waited_for(work: Any) -> int | None:
     """The number of the call whose end is waited for, where that is on record."""
-    active = recorder()
-    if active is None or _depth.inside:
+    recorder = current_recorder()
+    if recorder is None or _depth.inside:
         return None
     try:
-        written = tape(active)
+        written = tape(recorder)
         return written.number_of(work) if written else None
     except Exception as error:
-        active.trouble("calls.wait", error, LOST)
+        recorder.trouble("calls.wait", error, LOST)
         return None
 
 
@@ -292,14 +292,14 @@ def _watch_waits(c10d: Any) -> None:
             unframe(error)
             raise
         mark(number, State.DONE)
-        active = recorder()
-        if number is not None and active is not None:
-            call_hooks.waited.happens(active, time.monotonic() - began)
+        recorder = current_recorder()
+        if number is not None and recorder is not None:
+            call_hooks.waited.fire(recorder, time.monotonic() - began)
         return result
 
     replace(c10d.Work, "wait", passed_over(wait, original))
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    if written := active.tape or tape(active):
+def _leaving(recorder: Recorder, _: None) -> None:
+    if written := recorder.tape or tape(recorder):
         written.flush()

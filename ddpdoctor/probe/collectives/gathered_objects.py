@@ -25,14 +25,14 @@ def install() -> None:
     _told.clear()
 
 
-def note(active: Recorder, place: int, value: Any) -> None:
+def note(recorder: Recorder, place: int, value: Any) -> None:
     """An object is gathered at a call site. Written where it holds more than those before; rounded
     up, so that lengths that vary are written a few times only."""
     found = entries(value)
     if place >= 0 and found > _told.get(place, -1):
         _told[place] = found = (1 << found.bit_length()) - 1
         event = ObjectsGathered(at=time.monotonic(), call_site=place, entries=found)
-        active.emit(event, vital=True)
+        recorder.emit(event, vital=True)
 
 
 def entries(value: Any) -> int:

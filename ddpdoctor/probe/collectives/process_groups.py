@@ -102,16 +102,16 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
         replace(holder, "init_process_group", init_process_group)
 
 
-def adopt(active: Recorder) -> None:
+def adopt(recorder: Recorder) -> None:
     """Record the groups that were there before this process was watched."""
     import torch.distributed as dist
 
     if _groups.created or not dist.is_available() or not dist.is_initialized():
         return
     groups = dict(live_groups())
-    _tell_ready(active, groups.pop("", dist.group.WORLD))
+    _tell_ready(recorder, groups.pop("", dist.group.WORLD))
     for group in groups.values():
-        _tell_ready(active, group)
+        _tell_ready(recorder, group)
 
 
 def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return given
 
 
-def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _init_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _init_arguments(args, kwargs)
     timeout = given["timeout"]
-    active.emit(
+    recorder.emit(
         InitEntered(
             at=time.monotonic(),
             backend=str(given["backend"] or ""),
@@ -144,30 +144,30 @@ def _init_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
             env_world_size=number_in_environment("WORLD_SIZE"),
             env_local_rank=number_in_environment("LOCAL_RANK"),
             timeout_s=timeout.total_seconds() if timeout is not None else -1.0,
-            site=active.site(),
+            site=recorder.site(),
             rendezvous=_rendezvous(given),
             changed=_changed_environment(),
             set_at={
-                name: active.sites.place(file, line, "")
+                name: recorder.sites.place(file, line, "")
                 for name, (file, line) in lines_that_set(own_files()).items()
             },
-            past=_past(active),
+            past=_past(recorder),
         ),
         vital=True,
     )
 
 
-def _past(active: Recorder) -> tuple[int, ...]:
+def _past(recorder: Recorder) -> tuple[int, ...]:
     """The `if` by which a process could have left before it came to this line."""
     found: list[int] = []
-    frame = active.sites.user_frame(sys._getframe())
+    frame = recorder.sites.user_frame(sys._getframe())
     for _ in range(CALLERS):
         if frame is None:
             break
         code = frame.f_code
         for line in ways_before(code.co_filename, frame.f_lineno):
-            found.append(active.sites.place(code.co_filename, line, code.co_name))
-        frame = active.sites.user_frame(frame.f_back)
+            found.append(recorder.sites.place(code.co_filename, line, code.co_name))
+        frame = recorder.sites.user_frame(frame.f_back)
     return tuple(found)
 
 
@@ -197,11 +197,11 @@ def _changed_environment() -> dict[str, str]:
     return {name: value for name, value in now.items() if before.get(name) != value}
 
 
-def _init_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+def _init_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         import torch.distributed as dist
 
-        _tell_ready(active, dist.group.WORLD)
+        _tell_ready(recorder, dist.group.WORLD)
 
 
 def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -210,7 +210,7 @@ def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] 
     return None if ranks is None or isinstance(ranks, Iterator) else tuple(ranks)
 
 
-def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _new_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (
         asked_for(args, kwargs),
         bool(kwargs.get("use_local_synchronization", False)),
@@ -218,19 +218,19 @@ def _new_entered(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
-def _new_ready(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _new_ready(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         ranks, local, description = token
-        _tell_ready(active, result, ranks, local, description)
+        _tell_ready(recorder, result, ranks, local, description)
 
 
-def _split_ready(active: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
+def _split_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
     if error is None and result is not None:
-        _tell_ready(active, result)
+        _tell_ready(recorder, result)
 
 
 def _tell_ready(
-    active: Recorder,
+    recorder: Recorder,
     group: Any,
     ranks: tuple[int, ...] | None = None,
     local: bool = False,
@@ -245,7 +245,7 @@ def _tell_ready(
         _groups.numbers[name] = number
         ranks = group_ranks(group)
         _groups.others[number] = frozenset(ranks) - {dist.get_rank()}
-    active.emit(
+    recorder.emit(
         GroupReady(
             at=time.monotonic(),
             group=number,
@@ -253,7 +253,7 @@ def _tell_ready(
             backend=_backend(group) if member else "",
             ranks=ranks or (),
             member=member,
-            site=active.site(),
+            site=recorder.site(),
             local_synchronization=local,
             description=description,
         )
@@ -273,7 +273,7 @@ def _backend(group: Any) -> str:
 
 
 def _destroying(
-    active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, float]:
     import torch.distributed as dist
 
@@ -282,10 +282,10 @@ def _destroying(
     return "" if everything else group_name(group), time.monotonic()
 
 
-def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         name, began = token
-        active.emit(GroupDestroyed(at=began, name=name, site=active.site()))
+        recorder.emit(GroupDestroyed(at=began, name=name, site=recorder.site()))
         if not name:
             _groups.numbers.clear()
             _groups.created = 0

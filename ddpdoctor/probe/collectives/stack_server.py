@@ -18,13 +18,13 @@ from ...events import FlightEntry, FlightLog
 from ...storage.call_ring import RingWriter, ask_address
 from ...storage.safe_fd import Held, apart
 from ..recording import stack_file
-from ..recording.recorder import Recorder, recorder
+from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import flight_recorder
 
 KEPT = 64
 
 
-def listen(active: Recorder, ring: RingWriter) -> None:
+def listen(recorder: Recorder, ring: RingWriter) -> None:
     """Start answering; where that is impossible, hangs are judged without the flight recorder."""
     try:
         nonce = int.from_bytes(os.urandom(7), "little")
@@ -32,7 +32,7 @@ def listen(active: Recorder, ring: RingWriter) -> None:
         _thread.start_new_thread(_serve, (_Ears(address), address, os.getpid()))
         ring.answers(nonce)
     except (OSError, RuntimeError, AttributeError) as error:
-        active.trouble("answers", error, "collectives that DDP issues itself, in a hang")
+        recorder.trouble("answers", error, "collectives that DDP issues itself, in a hang")
 
 
 class _Ears:
@@ -61,21 +61,21 @@ def _serve(ears: _Ears, address: str, pid: int) -> None:
                 continue
         except OSError:
             return
-        active = recorder()
-        if active is None or os.getpid() != pid:
+        recorder = current_recorder()
+        if recorder is None or os.getpid() != pid:
             return
         try:
             stack_file.keep()
             stack_file.tell()
         except Exception as error:
-            active.trouble("stacks", error, "where threads are in a hang")
+            recorder.trouble("stacks", error, "where threads are in a hang")
         try:
-            _tell(active)
+            _tell(recorder)
         except Exception as error:
-            active.trouble("flight-recorder", error, "what DDP communicated in a hang")
+            recorder.trouble("flight-recorder", error, "what DDP communicated in a hang")
 
 
-def _tell(active: Recorder) -> None:
+def _tell(recorder: Recorder) -> None:
     text = flight_recorder()
     if text is None:
         return
@@ -88,7 +88,7 @@ def _tell(active: Recorder) -> None:
     for name, entries in by_group.items():
         entries.sort(key=lambda e: e["collective_seq_id"])
         state = status.get(name, {})
-        active.emit(
+        recorder.emit(
             FlightLog(
                 at=time.monotonic(),
                 group=name,

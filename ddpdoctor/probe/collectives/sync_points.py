@@ -42,7 +42,7 @@ def stored_at() -> float:
     return _meetings.stored_at
 
 
-def _stored(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _stored(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         _meetings.stored_at = time.monotonic()
 
@@ -56,7 +56,7 @@ def marks() -> dict[str, int]:
     return dict(_meetings.marks)
 
 
-def _leaving(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _leaving(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     marks()
     if not args and not kwargs:
         _meetings.generation += 1

@@ -35,10 +35,10 @@ def install() -> None:
 
     def get_debug_level() -> Any:
         level = original()
-        if level != info or _state.chosen or (active := current.recorder) is None:
+        if level != info or _state.chosen or (recorder := current.recorder) is None:
             return level
         asking = str(sys._getframe(1).f_globals.get("__name__"))
-        ours = active.options.get("debug_level") == "INFO"
+        ours = recorder.options.get("debug_level") == "INFO"
         return off if ours and asking.startswith(PRINTS) else level
 
     replace(dist, "get_debug_level", get_debug_level)
@@ -46,5 +46,5 @@ def install() -> None:
         around(dist, name, before=_chosen, lost=LOST)
 
 
-def _chosen(active: Recorder, args: Any, kwargs: Any) -> None:
+def _chosen(recorder: Recorder, args: Any, kwargs: Any) -> None:
     _state.chosen = True

@@ -14,7 +14,7 @@ M = TypeVar("M")
 
 Callback = Callable[[Recorder, M], None]
 
-_every: list[Moment[Any]] = []
+_every: list[Hook[Any]] = []
 
 
 class Subscription(Generic[M]):
@@ -29,7 +29,7 @@ class Subscription(Generic[M]):
     __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part", "routine")
 
     def __init__(
-        self, moment: Moment[M], callback: Callback[M], routine: bool, lost: str, awake: bool
+        self, moment: Hook[M], callback: Callback[M], routine: bool, lost: str, awake: bool
     ) -> None:
         self._moment = moment
         self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
@@ -39,29 +39,29 @@ class Subscription(Generic[M]):
         self.awake = awake
         self.given_up = False
 
-    def wake(self, awake: bool = True) -> None:
+    def enable(self, awake: bool = True) -> None:
         """Have the callback called from the next such moment on."""
         if self.awake is not awake and not self.given_up:
             self.awake = awake
             self._moment.choose()
 
-    def rest(self) -> None:
+    def disable(self) -> None:
         """Have it called no more, until it is woken."""
-        self.wake(False)
+        self.enable(False)
 
 
 class Subscriptions(list[Subscription[Any]]):
     """Some that wake and rest together."""
 
-    def wake(self, awake: bool = True) -> None:
+    def enable(self, awake: bool = True) -> None:
         for one in self:
-            one.wake(awake)
+            one.enable(awake)
 
-    def rest(self) -> None:
-        self.wake(False)
+    def disable(self) -> None:
+        self.enable(False)
 
 
-class Moment(Generic[M]):
+class Hook(Generic[M]):
     """A kind of moment: callbacks, called in the order they subscribed.
 
     Attributes:
@@ -83,8 +83,8 @@ class Moment(Generic[M]):
         lost: str = "",
         awake: bool = True,
     ) -> Subscription[M]:
-        """Have `callback(recorder, moment)` called, in routine steps only if `routine`; `lost` says
-        what its failure loses."""
+        """Have `callback(recorder, moment)` called, in routine steps only if `routine`; `lost`
+        says what its failure loses."""
         new = Subscription(self, callback, routine, lost, awake)
         self._every.append(new)
         self.choose()
@@ -95,35 +95,35 @@ class Moment(Generic[M]):
         self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
         self.in_routine = [one for one in self._awake if one.routine]
 
-    def happens(self, active: Recorder, moment: M) -> None:
+    def fire(self, recorder: Recorder, moment: M) -> None:
         for one in self._awake:
             try:
-                one.callback(active, moment)
+                one.callback(recorder, moment)
             except Exception as error:
-                self._failed(active, one, error)
+                self._failed(recorder, one, error)
 
-    def passes(self, active: Recorder, moment: M) -> None:
+    def fire_fast(self, recorder: Recorder, moment: M) -> None:
         """It happens in a routine step."""
         for one in self.in_routine:
             try:
-                one.callback(active, moment)
+                one.callback(recorder, moment)
             except Exception as error:
-                self._failed(active, one, error)
+                self._failed(recorder, one, error)
 
-    def _failed(self, active: Recorder, one: Subscription[M], error: Exception) -> None:
-        active.trouble(one.part, error, one.lost)
-        if one.part in active.off:
-            one.rest()
+    def _failed(self, recorder: Recorder, one: Subscription[M], error: Exception) -> None:
+        recorder.trouble(one.part, error, one.lost)
+        if one.part in recorder.off:
+            one.disable()
             one.given_up = True
 
     def clear(self) -> None:
         self._every, self._awake, self.in_routine = [], [], []
 
 
-handled: Moment[BaseException] = Moment("handled")
+handled: Hook[BaseException] = Hook("handled")
 """A handler of the user's logs or prints what it caught."""
 
-leaving: Moment[None] = Moment("leaving")
+leaving: Hook[None] = Hook("leaving")
 """The interpreter is about to leave; the last chance to record."""
 
 

@@ -11,7 +11,7 @@ from .code_locations import Sites
 from .frames import variables
 
 
-class AtHand(NamedTuple):
+class NamedObject(NamedTuple):
     """Something that the user's running code can name: where, as what, and of which class it is an
     attribute."""
 
@@ -21,7 +21,7 @@ class AtHand(NamedTuple):
     owner: type | None = None
 
 
-def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[AtHand]:
+def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[NamedObject]:
     """What the user's running code has names for, and so far down what that holds by name; the
     frame's own first, and of these what is nearest. The program's own modules are as near as the
     model that they are parts of."""
@@ -30,7 +30,7 @@ def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[AtH
         if sites.kind(frame.f_code) == "user":
             for scope in (variables(frame), frame.f_globals):
                 level = [
-                    AtHand(name, value, frame)
+                    NamedObject(name, value, frame)
                     for name, value in list(scope.items())
                     if not name.startswith(("__", ".")) and not isinstance(value, (type(sys), type))
                 ]
@@ -44,7 +44,9 @@ def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[AtH
         frame = frame.f_back
 
 
-def name_of(target: int, frame: FrameType | None, sites: Sites, depth: int = 1) -> AtHand | None:
+def name_of(
+    target: int, frame: FrameType | None, sites: Sites, depth: int = 1
+) -> NamedObject | None:
     """What the user's running code calls an object."""
     return next((one for one in named(frame, sites, depth) if id(one.value) == target), None)
 
@@ -69,13 +71,15 @@ def attributes(thing: Any) -> dict[str, Any]:
     return own.__get__(thing) if type(own) is GetSetDescriptorType else {}
 
 
-def _inside(one: AtHand) -> list[AtHand]:
+def _inside(one: NamedObject) -> list[NamedObject]:
     held, made = one.value, type(one.value)
     if issubclass(made, dict):
         if dict.__len__(held) > MOST_NAMED:
             return []
         return [
-            AtHand(f"{one.name}[{k if type(k) is not str else repr(k)}]", v, one.frame, one.owner)
+            NamedObject(
+                f"{one.name}[{k if type(k) is not str else repr(k)}]", v, one.frame, one.owner
+            )
             for k, v in list(dict.items(held))
             if type(k) in (str, int)
         ]
@@ -84,10 +88,10 @@ def _inside(one: AtHand) -> list[AtHand]:
     found = list(attributes(held).items())
     if issubclass(made, sys.modules["torch"].nn.Module):
         found = [(k, v) for k, v in found if not k.startswith("_")]  # the others are torch's
-    return [AtHand(f"{one.name}.{k}", v, one.frame, made) for k, v in found]
+    return [NamedObject(f"{one.name}.{k}", v, one.frame, made) for k, v in found]
 
 
-def _own_modules(level: list[AtHand], met: dict[int, int]) -> list[AtHand]:
+def _own_modules(level: list[NamedObject], met: dict[int, int]) -> list[NamedObject]:
     """The modules below models that are of a class of the program's and were not met yet."""
     module_type = sys.modules["torch"].nn.Module
     attributes_of = vars(module_type)["__dict__"].__get__
@@ -102,7 +106,7 @@ def _own_modules(level: list[AtHand], met: dict[int, int]) -> list[AtHand]:
             if fresh and len(below) < MOST_MODULES:
                 name = f".{key}" if key.isidentifier() else f"[{key}]"
                 met[id(child)] = 0
-                below.append(AtHand(module.name + name, child, module.frame))
+                below.append(NamedObject(module.name + name, child, module.frame))
     return [one for one in below[count:] if not _is_torchs(type(one.value))]
 
 

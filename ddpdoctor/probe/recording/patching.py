@@ -81,8 +81,8 @@ def around(
     hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = current.recorder
-        if active is None or (only is not None and not only.looking):
+        recorder = current.recorder
+        if recorder is None or (only is not None and not only.looking):
             try:
                 return call(*args, **kwargs)
             except BaseException as error:
@@ -93,14 +93,16 @@ def around(
         run = run_hook
         # torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`.
         given = args or ((kwargs["self"],) if "self" in kwargs else ())
-        expected = usual is not None and (token := usual.begins(active, given, kwargs)) is not None
+        expected = (
+            usual is not None and (token := usual.begins(recorder, given, kwargs)) is not None
+        )
         if not expected:
             if compiler is not None:
                 compiler.now = compiler.ask()
                 if compiler.now is not None:
                     run = hidden
             if before is not None:
-                token = run(active, part, None, before, given, kwargs)
+                token = run(recorder, part, None, before, given, kwargs)
                 if type(token) is Failure:
                     token, failure = None, token.error
         try:
@@ -108,18 +110,18 @@ def around(
         except BaseException as error:
             if not (failure and refused(error)):
                 if failure is not None:
-                    active.trouble(part, failure, lost)
+                    recorder.trouble(part, failure, lost)
                 if after is not None:
-                    run(active, part, lost, after, token, None, error)
+                    run(recorder, part, lost, after, token, None, error)
             unframe(error)
             raise
         if expected:
-            usual.ends(active, token, result)  # type: ignore[union-attr]
+            usual.ends(recorder, token, result)  # type: ignore[union-attr]
             return result
         if failure is not None:
-            active.trouble(part, failure, lost)
+            recorder.trouble(part, failure, lost)
         if after is not None:
-            run(active, part, lost, after, token, result, None)
+            run(recorder, part, lost, after, token, result, None)
         return result
 
     passed_over(wrapper, original)

@@ -146,10 +146,10 @@ class _Current:
 
 
 current = _Current()
-"""For what runs in every step; others ask `recorder`."""
+"""For what runs in every step; others ask `current_recorder`."""
 
 
-def recorder() -> Recorder | None:
+def current_recorder() -> Recorder | None:
     """The recorder of this process, or None where it is no rank."""
     return current.recorder
 
@@ -174,11 +174,11 @@ class Failure:
 
 
 def run_hook(
-    active: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
+    recorder: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
 ) -> Any:
-    """What `hook(active, *args)` returns, on the doctor's own account. Where it fails: counted, or
-    a `Failure` where `lost` is None."""
-    if part in active.off:
+    """What `hook(recorder, *args)` returns, on the doctor's own account. Where it fails: counted,
+    or a `Failure` where `lost` is None."""
+    if part in recorder.off:
         return None
     began = time.perf_counter_ns()
     paused = None
@@ -187,23 +187,23 @@ def run_hook(
             paused = pause_compiler()
         if interposed.functions() or interposed.dispatches():
             with without_modes():
-                return hook(active, *args)
-        return hook(active, *args)
+                return hook(recorder, *args)
+        return hook(recorder, *args)
     except Exception as error:
         if lost is None:
             return Failure(error)
-        active.trouble(part, error, lost)
+        recorder.trouble(part, error, lost)
         return None
     finally:
         if paused is not None:
             resume_compiler(paused)
-        active.own_ns += time.perf_counter_ns() - began
+        recorder.own_ns += time.perf_counter_ns() - began
 
 
 def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
     """What `work` returns, given the recorder; None where it failed or there is none."""
-    active = current.recorder
-    return None if active is None else run_hook(active, part, lost, work)
+    recorder = current.recorder
+    return None if recorder is None else run_hook(recorder, part, lost, work)
 
 
 def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callable[..., None]:
@@ -217,8 +217,8 @@ def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callab
             else:
                 callback(*args)
         except Exception as error:
-            if (active := current.recorder) is not None:
-                active.trouble(part, error, lost)
+            if (recorder := current.recorder) is not None:
+                recorder.trouble(part, error, lost)
 
     return call
 

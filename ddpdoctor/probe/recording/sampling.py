@@ -40,11 +40,11 @@ class Pace:
     """The choice for one optimizer and model. Shares are powers of two and depend on the step's
     number alone, so that ranks with different choices still have steps and tensors in common."""
 
-    def __init__(self, active: Recorder, tensors: int) -> None:
+    def __init__(self, recorder: Recorder, tensors: int) -> None:
         self.tensors = max(1, tensors)
-        self.every = active.every
-        self.active = active
-        self.percent = active.budget_percent
+        self.every = recorder.every
+        self.recorder = recorder
+        self.percent = recorder.budget_percent
         self.step_ns = 0.0
         self.others_ns = 0.0
         self.tensor_ns = TENSOR_NS
@@ -57,14 +57,14 @@ class Pace:
         self._spent = 0
         self._most = 1 << (self.tensors.bit_length() - 1)
 
-    def passes(self, step: int) -> bool:
+    def fire_fast(self, step: int) -> bool:
         """Whether nothing is looked at in this step for sure; cheaper than `stride_at`."""
         # Beyond the first steps, those that `full` names end in 99.
         return step & self._between != 0 and step > FIRST_STEPS and (step + 1) % 100 != 0
 
     def next_after(self, step: int) -> int:
         """The next step in which something may be looked at."""
-        return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.passes(n))
+        return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.fire_fast(n))
 
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
         """One tensor in how many is looked at in this step; 0 for none."""
@@ -102,9 +102,9 @@ class Pace:
             capped = min(took, 4 * self.step_ns) if self.step_ns else took
             weight = 1 - 0.9**count
             self.step_ns += (capped - self.step_ns) * (weight if self.step_ns else 1.0)
-            others = (self.active.own_ns - self._own - self._spent) / count
+            others = (self.recorder.own_ns - self._own - self._spent) / count
             self.others_ns += (others - self.others_ns) * (weight if self.others_ns else 1.0)
-        self._last, self._own, self._spent = now, self.active.own_ns, 0
+        self._last, self._own, self._spent = now, self.recorder.own_ns, 0
         self._last_step = step
 
     def _allowed(self, sharers: int) -> float:

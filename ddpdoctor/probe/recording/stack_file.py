@@ -78,13 +78,13 @@ class _Stacks:
 _stacks = _Stacks()
 
 
-def watch(active: Recorder) -> None:
+def watch(recorder: Recorder) -> None:
     """Open the file, and have stacks written there."""
     global _stacks
     if threading.current_thread() is not threading.main_thread():
         return
     crashes_are_ours = _stacks.crashes is not None and _stacks.crashes() is not None
-    file = HeldFile(active.directory / f"{active.stem}.stacks.txt")
+    file = HeldFile(recorder.directory / f"{recorder.stem}.stacks.txt")
     _stacks = new = _Stacks(file)
     new.signals[STACK_SIGNAL] = False
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -92,7 +92,7 @@ def watch(active: Recorder) -> None:
     if crashes_are_ours or not faulthandler.is_enabled():
         new.catch_crashes(file.fileno())
     keep()
-    active.after_events = keep
+    recorder.after_events = keep
 
 
 def keep() -> None:

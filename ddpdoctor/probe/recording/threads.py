@@ -20,8 +20,8 @@ def install() -> None:
     around(threading.Thread, "start", before=_starting, lost=LOST)
 
 
-def _starting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    here = active.sites.here()
+def _starting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    here = recorder.sites.here()
     _started[args[0]] = here if here >= 0 else started_at()
 
 

@@ -22,9 +22,9 @@ MORE_S = 0.05
 class Tracer:
     """Follows the lines of the user's code in this thread. Leaves debuggers alone."""
 
-    def __init__(self, active: Recorder, kind: str, number: Callable[[], int]) -> None:
+    def __init__(self, recorder: Recorder, kind: str, number: Callable[[], int]) -> None:
         self.kind = kind
-        self._active = active
+        self._active = recorder
         self._number = number
         self._value = number()
         self._line: tuple[CodeType, int] | None = None
@@ -34,11 +34,11 @@ class Tracer:
         self._lines = 0
 
     @classmethod
-    def start(cls, active: Recorder, kind: str, number: Callable[[], int]) -> Tracer | None:
+    def start(cls, recorder: Recorder, kind: str, number: Callable[[], int]) -> Tracer | None:
         """None where another tracer (a debugger, coverage) is at work."""
         if sys.gettrace() is not None:
             return None
-        tracer = cls(active, kind, number)
+        tracer = cls(recorder, kind, number)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if tracer._follows(frame.f_code) and frame.f_trace is None:

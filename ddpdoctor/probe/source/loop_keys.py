@@ -36,7 +36,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Loop: TypeAlias = ast.For | ast.comprehension
 
 
-class Keyed:
+class LoopKey:
     """A place that communicates in a loop over names.
 
     Attributes:
@@ -67,7 +67,7 @@ class Keyed:
         return ""
 
 
-def keyed(frames: list[FrameType]) -> Keyed | None:
+def keyed(frames: list[FrameType]) -> LoopKey | None:
     """What is to be asked for the key of a call made there, None where it has none.
 
     Args:
@@ -77,7 +77,7 @@ def keyed(frames: list[FrameType]) -> Keyed | None:
     for frame in frames:
         code, line = frame.f_code, frame.f_lineno
         if names := keys(code, line, called):
-            return Keyed(code, names)
+            return LoopKey(code, names)
         if not hands_on(code, line, called):
             break
         called = code

@@ -7,7 +7,7 @@ import linecache
 import re
 from collections.abc import Iterator
 
-from ...events import Enclosing, Way
+from ...events import Statement, Way
 from .conditional_calls import conditions
 
 _OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
@@ -28,12 +28,12 @@ WAYS_LIMIT = 8
 AROUND_LIMIT, PAST_LIMIT = 8, 6
 
 
-def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
+def enclosing(file: str, line: int) -> tuple[Statement, ...]:
     """The statements around a line, innermost first."""
     lines = linecache.getlines(file)
     if not 0 < line <= len(lines):
         return ()
-    found = [Enclosing(line=line, text=text[:200]) for text in conditions(lines, line)]
+    found = [Statement(line=line, text=text[:200]) for text in conditions(lines, line)]
     past = 0
     inner = start = line
     if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):
@@ -59,7 +59,7 @@ def enclosing(file: str, line: int) -> tuple[Enclosing, ...]:
             opener = _opener(lines, number, _indent(lines[number - 1]))
             head = f"{head}  # {_code(lines[opener - 1]) if opener else ''}"
         found.append(
-            Enclosing(
+            Statement(
                 line=number,
                 text=head[:200],
                 opener=opener,
@@ -90,7 +90,7 @@ def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
             yield number
 
 
-def _past(lines: list[str], head: int, line: int) -> Iterator[Enclosing]:
+def _past(lines: list[str], head: int, line: int) -> Iterator[Statement]:
     """The `if` without another arm that stand between the head of a block and a line of it, and
     whose bodies leave the block; the last one first."""
     depth = _indent(lines[line - 1])
@@ -103,7 +103,7 @@ def _past(lines: list[str], head: int, line: int) -> Iterator[Enclosing]:
         if code.startswith("if ") and not arm.startswith(("elif ", "else:")):
             last = _last_of(lines, number)
             if _LEAVES.search(_code(lines[last - 1])):
-                yield Enclosing(line=last, text=f"past {code}"[:200], opener=number)
+                yield Statement(line=last, text=f"past {code}"[:200], opener=number)
         arm = code
 
 

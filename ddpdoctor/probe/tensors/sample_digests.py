@@ -104,10 +104,10 @@ class Fingerprints:
             self.rows.extend(_of_rows(part, size))
             self.rows_from.extend([number] * size)
 
-    def write(self, active: Recorder, loader: int, epoch: int) -> None:
+    def write(self, recorder: Recorder, loader: int, epoch: int) -> None:
         if self.rows:
             rows = array("i", self.rows.tobytes())
-            active.emit(RowsRead(at=time.monotonic(), loader=loader, epoch=epoch,
+            recorder.emit(RowsRead(at=time.monotonic(), loader=loader, epoch=epoch,
                                  batches=pack(self.rows_from), rows=pack(rows)))  # fmt: skip
             del self.rows[:], self.rows_from[:]
         if not self.batches:
@@ -115,7 +115,7 @@ class Fingerprints:
         pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
         used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
         indices = self.indices if len(self.indices) == len(self.batches) else ()
-        active.emit(
+        recorder.emit(
             ContentRead(
                 at=time.monotonic(),
                 loader=loader,

@@ -34,9 +34,9 @@ def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return graph.next_number() if creates else -1
 
 
-def ends(active: Recorder, first: int) -> None:
+def ends(recorder: Recorder, first: int) -> None:
     if first >= 0:
-        _taken.append(Taken(first, graph.next_number(), active.site()))
+        _taken.append(Taken(first, graph.next_number(), recorder.site()))
 
 
 def site_of(node: Any) -> int:

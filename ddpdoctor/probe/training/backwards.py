@@ -8,13 +8,13 @@ from typing import Any
 
 from ...storage.call_ring import Phase
 from ..recording.patching import around
-from ..recording.recorder import Recorder, recorder
+from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import sequence_number, unseen
 from ..tensors.gradient_versions import version
 from . import ddp_collectives, lifecycle, wrapped_models
 from .backward_observation import Look
 from .records import Backward
-from .steady_state import Expected, Seen, Stage, Usual, routine
+from .steady_state import FastPath, Plan, Seen, Stage, routine
 from .tracked_model import Model
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
@@ -69,27 +69,27 @@ def install() -> None:
 
     _state.depth = _state.count = _state.synced = 0
     _state.step = -1
-    usual = Usual("autograd.backward", LOST, _begins_as_usual, _ends_as_usual)
+    usual = FastPath("autograd.backward", LOST, _begins_as_usual, _ends_as_usual)
     around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, usual=usual)
 
 
-def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _state.depth += 1
     if _state.depth > 1:  # re-entrant checkpointing runs backward inside backward
         _state.nested += 1
         return None
     _state.nested = 0
-    active.moves += 1
-    frame, site = active.sites.caller("backward")
-    routine.stop(active)
+    recorder.moves += 1
+    frame, site = recorder.sites.caller("backward")
+    routine.stop(recorder)
     backward = Backward(_state.count, site, _roots(args, kwargs), time.monotonic(), frame)
     for model in (*wrapped_models.live(), *wrapped_models.discarded()):
         look = Look(model)
         backward.looks.append(look)
         awaited = model.pending_sync or model.unfinished
         if look.firing is not None and awaited and not model.find_unused:
-            look.firing.on_complete = partial(_complete, active, backward, model)
-    lifecycle.backward_begins.happens(active, backward)
+            look.firing.on_complete = partial(_complete, recorder, backward, model)
+    lifecycle.backward_begins.fire(recorder, backward)
     backward.frame = None
     return backward
 
@@ -99,7 +99,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
 
 
-def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The backward that a routine step has next."""
     step = routine.expected
     if step is None or (backward := (now := step.next).backward) is None:
@@ -112,12 +112,12 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     call = now.call
     if call is None and now.sync and step.model.group >= 0:
         return None
-    frame = now.frame(active)
+    frame = now.frame(recorder)
     if frame is None:
         return None
     _state.depth += 1
     _state.nested = 0
-    active.moves += 1
+    recorder.moves += 1
     backward.number, backward.roots, backward.frame = _state.count, _roots(args, kwargs), frame
     backward.error = None
     backward.synced.clear()
@@ -126,24 +126,24 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     if call is not None and now.sync:
         ddp_collectives.backward_recurs(step.tape.again(call, frame, now.moved, began))
     step.ring.enter(_BACKWARD, now.site, began)
-    unseen(_look_as_usual, active, step, backward)
+    unseen(_look_as_usual, recorder, step, backward)
     backward.frame = None
     step.sequence = sequence_number(wrapper.process_group)
     return backward
 
 
-def _look_as_usual(active: Recorder, step: Expected, backward: Backward) -> None:
+def _look_as_usual(recorder: Recorder, step: Plan, backward: Backward) -> None:
     """What is to be seen before a backward: what watchers look for, and the gradients."""
-    lifecycle.backward_begins.passes(active, backward)
+    lifecycle.backward_begins.fire_fast(recorder, backward)
     step.before = version(step.sampled())
 
 
-def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
+def _ends_as_usual(recorder: Recorder, backward: Backward, result: None) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
     step = routine.expected
     if step is None:
-        _ends(active, backward, result, None)
+        _ends(recorder, backward, result, None)
         return
     now, ended = step.next, time.monotonic()
     routine.stage = Stage.BETWEEN
@@ -151,7 +151,7 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
     _state.depth -= 1
     _state.seconds += ended - backward.began
     _state.count += 1
-    _state.step = active.step
+    _state.step = recorder.step
     backward.nested = _state.nested
     averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
     if averaged:
@@ -159,24 +159,24 @@ def _ends_as_usual(active: Recorder, backward: Backward, result: None) -> None:
         backward.synced.add(model.number)
     if averaged or version(step.sampled()) != step.before:
         step.next, step.averaged = now.following or step.first, averaged
-        model.reached(active.step, averaged)
+        model.reached(recorder.step, averaged)
         model.answered()
     else:
         backward.models = []
-    ddp_collectives.backward_closes(active, step.tape, backward, ended)
+    ddp_collectives.backward_closes(recorder, step.tape, backward, ended)
     step.ring.enter(_USER, backward.site, ended)
     if lifecycle.backward_ends.in_routine:
-        lifecycle.backward_ends.passes(active, backward)
+        lifecycle.backward_ends.fire_fast(recorder, backward)
     backward.roots = ()
-    routine.settle(active, broken=averaged is not now.sync or not backward.models)
+    routine.settle(recorder, broken=averaged is not now.sync or not backward.models)
 
 
-def _complete(active: Recorder, backward: Backward, model: Model) -> None:
-    if recorder() is active:
-        lifecycle.gradients_ready.happens(active, (backward, model))
+def _complete(recorder: Recorder, backward: Backward, model: Model) -> None:
+    if current_recorder() is recorder:
+        lifecycle.gradients_ready.fire(recorder, (backward, model))
 
 
-def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _state.depth -= 1
     if token is None:
         return
@@ -185,7 +185,7 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     step = routine.expected
     if step is not None and backward is step.next.backward:
         routine.stage = Stage.BETWEEN  # as far as it got
-        routine.stop(active)
+        routine.stop(recorder)
     backward.error, backward.nested = error, _state.nested
     waiting = 0
     for look in backward.looks:
@@ -199,17 +199,17 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
         _state.count += 1
         _credit(backward.looks)
         for look in backward.looks:
-            _attribute(backward, look, active.step, alone=waiting == 1)
+            _attribute(backward, look, recorder.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
-        _state.step = active.step
+        _state.step = recorder.step
     routine.note(_seen(backward))
-    lifecycle.backward_ends.happens(active, backward)
+    lifecycle.backward_ends.fire(recorder, backward)
     if backward.untouched:
-        lifecycle.backward_examined.happens(active, backward)
+        lifecycle.backward_examined.fire(recorder, backward)
     if backward.unannounced:
-        lifecycle.backward_astray.happens(active, backward)
+        lifecycle.backward_astray.fire(recorder, backward)
     if error is not None:
-        lifecycle.backward_failed.happens(active, backward)
+        lifecycle.backward_failed.fire(recorder, backward)
 
 
 def _seen(backward: Backward) -> Seen | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...storage.call_ring import Phase, State
 from ..collectives import call_hooks, process_groups
-from ..collectives.call_log import Tape, tape
+from ..collectives.call_log import CallLog, tape
 from ..collectives.collectives import LOST, failed, mark
 from ..recording.patching import around
 from ..recording.recorder import Recorder
@@ -51,27 +51,27 @@ class _Open:
 _open = _Open()
 
 
-def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = tape(active)
+def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = tape(recorder)
     if written is None or not process_groups.exist():
         return None
     number = process_groups.number_of(kwargs.get("process_group"))
     return written.collective(number, "DDP()", written.here()) if number >= 0 else None
 
 
-def _settled(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
+def _settled(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         mark(number, State.DONE)
     else:
         failed(number, error)
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     _open.buffers |= bool(getattr(model.ddp(), "modules_buffers", True))
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
-    written = active.tape or tape(active)
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
+    written = recorder.tape or tape(recorder)
     if written is None:
         return
     now = time.monotonic()
@@ -80,7 +80,7 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
     written.ring.enter(Phase.FORWARD, forward.site, now)
 
 
-def forward_opens(written: Tape, forward: Forward, now: float) -> None:
+def forward_opens(written: CallLog, forward: Forward, now: float) -> None:
     """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
     first backward had them, is a collective of its group. The rank enters the forward now."""
     ddp, model = forward.wrapper, forward.model
@@ -102,16 +102,16 @@ def forward_recurs(model: Model, number: int) -> None:
     _open.forwards.append((model, number, -1))
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
-    written = active.tape or tape(active)
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
+    written = recorder.tape or tape(recorder)
     if written is None:
         return
     now = time.monotonic()
-    forward_closes(active, written, forward, now)
+    forward_closes(recorder, written, forward, now)
     written.ring.enter(Phase.USER, forward.site, now)
 
 
-def forward_closes(active: Recorder, written: Tape, forward: Forward, now: float) -> None:
+def forward_closes(recorder: Recorder, written: CallLog, forward: Forward, now: float) -> None:
     """What `forward_opens` wrote down is over; the rank enters what follows now."""
     if not _open.forwards or _open.forwards[-1][0] is not forward.model:
         return
@@ -120,7 +120,7 @@ def forward_closes(active: Recorder, written: Tape, forward: Forward, now: float
         written.void(call)
     elif forward.error is not None:
         written.ring.mark(call, State.FAILED)
-        call_hooks.call_failed.happens(active, (call, forward.error))
+        call_hooks.call_failed.fire(recorder, (call, forward.error))
     else:
         written.ring.done(call, now)
     if forward.error is None and _rebuilds(forward):
@@ -132,8 +132,8 @@ def _rebuilds(forward: Forward) -> bool:
     return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
-    written = active.tape or tape(active)
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
+    written = recorder.tape or tape(recorder)
     if written is None:
         return
     now = time.monotonic()
@@ -154,16 +154,16 @@ def backward_recurs(number: int) -> None:
     _open.backwards.append((None, number))
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
-    written = active.tape or tape(active)
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
+    written = recorder.tape or tape(recorder)
     if written is None:
         return
     now = time.monotonic()
-    backward_closes(active, written, backward, now)
+    backward_closes(recorder, written, backward, now)
     written.ring.enter(Phase.USER, backward.site, now)
 
 
-def backward_closes(active: Recorder, written: Tape, backward: Backward, now: float) -> None:
+def backward_closes(recorder: Recorder, written: CallLog, backward: Backward, now: float) -> None:
     """Of the collectives that a backward was to make, which it made; as `forward_closes`."""
     if not _open.backwards:
         return
@@ -172,15 +172,15 @@ def backward_closes(active: Recorder, written: Tape, backward: Backward, now: fl
         silent = not backward.synced if look is None else not look.communicated
         if backward.error is not None:
             written.ring.mark(call, State.FAILED)
-            call_hooks.call_failed.happens(active, (call, backward.error))
+            call_hooks.call_failed.fire(recorder, (call, backward.error))
         elif silent and (look is None or look.sequence >= 0):
             written.void(call)
         else:
             written.ring.done(call, now)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
-    if written := active.tape or tape(active):
+def _step_ends(recorder: Recorder, step: Step) -> None:
+    if written := recorder.tape or tape(recorder):
         now = time.monotonic()
-        written.step_ended(active.step, now)
+        written.step_ended(recorder.step, now)
         written.ring.enter(Phase.USER, step.site, now)

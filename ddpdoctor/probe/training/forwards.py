@@ -15,7 +15,7 @@ from ..recording.recorder import Recorder
 from ..recording.torch_compat import unseen
 from . import ddp_collectives, lifecycle, module_origins, wrapped_models
 from .records import Forward
-from .steady_state import Seen, Stage, Usual, routine
+from .steady_state import FastPath, Seen, Stage, routine
 from .tracked_model import Model
 
 LOST = "forwards of wrapped models"
@@ -61,18 +61,18 @@ def install() -> None:
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
 
 
-def adopt(active: Recorder) -> None:
+def adopt(recorder: Recorder) -> None:
     """Take up the models that were wrapped before this process was watched. One that is still
     being made, or that the garbage collector does not know, is met at its next forward."""
     _state.adopting = True
-    when_imported("torch._dynamo", lambda _: _take_up(active), lost=LOST)  # as for `_hook`
+    when_imported("torch._dynamo", lambda _: _take_up(recorder), lost=LOST)  # as for `_hook`
 
 
-def _take_up(active: Recorder) -> None:
+def _take_up(recorder: Recorder) -> None:
     _hook()
     for wrapper in _wrappers():
         if "reducer" in vars(wrapper) and wrapped_models.of_wrapper(wrapper) is None:
-            wrapped_models.adopted(active, wrapper)
+            wrapped_models.adopted(recorder, wrapper)
 
 
 def _wrappers() -> list[Any]:
@@ -88,7 +88,7 @@ def _wrappers() -> list[Any]:
     ]
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     _hook()
 
 
@@ -108,19 +108,19 @@ def _hook() -> None:
         after=_ends,
         lost=LOST,
         traced=True,
-        usual=Usual("DistributedDataParallel.forward", LOST, _begins_as_usual, _ends_as_usual),
+        usual=FastPath("DistributedDataParallel.forward", LOST, _begins_as_usual, _ends_as_usual),
     )
 
 
-def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     wrapper = args[0]
     model = wrapped_models.of_wrapper(wrapper)
     if model is None and _state.adopting:
-        model = wrapped_models.adopted(active, wrapper)
+        model = wrapped_models.adopted(recorder, wrapper)
     if model is None:
         return None
     _state.count += 1
-    frame, site = active.sites.caller("forward")
+    frame, site = recorder.sites.caller("forward")
     grad_enabled = _state.grad_enabled()
     sync = bool(wrapper.require_backward_grad_sync)
     number = model.forwards
@@ -128,7 +128,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if routine.expected is not None and grad_enabled:
         if usual and routine.expected.examined():
             routine.pause()
-        routine.stop(active)
+        routine.stop(recorder)
     forward = Forward(
         model=model,
         wrapper=wrapper,
@@ -142,14 +142,14 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if model.superseded:
         wrapped_models.supersede(model)
     if grad_enabled:
-        model.began(forward.site, forward.sync, active.step)
+        model.began(forward.site, forward.sync, recorder.step)
         routine.note(Seen(Forward, model, site, sync) if usual else None)
     _state.inside += 1
-    lifecycle.forward_begins.happens(active, forward)
+    lifecycle.forward_begins.fire(recorder, forward)
     if not (grad_enabled and wrapper.training):
-        lifecycle.trial_begins.happens(active, forward)
+        lifecycle.trial_begins.fire(recorder, forward)
     if grad_enabled and _due(number):
-        lifecycle.forward_due.happens(active, forward)
+        lifecycle.forward_due.fire(recorder, forward)
     forward.frame = None
     return forward, time.monotonic()
 
@@ -162,7 +162,7 @@ def _due(number: int) -> bool:
     return new or lifecycle.looked_at(number)
 
 
-def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward that a routine step has next."""
     step = routine.expected
     if step is None or (forward := (now := step.next).forward) is None:
@@ -183,12 +183,12 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     call, broadcasts = now.call, ddp_collectives.broadcasts(wrapper) and model.group >= 0
     if call is None and broadcasts:
         return None
-    frame = now.frame(active)
+    frame = now.frame(recorder)
     if frame is None:
         return None
     routine.stage = Stage.FORWARD
     number = model.forwards
-    model.began(forward.site, forward.sync, active.step)
+    model.began(forward.site, forward.sync, recorder.step)
     _state.count += 1
     _state.inside += 1
     forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
@@ -199,28 +199,28 @@ def _begins_as_usual(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, 
     step.ring.enter(_FORWARD, now.site, began)
     new = module_origins.registrations() != _state.registrations
     if new or number >= model.looked_at or lifecycle.forward_begins.in_routine:
-        unseen(_look_as_usual, active, forward, number, frame)
+        unseen(_look_as_usual, recorder, forward, number, frame)
     return forward, began
 
 
-def _look_as_usual(active: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
+def _look_as_usual(recorder: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
     """What is to be seen before a forward that somebody waits for."""
     forward.frame = frame
-    lifecycle.forward_begins.passes(active, forward)
+    lifecycle.forward_begins.fire_fast(recorder, forward)
     forward.model.looked_at = lifecycle.next_looked_at(number)
     if _due(number):
-        lifecycle.forward_due.happens(active, forward)
+        lifecycle.forward_due.fire(recorder, forward)
     forward.frame = None
 
 
-def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) -> None:
+def _ends_as_usual(recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
     if routine.stage != Stage.FORWARD:  # something else happened meanwhile
-        _ends(active, token, result, None)
+        _ends(recorder, token, result, None)
         return
     step, (forward, began) = routine.expected, token
     assert step is not None
     ended = time.monotonic()
-    ddp_collectives.forward_closes(active, step.tape, forward, ended)
+    ddp_collectives.forward_closes(recorder, step.tape, forward, ended)
     step.ring.enter(_USER, forward.site, ended)
     step.next = step.next.following or step.first
     routine.stage = Stage.BETWEEN
@@ -229,12 +229,12 @@ def _ends_as_usual(active: Recorder, token: tuple[Forward, float], result: Any) 
     forward.model.ended(forward.sync, True)
     forward.output = result
     if lifecycle.forward_ends.in_routine:
-        lifecycle.forward_ends.passes(active, forward)
+        lifecycle.forward_ends.fire_fast(recorder, forward)
     forward.wrapper = forward.output = None
     forward.args, forward.kwargs = (), {}
 
 
-def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None:
         return
     forward, began = token
@@ -242,11 +242,11 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
     _state.seconds += time.monotonic() - began
     forward.output, forward.error = result, error
     if routine.stage == Stage.FORWARD:
-        routine.stop(active)
+        routine.stop(recorder)
     if forward.grad_enabled:
         forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
-    lifecycle.forward_ends.happens(active, forward)
+    lifecycle.forward_ends.fire(recorder, forward)
     if not (forward.grad_enabled and forward.wrapper.training):
-        lifecycle.trial_ends.happens(active, forward)
+        lifecycle.trial_ends.fire(recorder, forward)
     if error is not None:
-        lifecycle.forward_failed.happens(active, forward)
+        lifecycle.forward_failed.fire(recorder, forward)

@@ -6,7 +6,7 @@ steps); watchers subscribe. A watcher that fails is counted and switched off on 
 
 from __future__ import annotations
 
-from ..recording.hooks import Moment
+from ..recording.hooks import Hook
 from .records import Backward, Forward, Loading, Step
 from .tracked_model import Model
 
@@ -15,41 +15,41 @@ PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 32, 0.64
 """Seconds between pulses after the first ones; twice as many after so many pulses."""
 
 
-wrapped: Moment[Model] = Moment("wrapped")
-loading_begins: Moment[Loading] = Moment("loading begins")
-loading_ends: Moment[Loading] = Moment("loading ends")
-loading_failed: Moment[Loading] = Moment("loading failed")
-forward_begins: Moment[Forward] = Moment("forward begins")
-forward_due: Moment[Forward] = Moment("forward due")
+wrapped: Hook[Model] = Hook("wrapped")
+loading_begins: Hook[Loading] = Hook("loading begins")
+loading_ends: Hook[Loading] = Hook("loading ends")
+loading_failed: Hook[Loading] = Hook("loading failed")
+forward_begins: Hook[Forward] = Hook("forward begins")
+forward_due: Hook[Forward] = Hook("forward due")
 """One with gradients begins that is looked at closely: see `looked_at`."""
-trial_begins: Moment[Forward] = Moment("trial begins")
+trial_begins: Hook[Forward] = Hook("trial begins")
 """A forward without gradients begins, or one of a wrapper in evaluation mode."""
-forward_ends: Moment[Forward] = Moment("forward ends")
-trial_ends: Moment[Forward] = Moment("trial ends")
-forward_failed: Moment[Forward] = Moment("forward failed")
-backward_begins: Moment[Backward] = Moment("backward begins")
-gradients_ready: Moment[tuple[Backward, Model]] = Moment("gradients ready")
+forward_ends: Hook[Forward] = Hook("forward ends")
+trial_ends: Hook[Forward] = Hook("trial ends")
+forward_failed: Hook[Forward] = Hook("forward failed")
+backward_begins: Hook[Backward] = Hook("backward begins")
+gradients_ready: Hook[tuple[Backward, Model]] = Hook("gradients ready")
 """Inside a backward: every gradient that DDP waits for is there (only where examined)."""
-backward_ends: Moment[Backward] = Moment("backward ends")
-backward_examined: Moment[Backward] = Moment("backward examined")
+backward_ends: Hook[Backward] = Hook("backward ends")
+backward_examined: Hook[Backward] = Hook("backward examined")
 """After one in which at least one model was examined whole."""
-backward_astray: Moment[Backward] = Moment("backward astray")
+backward_astray: Hook[Backward] = Hook("backward astray")
 """After one that reached a model although no forward of its wrapper was pending."""
-backward_failed: Moment[Backward] = Moment("backward failed")
-gradients_missing: Moment[tuple[Model, int]] = Moment("gradients missing")
+backward_failed: Hook[Backward] = Hook("backward failed")
+gradients_missing: Hook[tuple[Model, int]] = Hook("gradients missing")
 """A backward at a line (a site) left DDP waiting for gradients of a model."""
-step_begins: Moment[Step] = Moment("step begins")
-step_due: Moment[Step] = Moment("step due")
+step_begins: Hook[Step] = Hook("step begins")
+step_due: Hook[Step] = Hook("step due")
 """One begins that is looked at closely: see `told_at`."""
-routine_due: Moment[Step] = Moment("routine due")
+routine_due: Hook[Step] = Hook("routine due")
 """A routine step begins that somebody waits for: see `Optimizer.due_at`."""
-step_inside: Moment[Step] = Moment("step inside")
+step_inside: Hook[Step] = Hook("step inside")
 """One begins inside a backward, maybe under DDP's lock: of these the other moments of a step do not
 tell."""
-step_ends: Moment[Step] = Moment("step ends")
-closure_ends: Moment[Step] = Moment("closure ends")
+step_ends: Hook[Step] = Hook("step ends")
+closure_ends: Hook[Step] = Hook("closure ends")
 """Just before that, where the step had a closure: only now are the gradients its own."""
-pulse: Moment[Step] = Moment("pulse")
+pulse: Hook[Step] = Hook("pulse")
 """After a step: the first `PULSES_FIRST`, then no more than one in some time."""
 
 

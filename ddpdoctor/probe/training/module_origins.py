@@ -9,7 +9,7 @@ from typing import Any
 from ..recording.code_locations import classify
 from ..recording.frames import passed_over, unframe, variables
 from ..recording.patching import on_restore, replace
-from ..recording.recorder import recorder
+from ..recording.recorder import current_recorder
 from ..recording.weak_references import WeakIdentityMap
 
 LOST = "the lines that make modules"
@@ -91,16 +91,16 @@ def birth_line(module: Any) -> tuple[CodeType, int] | None:
 
 def birth_site(module: Any) -> int:
     """The number of the user's line that made a module, -1 where unknown."""
-    active = recorder()
+    recorder = current_recorder()
     line = birth_line(module)
-    return active.sites.number(*line) if active is not None and line else -1
+    return recorder.sites.number(*line) if recorder is not None and line else -1
 
 
 def parameter_site(module: Any, name: str) -> int:
     """The number of the user's line that gave a module this parameter, -1 where a library did."""
-    active = recorder()
+    recorder = current_recorder()
     line = _births.parameters.get(module, {}).get(name)
-    return active.sites.number(*line) if active is not None and line else -1
+    return recorder.sites.number(*line) if recorder is not None and line else -1
 
 
 def added_site(module: Any, name: str) -> int:
@@ -160,8 +160,8 @@ def _registered(module: Any, name: str, parameter: Any) -> None:
 
 
 def _missed(error: Exception) -> None:
-    if (active := recorder()) is not None:
-        active.trouble("modules", error, LOST)
+    if (recorder := current_recorder()) is not None:
+        recorder.trouble("modules", error, LOST)
 
 
 def _note(module: Any, frame: FrameType | None) -> None:

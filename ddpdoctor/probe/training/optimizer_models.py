@@ -6,7 +6,7 @@ from typing import Any
 
 from ..recording.recorder import Recorder
 from . import lifecycle, optimizers, wrapped_models
-from .records import Holding, Step
+from .records import OptimizerModel, Step
 from .tracked_model import Model
 
 LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
@@ -14,7 +14,7 @@ LOST = "which models an optimizer trains, and with it drift and unsynchronised s
 
 class _Known:
     def __init__(self) -> None:
-        self.holdings: list[Holding] = []
+        self.holdings: list[OptimizerModel] = []
         self.size = -1
         self.models = -1
 
@@ -25,7 +25,7 @@ def install() -> None:
     lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
 
 
-def steps_taken(holding: Holding) -> int:
+def steps_taken(holding: OptimizerModel) -> int:
     """How many steps the optimizer of a holding has taken, -1 where that is gone."""
     return next((k.steps for k in optimizers.known() if k.number == holding.optimizer), -1)
 
@@ -37,7 +37,7 @@ def steps_of(model: Model) -> int:
     return max(mine, default=0)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     known = step.known.notes.get(_Known)
     if known is None:
         known = step.known.notes[_Known] = _Known()
@@ -53,7 +53,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
     step.holdings = known.holdings
 
 
-def _find(optimizer: Any, number: int) -> list[Holding]:
+def _find(optimizer: Any, number: int) -> list[OptimizerModel]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     claimed = {
         h.model
@@ -73,5 +73,5 @@ def _find(optimizer: Any, number: int) -> list[Holding]:
                 for i, p in enumerate(parameters)
                 if p is not None and not p.requires_grad and i not in model.ignored
             ]
-        found.append(Holding(model, number, sorted(set(mine) - model.ignored)))
+        found.append(OptimizerModel(model, number, sorted(set(mine) - model.ignored)))
     return found

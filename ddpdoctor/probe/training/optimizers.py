@@ -18,7 +18,7 @@ from ..recording.torch_compat import own_pre_hooks, pre_hooks_after, unseen
 from ..recording.weak_references import WeakIdentityMap
 from . import backwards, forwards, lifecycle, wrapped_models
 from .records import Joined, Optimizer, Step
-from .steady_state import Stage, Usual, routine
+from .steady_state import FastPath, Stage, routine
 
 PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
@@ -89,82 +89,82 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost="the last steps")
 
 
-def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _optimizers.sites[args[0]] = active.site()
+def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _optimizers.sites[args[0]] = recorder.site()
 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """The first hook before a step, before those of the user's that may still edit gradients."""
-    if (active := current.recorder) is None:
+    if (recorder := current.recorder) is None:
         while _first_step:
             _first_step.pop()()
-        if (active := current.recorder) is None:
+        if (recorder := current.recorder) is None:
             return
     try:
         others = pre_hooks_after(optimizer, _pre_hook)
     except Exception as error:
-        active.trouble(PART, error, LOST)
+        recorder.trouble(PART, error, LOST)
         return
     if others is not None:
         others.pop(_LAST, None)
         others[_LAST] = _last_pre_hook
-    elif _usual.begins(active, (optimizer, args), kwargs) is None:
-        run_hook(active, PART, LOST, _begins, optimizer, args, kwargs)
+    elif _usual.begins(recorder, (optimizer, args), kwargs) is None:
+        run_hook(recorder, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Where there are others it is among the optimizer's own hooks, for as long as a step takes."""
-    if (active := current.recorder) is None:
+    if (recorder := current.recorder) is None:
         return
-    if _usual.begins(active, (optimizer, args), kwargs) is None:
-        run_hook(active, PART, LOST, _begins, optimizer, args, kwargs)
+    if _usual.begins(recorder, (optimizer, args), kwargs) is None:
+        run_hook(recorder, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (active := current.recorder) is None:
+    if (recorder := current.recorder) is None:
         return
     try:
         if others := own_pre_hooks(optimizer):
             others.pop(_LAST, None)
     except Exception as error:
-        active.trouble(PART, error, LOST)
+        recorder.trouble(PART, error, LOST)
     if routine.stage == Stage.STEP:
-        _usual.ends(active, optimizer, None)
+        _usual.ends(recorder, optimizer, None)
     else:
-        run_hook(active, PART, LOST, _ends, optimizer)
+        run_hook(recorder, PART, LOST, _ends, optimizer)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-def _begins(active: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
+def _begins(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
     known = _optimizers.known.get(optimizer)
     if known is None:
-        with active.lock:
-            _tell_steps(active)
+        with recorder.lock:
+            _tell_steps(recorder)
         known = _optimizers.known[optimizer] = Optimizer(_optimizers.count, optimizer)
         _optimizers.count += 1
-        _tell_seen(active, optimizer, known, _has_closure(args, kwargs))
+        _tell_seen(recorder, optimizer, known, _has_closure(args, kwargs))
         if not _optimizers.last_step_at:
-            _optimizers.last_step_at = active.started
+            _optimizers.last_step_at = recorder.started
     known.began = time.monotonic()
-    _, site = active.sites.caller("step")
-    routine.stop(active)
+    _, site = recorder.sites.caller("step")
+    routine.stop(recorder)
     closure, due = _has_closure(args, kwargs), told_at(known.steps)
     step = Step(known.reference, known, known.steps, site, known.began, closure, due)
     known.step = step
     # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a time:
     # watchers that ask DDP anything would wait for ever.
     if backwards.running():
-        lifecycle.step_inside.happens(active, step)
+        lifecycle.step_inside.fire(recorder, step)
     else:
-        lifecycle.step_begins.happens(active, step)
+        lifecycle.step_begins.fire(recorder, step)
         if step.due:
-            lifecycle.step_due.happens(active, step)
+            lifecycle.step_due.fire(recorder, step)
 
 
-def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
+def _begins_as_usual(recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The optimizer's part of a routine step."""
     expected = routine.expected
     if expected is None or (known := (now := expected.next).optimizer) is None:
@@ -172,36 +172,36 @@ def _begins_as_usual(active: Recorder, args: Any, kwargs: Any) -> Any:
     step = known.step
     if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
         return None
-    if now.frame(active) is None:
+    if now.frame(recorder) is None:
         return None
     number = step.number = known.steps
     routine.stage = Stage.STEP
     if number >= known.due_at:
-        unseen(_due_as_usual, active, known, step)
+        unseen(_due_as_usual, recorder, known, step)
     else:
         step.due = False
     if lifecycle.step_begins.in_routine:
-        unseen(lifecycle.step_begins.passes, active, step)
+        unseen(lifecycle.step_begins.fire_fast, recorder, step)
     step.began = known.began = began = time.monotonic()
     expected.ring.enter(_OPTIMIZER, now.site, began)
     return step
 
 
-def _due_as_usual(active: Recorder, known: Optimizer, step: Step) -> None:
+def _due_as_usual(recorder: Recorder, known: Optimizer, step: Step) -> None:
     """Somebody waits for this step, and says which is the next."""
     step.due = told_at(step.number)
     known.due_at = next_told_at(step.number)
-    lifecycle.routine_due.happens(active, step)
+    lifecycle.routine_due.fire(recorder, step)
     if step.due:
-        lifecycle.step_due.happens(active, step)
+        lifecycle.step_due.fire(recorder, step)
 
 
-def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
+def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
     """Put a step on record: at once, or with those that follow at the same line soon."""
     assert known.step is not None
     site, joined = known.step.site, known.joined
     if joined is not None and joined.site != site:
-        _tell_steps(active)
+        _tell_steps(recorder)
         joined = None
     if joined is None:
         joined = known.joined = Joined(site)
@@ -216,9 +216,9 @@ def _join(active: Recorder, known: Optimizer, step: int, now: float) -> None:
     _optimizers.last_step_at = now
     within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
     if step < FIRST_STEPS or now - known.told_at >= within:
-        _tell_steps(active)
+        _tell_steps(recorder)
     else:
-        active.before_events = _tell_steps
+        recorder.before_events = _tell_steps
 
 
 def _take_seconds(joined: Joined) -> None:
@@ -228,16 +228,16 @@ def _take_seconds(joined: Joined) -> None:
     joined.backward_s += backwards.take_seconds()
 
 
-def _tell_steps(active: Recorder) -> None:
+def _tell_steps(recorder: Recorder) -> None:
     """Write the steps that wait, before anything that happened after them is."""
-    active.before_events = None
+    recorder.before_events = None
     waiting, _optimizers.waiting = _optimizers.waiting, []
     for known in waiting:
         joined, known.joined = known.joined, None
         if joined is None:
             continue
         _take_seconds(joined)
-        active.emit(
+        recorder.emit(
             StepDone(
                 at=joined.at,
                 optimizer=known.number,
@@ -257,11 +257,11 @@ def _tell_steps(active: Recorder) -> None:
         known.backwards, known.synced = joined.backwards, joined.synced
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    _tell_steps(active)
+def _leaving(recorder: Recorder, _: None) -> None:
+    _tell_steps(recorder)
 
 
-def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer, closure: bool) -> None:
+def _tell_seen(recorder: Recorder, optimizer: Any, known: Optimizer, closure: bool) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     owners = []
     owned: set[int] = set()
@@ -270,7 +270,7 @@ def _tell_seen(active: Recorder, optimizer: Any, known: Optimizer, closure: bool
         if mine & held:
             owners.append(model.number)
             owned |= mine
-    active.emit(
+    recorder.emit(
         OptimizerSeen(
             at=time.monotonic(),
             optimizer=known.number,
@@ -293,57 +293,57 @@ def _pieces(optimizer: Any) -> tuple[int, ...]:
     return () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _ends(active: Recorder, optimizer: Any) -> None:
+def _ends(recorder: Recorder, optimizer: Any) -> None:
     known = _optimizers.known.get(optimizer)
     if known is None or known.step is None:
         return
-    now = _count(active, known)
+    now = _count(recorder, known)
     if not backwards.running():
         if known.step.closure:
-            lifecycle.closure_ends.happens(active, known.step)
-        lifecycle.step_ends.happens(active, known.step)
-        routine.learn(active, known, known.step.site)
-        if now >= _optimizers.pulse_at or active.step <= lifecycle.PULSES_FIRST:
-            _beat(active, known.step, now)
+            lifecycle.closure_ends.fire(recorder, known.step)
+        lifecycle.step_ends.fire(recorder, known.step)
+        routine.learn(recorder, known, known.step.site)
+        if now >= _optimizers.pulse_at or recorder.step <= lifecycle.PULSES_FIRST:
+            _beat(recorder, known.step, now)
     if known.steps == FIRST_STEPS + 1:  # what it cost to look at each of them is told apart
-        active.tell_cost(anyway=True)
+        recorder.tell_cost(anyway=True)
 
 
-def _ends_as_usual(active: Recorder, optimizer: Any, _: None) -> None:
+def _ends_as_usual(recorder: Recorder, optimizer: Any, _: None) -> None:
     expected = routine.expected
     known = expected.next.optimizer if expected is not None else None
     if expected is None or known is None or known.step is None:
-        _ends(active, optimizer)
+        _ends(recorder, optimizer)
         return
-    now = _count(active, known)
-    expected.tape.step_ended(active.step, now)
+    now = _count(recorder, known)
+    expected.tape.step_ended(recorder.step, now)
     expected.ring.enter(_USER, known.step.site, now)
     if expected.next.following is not None:
         expected.next, routine.stage = expected.next.following, Stage.BETWEEN
     else:
         expected.next, expected.averaged, routine.stage = expected.first, False, Stage.NONE
     if lifecycle.step_ends.in_routine:
-        lifecycle.step_ends.passes(active, known.step)
+        lifecycle.step_ends.fire_fast(recorder, known.step)
     if now >= _optimizers.pulse_at:
-        _beat(active, known.step, now)
+        _beat(recorder, known.step, now)
 
 
-def _count(active: Recorder, known: Optimizer) -> float:
+def _count(recorder: Recorder, known: Optimizer) -> float:
     """A step is over: count it, put it on record; the time."""
     now = time.monotonic()
     step, known.steps = known.steps, known.steps + 1
-    active.step += 1
-    active.moves += 1
-    with active.lock:
-        _join(active, known, step, now)
+    recorder.step += 1
+    recorder.moves += 1
+    with recorder.lock:
+        _join(recorder, known, step, now)
     return now
 
 
-def _beat(active: Recorder, step: Step, now: float) -> None:
+def _beat(recorder: Recorder, step: Step, now: float) -> None:
     _optimizers.pulses += 1
     _optimizers.pulse_at = now + lifecycle.until_pulse(_optimizers.pulses)
-    lifecycle.pulse.happens(active, step)
-    active.tell_cost()
+    lifecycle.pulse.fire(recorder, step)
+    recorder.tell_cost()
 
 
-_usual = Usual(PART, LOST, _begins_as_usual, _ends_as_usual)
+_usual = FastPath(PART, LOST, _begins_as_usual, _ends_as_usual)

@@ -34,37 +34,37 @@ def install() -> None:
 
 
 def _enters(phase: Phase) -> Any:
-    def enters(active: Recorder, moment: Any) -> None:
-        if written := active.tape or tape(active):
+    def enters(recorder: Recorder, moment: Any) -> None:
+        if written := recorder.tape or tape(recorder):
             written.ring.phase(phase, -1 if moment is None else moment.site)
 
     return enters
 
 
-def _now(active: Recorder, phase: Phase, site: int) -> None:
-    if written := tape(active):
+def _now(recorder: Recorder, phase: Phase, site: int) -> None:
+    if written := tape(recorder):
         written.ring.phase(phase, site)
 
 
-def _joins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _now(active, Phase.INIT, active.site())
+def _joins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(recorder, Phase.INIT, recorder.site())
 
 
-def _destroys(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _now(active, Phase.LEAVING, active.site())
+def _destroys(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _now(recorder, Phase.LEAVING, recorder.site())
 
 
-def _goes_on(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _now(active, Phase.USER, -1)
+def _goes_on(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(recorder, Phase.USER, -1)
 
 
-def _destroyed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _now(active, Phase.USER, active.site())
+def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _now(recorder, Phase.USER, recorder.site())
 
 
-def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _makes_group(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Creating a group is a collective of the whole world, unless asked otherwise."""
-    written = tape(active)
+    written = tape(recorder)
     local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
     if written is None or local:
         return None
@@ -72,6 +72,6 @@ def _makes_group(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     return written.collective(NEW_GROUPS, "new_group", written.here(), ranks=members)
 
 
-def _made_group(active: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    if number is not None and (written := tape(active)):
+def _made_group(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
+    if number is not None and (written := tape(recorder)):
         written.ring.mark(number, State.DONE if error is None else State.FAILED)

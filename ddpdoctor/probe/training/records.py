@@ -54,7 +54,7 @@ class Optimizer:
         self.told_at = 0.0
 
 
-class Holding:
+class OptimizerModel:
     """The parameters of one model that one optimizer steps. Keeps nothing alive.
 
     Attributes:
@@ -165,4 +165,4 @@ class Step:
     began: float
     closure: bool = False
     due: bool = False
-    holdings: Sequence[Holding] = ()
+    holdings: Sequence[OptimizerModel] = ()

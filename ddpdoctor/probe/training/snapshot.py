@@ -8,7 +8,7 @@ from typing import Any
 
 from ..tensors.digests import digests, some_values
 from .write_counts import version
-from .written_gradients import Touched
+from .written_gradients import WrittenGradients
 
 Values = list[list[float]]
 """Some of each tensor."""
@@ -36,7 +36,7 @@ class Taken:
         self.beside = False
         self.functions: dict[str, None] = {}
         self.changers: dict[str, int] = {}
-        self.touched: Touched | None = None
+        self.touched: WrittenGradients | None = None
 
     def only(self, positions: Set[int]) -> Taken:
         """The same of those of them that are among these."""

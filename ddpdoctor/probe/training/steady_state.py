@@ -19,8 +19,8 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ...storage.call_ring import RingWriter
-from ..collectives.call_log import Recurring, Tape
-from ..recording.hooks import Moment
+from ..collectives.call_log import CallLog, Recurring
+from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import interposed, joins
 from ..tensors.gradient_versions import NO_GRADIENT
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pass:
+class PlannedCall:
     """A forward, a backward or an optimizer's step in a routine step, the others are None; the same
     object in every routine step.
 
@@ -90,21 +90,21 @@ class Pass:
     code: CodeType | None = None
     instruction: int = -1
     moved: bool = True
-    following: Pass | None = None
+    following: PlannedCall | None = None
 
-    def frame(self, active: Recorder) -> FrameType | None:
+    def frame(self, recorder: Recorder) -> FrameType | None:
         """The user's frame in this call; None where it is at another line than is expected."""
         try:
             frame = sys._getframe(self.depth)
         except ValueError:
-            return self._meet(active)
+            return self._meet(recorder)
         if frame.f_code is not self.code or frame.f_lasti != self.instruction:
-            return self._meet(active)
+            return self._meet(recorder)
         self.moved = False
         return frame
 
-    def _meet(self, active: Recorder) -> FrameType | None:
-        frame, site = active.sites.caller(self.hook)
+    def _meet(self, recorder: Recorder) -> FrameType | None:
+        frame, site = recorder.sites.caller(self.hook)
         self.moved = True
         if frame is None or site != self.site:
             return None
@@ -116,7 +116,7 @@ class Pass:
 
 
 @dataclass(slots=True)
-class Expected:
+class Plan:
     """A routine step.
 
     Attributes:
@@ -132,11 +132,11 @@ class Expected:
     model: Model
     wrapper: weakref.ref[Any]
     sampled: weakref.ref[Any]
-    tape: Tape
+    tape: CallLog
     ring: RingWriter
     syncs: int
-    first: Pass
-    next: Pass
+    first: PlannedCall
+    next: PlannedCall
     averaged: bool = False
     sequence: int = -1
     before: tuple[int, int] = NO_GRADIENT
@@ -147,16 +147,16 @@ class Expected:
 
     def hasten(self) -> None:
         """As in `Routine`."""
-        one: Pass | None = self.next
+        one: PlannedCall | None = self.next
         while one is not None and one.optimizer is None:
             one = one.following
         if one is not None and one.optimizer is not None:
             one.optimizer.due_at = 0
 
-    def passed(self) -> list[Pass]:
+    def passed(self) -> list[PlannedCall]:
         """The forwards and backwards of this step that are over, and that nothing has been made of
         yet by an optimizer."""
-        found: list[Pass] = []
+        found: list[PlannedCall] = []
         one = self.first
         while one is not self.next and one.following is not None:
             found = [] if one.optimizer is not None else [*found, one]
@@ -164,7 +164,7 @@ class Expected:
         return found
 
 
-interrupted: Moment[Expected] = Moment("interrupted")
+interrupted: Hook[Plan] = Hook("interrupted")
 """A step that began as a routine one is none: what has passed of it is still to be told."""
 
 
@@ -178,7 +178,7 @@ class Routine:
     """
 
     def __init__(self) -> None:
-        self.expected: Expected | None = None
+        self.expected: Plan | None = None
         self.stage = Stage.NONE
         self.trail: list[Seen | None] = []
         self._last: list[Seen | None] = []
@@ -195,16 +195,16 @@ class Routine:
         if len(self.trail) <= MOST_PASSES:  # more are no routine
             self.trail.append(seen)
 
-    def learn(self, active: Recorder, optimizer: Optimizer, site: int) -> None:
+    def learn(self, recorder: Recorder, optimizer: Optimizer, site: int) -> None:
         """An optimizer's step that was looked at is over: whether it ends a routine step, and the
         next is expected to be like it."""
         if len(self.trail) <= MOST_PASSES:
             self.trail.append(Seen(Step, optimizer, site, False))
         enough = self._alike + 1 >= self._enough and optimizer.steps >= FIRST
-        if enough and active.tape is not None and self.trail == self._last:
-            self._expect(active.tape, self.trail)
+        if enough and recorder.tape is not None and self.trail == self._last:
+            self._expect(recorder.tape, self.trail)
 
-    def _expect(self, tape: Tape, trail: list[Seen | None]) -> None:
+    def _expect(self, tape: CallLog, trail: list[Seen | None]) -> None:
         seen = _may_repeat(trail)
         wrapper = seen[0].of.wrapper if seen else None
         if wrapper is None or joins(wrapper()):
@@ -213,31 +213,31 @@ class Routine:
         syncs = sum(one.sync for one in seen if one.kind is Backward)
         model = seen[0].of
         sampled = model.sampled[0]
-        self.expected = Expected(model, wrapper, sampled, tape, tape.ring, syncs, first, first)
+        self.expected = Plan(model, wrapper, sampled, tape, tape.ring, syncs, first, first)
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
         if self.stage == Stage.NONE:
             self.expected = None
 
-    def stop(self, active: Recorder) -> None:
+    def stop(self, recorder: Recorder) -> None:
         """It is not what was expected: tell those who were left out of what has passed."""
         if self.stage == Stage.BACKWARD:
             self._broken = True  # as soon as that is over
         else:
-            self._interrupt(active)
+            self._interrupt(recorder)
 
-    def settle(self, active: Recorder, *, broken: bool) -> None:
+    def settle(self, recorder: Recorder, *, broken: bool) -> None:
         """The end of a backward was told: stop, if that is still to be done."""
         if broken or self._broken:
-            self._interrupt(active)
+            self._interrupt(recorder)
 
-    def _interrupt(self, active: Recorder) -> None:
+    def _interrupt(self, recorder: Recorder) -> None:
         if self.expected is None:
             return
         if self.stage != Stage.NONE:
             self._enough = min(2 * self._enough, MOST_ALIKE)
-            interrupted.happens(active, self.expected)
+            interrupted.fire(recorder, self.expected)
         self.expected, self.stage, self.trail = None, Stage.NONE, []
         self._alike, self._broken = 0, False
 
@@ -280,9 +280,9 @@ def _may_repeat(trail: list[Seen | None]) -> list[Seen]:
     return seen
 
 
-def _passes(trail: list[Seen], tape: Tape) -> Pass:
+def _passes(trail: list[Seen], tape: CallLog) -> PlannedCall:
     """The passes of a step, linked; the first of them."""
-    passes: list[Pass] = []
+    passes: list[PlannedCall] = []
     pending = 0
     for kind, of, site, sync in trail:
         forward = Forward(of, None, site, True, sync, (), {}) if kind is Forward else None
@@ -293,7 +293,7 @@ def _passes(trail: list[Seen], tape: Tape) -> Pass:
         hook = f"{len(passes)} of a routine step"
         does = "DDP forward" if forward else "DDP backward"
         call = tape.recurring(of.group, does, of.number) if optimizer is None else None
-        passes.append(Pass(forward, backward, optimizer, site, sync, pending, hook, call))
+        passes.append(PlannedCall(forward, backward, optimizer, site, sync, pending, hook, call))
         pending = pending + 1 if kind is Forward else 0
     for one, following in itertools.pairwise(passes):
         one.following = following
@@ -303,7 +303,7 @@ def _passes(trail: list[Seen], tape: Tape) -> Pass:
 routine = Routine()
 
 
-class Usual:
+class FastPath:
     """Brackets a call of routine steps (see `around`): what fails in it is counted, and from then
     on no step is a routine one.
 
@@ -320,31 +320,31 @@ class Usual:
     ) -> None:
         clock = time.perf_counter_ns
 
-        def failed(active: Recorder, error: Exception) -> None:
+        def failed(recorder: Recorder, error: Exception) -> None:
             routine.give_up()
-            active.trouble(part, error, lost)
+            recorder.trouble(part, error, lost)
 
-        def begin(active: Recorder, args: Any, kwargs: Any) -> Any:
+        def begin(recorder: Recorder, args: Any, kwargs: Any) -> Any:
             if routine.expected is None:
                 return None
             began = clock()
             try:
                 if interposed.compiler() is not None:
                     return None
-                return begins(active, args, kwargs)
+                return begins(recorder, args, kwargs)
             except Exception as error:
-                return failed(active, error)
+                return failed(recorder, error)
             finally:
-                active.own_ns += clock() - began
+                recorder.own_ns += clock() - began
 
-        def end(active: Recorder, token: Any, result: Any) -> None:
+        def end(recorder: Recorder, token: Any, result: Any) -> None:
             began = clock()
             try:
-                ends(active, token, result)
+                ends(recorder, token, result)
             except Exception as error:
-                failed(active, error)
+                failed(recorder, error)
             finally:
-                active.own_ns += clock() - began
+                recorder.own_ns += clock() - began
 
         self.begins, self.ends = begin, end
 

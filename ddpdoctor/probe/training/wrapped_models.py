@@ -89,16 +89,18 @@ def install() -> None:
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_wrapped, lost=LOST)
 
 
-def _wrapping(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record what is about to be wrapped: the constructor itself may hang or abort."""
     given = arguments(args, kwargs)
     module = given.get("module")
     if module is None:
         return None
-    return _tell(active, module, given), weakref.ref(args[0])
+    return _tell(recorder, module, given), weakref.ref(args[0])
 
 
-def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False) -> Model:
+def _tell(
+    recorder: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False
+) -> Model:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
     named = list(module.named_parameters())
     expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
@@ -108,17 +110,17 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool
     model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
     model.trainable = [p.requires_grad for _, p in named]
     model.group = process_groups.number_of(_group(given))
-    frame = active.sites.user_frame(sys._getframe(1))
+    frame = recorder.sites.user_frame(sys._getframe(1))
     model.made_at = None if frame is None or adopted else Found(frame.f_code, frame.f_lineno)
     _models.all.append(model)
-    active.emit(
+    recorder.emit(
         Wrapped(
             at=time.monotonic(),
             model=model.number,
             wrapper="DistributedDataParallel",
             kind=type(module).__name__,
             group=model.group,
-            site=active.site(),
+            site=recorder.site(),
             parameters=_tensors(module, named, ignored),
             buffers=tuple(_tensor(n, b, False, n in ignored) for n, b in module.named_buffers()),
             modules=_submodules(module),
@@ -128,18 +130,18 @@ def _tell(active: Recorder, module: Any, given: dict[str, Any], *, adopted: bool
                 if isinstance(v, (bool, int, float, str)) or v is None
             },
             device=str(named[0][1].device) if named else "",
-            frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(active),
+            frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(recorder),
             adopted=adopted,
         )
     )
     return model
 
 
-def _frozen_site(active: Recorder) -> int:
+def _frozen_site(recorder: Recorder) -> int:
     found = setting_in_frames(
-        sys._getframe(1), lambda code: active.sites.kind(code) == "user", "requires_grad", False
+        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", "requires_grad", False
     )
-    return active.sites.number(found.code, found.line) if found else -1
+    return recorder.sites.number(found.code, found.line) if found else -1
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -207,15 +209,15 @@ def tensor_of(name: str, parameter: Any) -> Tensor:
     return _tensor(name, parameter, bool(parameter.requires_grad), False)
 
 
-def _wrapped(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _wrapped(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None or error is not None:
         return
     model, reference = token
     if (wrapper := reference()) is not None:
-        _join(active, model, wrapper)
+        _join(recorder, model, wrapper)
 
 
-def _join(active: Recorder, model: Model, wrapper: Any) -> None:
+def _join(recorder: Recorder, model: Model, wrapper: Any) -> None:
     model.wrapper = weakref.ref(wrapper)
     supersede(model)
     model.find_unused = bool(wrapper.find_unused_parameters)
@@ -223,16 +225,16 @@ def _join(active: Recorder, model: Model, wrapper: Any) -> None:
     model.bucket_view = bool(wrapper.gradient_as_bucket_view)
     model.rebuilds = model.static_graph or not model.find_unused
     _models.by_wrapper[wrapper] = model
-    lifecycle.wrapped.happens(active, model)
+    lifecycle.wrapped.fire(recorder, model)
 
 
-def adopted(active: Recorder, wrapper: Any) -> Model:
+def adopted(recorder: Recorder, wrapper: Any) -> Model:
     """A model that was wrapped before this process was watched; this place stands for the wrap."""
     known = (
         "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
         "broadcast_buffers",
     )  # fmt: skip
     given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
-    model = _tell(active, wrapper.module, given, adopted=True)
-    _join(active, model, wrapper)
+    model = _tell(recorder, wrapper.module, given, adopted=True)
+    _join(recorder, model, wrapper)
     return model

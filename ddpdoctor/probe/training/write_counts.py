@@ -12,7 +12,7 @@ from typing import Any
 from ...events import Rewritten
 from ...events.pack import pack
 from ..recording.recorder import Recorder
-from .records import Holding
+from .records import OptimizerModel
 
 PER_STEP = 128
 """Parameters that are asked, at most, for each step since the last time."""
@@ -67,7 +67,7 @@ def version(tensor: Any) -> int:
 
 
 def look(
-    active: Recorder, holding: Holding, writes: Writes, step: int, *, last: bool = False
+    recorder: Recorder, holding: OptimizerModel, writes: Writes, step: int, *, last: bool = False
 ) -> None:
     """Before a step of the optimizer, or after its `last`: tell what else has written since."""
     since, due = writes.step, 0 if last else len(holding.positions) // PER_STEP
@@ -80,7 +80,7 @@ def look(
         versions = [version(p) for p in parameters]
     for times, found in writes.since(step, versions).items():
         writes.told += 1
-        active.emit(
+        recorder.emit(
             Rewritten(
                 at=time.monotonic(),
                 model=holding.model.number,

@@ -16,7 +16,7 @@ ASKED_AT_MOST = 256
 """Gradients of a model, evenly chosen."""
 
 
-class Touched:
+class WrittenGradients:
     """The gradients of one model since a backward.
 
     Attributes:

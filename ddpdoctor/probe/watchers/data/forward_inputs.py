@@ -68,24 +68,24 @@ def sampled(forward: int) -> bool:
     return forward % stride == 0
 
 
-def _forward_due(active: Recorder, forward: Forward) -> None:
+def _forward_due(recorder: Recorder, forward: Forward) -> None:
     known = _models[forward.model]
     number = forward.model.forwards - 1
     if sampled(number):
-        _look(active, forward, known, number)
+        _look(recorder, forward, known, number)
     known.due = sampled(number + 1)
     due = any(one.due for one in _models.values())
-    _ends.wake(due)
+    _ends.enable(due)
 
 
-def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> None:
+def _look(recorder: Recorder, forward: Forward, known: _Model, number: int) -> None:
     inputs = (*forward.args, *forward.kwargs.values())
     batches, found = loaders.delivered(), delivered_by(memories(inputs))
     known.fed, known.delivered = batches > known.delivered or bool(found), batches
     own = known.own & memories(inputs) if known.own else known.own
     digested, numbers = content(inputs, own)
     before, known.positions = known.positions, None
-    active.emit(
+    recorder.emit(
         ForwardInput(
             at=time.monotonic(),
             model=forward.model.number,
@@ -104,19 +104,19 @@ def _look(active: Recorder, forward: Forward, known: _Model, number: int) -> Non
     )
 
 
-def _forward_ended(active: Recorder, forward: Forward) -> None:
+def _forward_ended(recorder: Recorder, forward: Forward) -> None:
     known = _models.get(forward.model)
     if known is not None and known.due and forward.grad_enabled:
         given = memories((*forward.args, *forward.kwargs.values()))
         known.own = memories(forward.output) - given
 
 
-def _backward_ended(active: Recorder, backward: Backward) -> None:
+def _backward_ended(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
         _note(model)
 
 
-def _step_ended(active: Recorder, step: Step) -> None:
+def _step_ended(recorder: Recorder, step: Step) -> None:
     for model in list(_models):
         _note(model)
 

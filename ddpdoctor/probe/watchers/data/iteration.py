@@ -101,18 +101,18 @@ class Reading:
         self.look_at = 0 if fingerprints is not None else LOOK_EVERY
         self.write_at = time.perf_counter_ns() + int(place.interval_s * 1e9)
 
-    def look(self, active: Recorder, batch: Any, now: int) -> None:
+    def look(self, recorder: Recorder, batch: Any, now: int) -> None:
         """Count what was delivered; fingerprint this batch; write where it is time to."""
         self.looked, self.memory = self.batches, memories(batch)
         _looked[self.loader] = self
         if self.fingerprints is not None:
             given = self.given[self.batches - self.counted - 1 :][:1]
             if not self.fingerprints.take(self.batches - 1, given[0] if given else None, batch):
-                self.fingerprints.write(active, self.loader, self.number)
+                self.fingerprints.write(recorder, self.loader, self.number)
                 self.fingerprints = None
         self.count()
         if len(self.values) >= CHUNK or now >= self.write_at:
-            self.write(active)
+            self.write(recorder)
             interval = self.place.interval_s = min(2 * self.place.interval_s, SLOWEST_WRITE_S)
             self.write_at = now + int(interval * 1e9)
         self.look_at = self.batches + (1 if self.fingerprints is not None else LOOK_EVERY)
@@ -133,12 +133,12 @@ class Reading:
         except (TypeError, OverflowError):
             self.values.extend([k for i in flat if (k := key(i)) is not None])
 
-    def write(self, active: Recorder) -> None:
+    def write(self, recorder: Recorder) -> None:
         indices, sampled = self._take()
         if self.fingerprints is not None:
-            self.fingerprints.write(active, self.loader, self.number)
+            self.fingerprints.write(recorder, self.loader, self.number)
         if not self.silent:
-            active.emit(
+            recorder.emit(
                 IndicesRead(
                     at=time.monotonic(),
                     loader=self.loader,
@@ -151,15 +151,15 @@ class Reading:
                 )
             )
 
-    def close(self, active: Recorder, collectives: int, sharded: bool) -> None:
+    def close(self, recorder: Recorder, collectives: int, sharded: bool) -> None:
         _looked.pop(self.loader, None)
         self.count()
         indices, sampled = self._take()
         if self.silent:
             return
         if self.fingerprints is not None:
-            self.fingerprints.write(active, self.loader, self.number)
-        active.emit(
+            self.fingerprints.write(recorder, self.loader, self.number)
+        recorder.emit(
             EpochEnded(
                 at=self.ended_at or time.monotonic(),
                 loader=self.loader,

@@ -99,44 +99,44 @@ def install() -> None:
 # --- what is made -------------------------------------------------------------------------------
 
 
-def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An attribute of a loader is set. Every kind gets its data set once, while it is made; not
     every kind calls `DataLoader.__init__` (torchdata's does not)."""
     if args[1:2] == ("sampler",):
-        samplers.note_line(active, args[2], _data.made)
+        samplers.note_line(recorder, args[2], _data.made)
     if args[1:2] != ("dataset",) or args[0] in _data.made:
         return
-    site = active.site()
+    site = recorder.site()
     place = _data.places.setdefault(site, Place())
     _data.made[args[0]] = site, place.loaders
     place.loaders += 1
 
 
-def _making_subset(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    dataset_parts.made(args[0], active.site())
+def _making_subset(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    dataset_parts.made(args[0], recorder.site())
 
 
-def _making_sampler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    site = active.site()
+def _making_sampler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    site = recorder.site()
     _data.made[args[0]] = site, 0
     given = dict(zip(("num_replicas", "rank"), args[2:4], strict=False)) | kwargs
     return site, given.get("num_replicas"), given.get("rank")
 
 
-def _made_sampler(active: Recorder, token: Any, result: Any, error: Any) -> None:
+def _made_sampler(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
     if isinstance(error, ValueError):
-        active.emit(samplers.refused(error, *token), vital=True)
+        recorder.emit(samplers.refused(error, *token), vital=True)
 
 
-def _setting_epoch(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _setting_epoch(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _data.epochs_set[args[0]] = _data.epochs_set.get(args[0], 0) + 1
 
 
-def _ordering(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _ordering(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _data.ordered = args[0]
 
 
-def _ordered(active: Recorder, reading: Reading | None) -> None:
+def _ordered(recorder: Recorder, reading: Reading | None) -> None:
     """The sampler began an order, for the batch that is about to be handed out."""
     sampler, _data.ordered = _data.ordered, None
     if reading is not None and reading.sampler == id(sampler):
@@ -144,39 +144,39 @@ def _ordered(active: Recorder, reading: Reading | None) -> None:
         reading.orders.append((reading.counted + len(reading.given), number))
 
 
-def _joining(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    routine.stop(active)
+def _joining(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    routine.stop(recorder)
     _data.joins += 1
 
 
-def _joined(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _joined(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _data.joins -= 1
 
 
 # --- an iteration begins ------------------------------------------------------------------------
 
 
-def _iterating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _iterating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """None within torch's `update_bn`: for statistics any part of the data will do."""
     loader = args[1] if len(args) > 1 else kwargs["loader"]
-    return None if updates_statistics() else (args[0], loader, active.site())
+    return None if updates_statistics() else (args[0], loader, recorder.site())
 
 
-def _iterated(active: Recorder, token: Any, result: Any, error: Any) -> None:
+def _iterated(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
     if token is not None and error is None:
-        _begin(active, *token)
+        _begin(recorder, *token)
 
 
-def _resetting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _resetting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Persistent workers: one iterator for all epochs. The first reset is part of the making."""
     first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
     loader = args[1] if len(args) > 1 else kwargs.get("loader")
     if not first and loader is not None:
-        _begin(active, args[0], loader, active.site())
+        _begin(recorder, args[0], loader, recorder.site())
 
 
-def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
-    _close_gone(active)
+def _begin(recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
+    _close_gone(recorder)
     made, nth = _data.made.get(loader, (-1, 0))
     number = _data.loaders.get(loader)
     if number is None:
@@ -185,7 +185,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
         sampler, made_of = innermost(loader), None
         if kept(nth, halvings(nth, IDENTIFIED)):
             told = "data.made_of", LOST_ENTRIES
-            made_of = run_hook(active, *told, samplers.made_of, loader.dataset)
+            made_of = run_hook(recorder, *told, samplers.made_of, loader.dataset)
         seen = samplers.loader_seen(
             loader,
             sampler,
@@ -195,9 +195,9 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
             sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
             made_of=made_of or samplers.MadeOf(),
         )
-        active.emit(seen, vital=True)
+        recorder.emit(seen, vital=True)
     for other in [r for r in _data.readings.values() if r.loader == number and r.open]:
-        _close(active, other)
+        _close(recorder, other)
     epoch = _data.epochs_begun[number]
     _data.epochs_begun[number] += 1
     place = _data.places.setdefault(made, Place())
@@ -214,7 +214,7 @@ def _begin(active: Recorder, iterator: Any, loader: Any, site: int) -> None:
     _data.readings[identifier] = reading
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
     if recorded:
-        _tell_began(active, iterator, loader, reading, site)
+        _tell_began(recorder, iterator, loader, reading, site)
     reading.notes = worker_rng.share(loader.num_workers if count < WATCHED else 0)
 
 
@@ -234,20 +234,22 @@ def _sequence() -> int:
     return sequence_number(dist.group.WORLD) if ready else _data.sequence
 
 
-def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An iteration that is never ended, over a stream without an end, outlives the group."""
     _data.sequence = _sequence()
 
 
-def _tell_began(active: Recorder, iterator: Any, loader: Any, reading: Reading, site: int) -> None:
+def _tell_began(
+    recorder: Recorder, iterator: Any, loader: Any, reading: Reading, site: int
+) -> None:
     sampler = innermost(loader)
     seed = getattr(iterator, "_base_seed", None)
-    active.emit(
+    recorder.emit(
         EpochBegan(
             at=time.monotonic(),
             loader=reading.loader,
             epoch=reading.number,
-            step=active.step,
+            step=recorder.step,
             site=site,
             sampler_epoch=samplers.epoch_of(sampler),
             batches=length(loader),
@@ -280,47 +282,47 @@ def _watch_batches(base: Any) -> None:
             unframe(error)
             raise
         reading = readings.get(id(self))
-        if state.ordered is not None and (active := current.recorder) is not None:
-            run_hook(active, "data.ordered", LOST, _ordered, reading)
+        if state.ordered is not None and (recorder := current.recorder) is not None:
+            run_hook(recorder, "data.ordered", LOST, _ordered, reading)
         if reading is not None:
             reading.given.append(index)
         return index
 
     def __next__(self: Any) -> Any:
-        active = current.recorder
-        if active is None:
+        recorder = current.recorder
+        if recorder is None:
             try:
                 return next_batch(self)
             except BaseException as error:
                 unframe(error)
                 raise
         reading = readings.get(id(self))
-        before = _before(active, reading) if reading and reading.watch_random else None
-        loading = run_hook(active, "data.loading", LOST, _loading) or SOMEWHERE
+        before = _before(recorder, reading) if reading and reading.watch_random else None
+        loading = run_hook(recorder, "data.loading", LOST, _loading) or SOMEWHERE
         began = clock()
         try:
             batch = next_batch(self)
         except BaseException as error:
             loading_time.ns += clock() - began
-            lifecycle.loading_ends.happens(active, loading)
+            lifecycle.loading_ends.fire(recorder, loading)
             if reading is not None:
-                _failed(active, reading, Loading(loading.site, error))
+                _failed(recorder, reading, Loading(loading.site, error))
             unframe(error)
             raise
         now = clock()
         loading_time.ns += now - began
-        lifecycle.loading_ends.happens(active, loading)
+        lifecycle.loading_ends.fire(recorder, loading)
         if reading is not None:
             state.delivered += 1
             reading.batches = batches = reading.batches + 1
-            if state.tried or (state.pending and state.moved != active.moves):
-                _use(active)
+            if state.tried or (state.pending and state.moved != recorder.moves):
+                _use(recorder)
             if grad_enabled():
                 reading.grad_enabled = True
-                state.pending[reading], state.moved = None, active.moves
+                state.pending[reading], state.moved = None, recorder.moves
             if batches >= reading.look_at or now >= reading.write_at or before is not None:
-                _look(active, reading, batch, now, before)
-        active.own_ns += clock() - now
+                _look(recorder, reading, batch, now, before)
+        recorder.own_ns += clock() - now
         return batch
 
     for name, wrapper, original in (
@@ -331,13 +333,13 @@ def _watch_batches(base: Any) -> None:
         replace(base, name, passed_over(wrapper, original))
 
 
-def _loading(active: Recorder) -> Loading:
-    loading = Loading(active.sites.caller("loading")[1])
-    lifecycle.loading_begins.happens(active, loading)
+def _loading(recorder: Recorder) -> Loading:
+    loading = Loading(recorder.sites.caller("loading")[1])
+    lifecycle.loading_begins.fire(recorder, loading)
     return loading
 
 
-def _before(active: Recorder, reading: Reading) -> Any:
+def _before(recorder: Recorder, reading: Reading) -> Any:
     if reading.batches not in RANDOM_BATCHES:
         reading.watch_random = reading.batches < RANDOM_BATCHES.start
         return None
@@ -345,12 +347,12 @@ def _before(active: Recorder, reading: Reading) -> Any:
         return rng_state.positions()
     except Exception as error:
         reading.watch_random = False
-        active.trouble("data.random", error, "the random numbers that loading data draws")
+        recorder.trouble("data.random", error, "the random numbers that loading data draws")
         return None
 
 
-def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any) -> None:
-    if active.disabled("data.look"):
+def _look(recorder: Recorder, reading: Reading, batch: Any, now: int, before: Any) -> None:
+    if recorder.disabled("data.look"):
         return
     try:
         if before is not None:
@@ -358,36 +360,36 @@ def _look(active: Recorder, reading: Reading, batch: Any, now: int, before: Any)
                 if old != new:
                     reading.drawn[name] = None
         if reading.batches >= reading.look_at or now >= reading.write_at:
-            reading.look(active, batch, now)
+            reading.look(recorder, batch, now)
         if _data.gone:
-            _close_gone(active)
+            _close_gone(recorder)
     except Exception as error:
-        active.trouble("data.look", error, LOST)
+        recorder.trouble("data.look", error, LOST)
 
 
-def _failed(active: Recorder, reading: Reading, loading: Loading) -> None:
+def _failed(recorder: Recorder, reading: Reading, loading: Loading) -> None:
     try:
         if isinstance(loading.error, StopIteration):
             reading.exhausted = True
-            _close(active, reading)
+            _close(recorder, reading)
         else:
-            lifecycle.loading_failed.happens(active, loading)
+            lifecycle.loading_failed.fire(recorder, loading)
     except Exception as trouble:
-        active.trouble("data.close", trouble, LOST)
+        recorder.trouble("data.close", trouble, LOST)
 
 
 # --- what the loop does with them ---------------------------------------------------------------
 
 
-def _step_due(active: Recorder, step: Step) -> None:
-    sharding.look(active, step)
+def _step_due(recorder: Recorder, step: Step) -> None:
+    sharding.look(recorder, step)
     if _data.gone:
-        _close_gone(active)
+        _close_gone(recorder)
 
 
-def _settle(active: Recorder) -> None:
+def _settle(recorder: Recorder) -> None:
     """What was delivered before a backward or step was trained on."""
-    if not _data.pending or _data.moved == active.moves:
+    if not _data.pending or _data.moved == recorder.moves:
         return
     for reading in _data.pending:
         reading.trained += 1
@@ -395,20 +397,20 @@ def _settle(active: Recorder) -> None:
     _data.tried.clear()
 
 
-def _trial(active: Recorder, forward: Forward) -> None:
+def _trial(recorder: Recorder, forward: Forward) -> None:
     """What goes through the model without gradients may yet be trained on: a generator's samples
     for the other network, examples that are mined. Only the next batch tells."""
-    _settle(active)
+    _settle(recorder)
     _data.tried.update(_data.pending)
 
 
-def _use(active: Recorder) -> None:
+def _use(recorder: Recorder) -> None:
     """Another batch comes: what those before it were used for."""
     try:
-        _settle(active)
+        _settle(recorder)
         _evaluated()
     except Exception as error:
-        active.trouble("data.use", error, "which batches were trained on")
+        recorder.trouble("data.use", error, "which batches were trained on")
 
 
 def _evaluated() -> None:
@@ -423,23 +425,23 @@ def _evaluated() -> None:
 # --- an iteration ends --------------------------------------------------------------------------
 
 
-def _close(active: Recorder, reading: Reading) -> None:
+def _close(recorder: Recorder, reading: Reading) -> None:
     if not reading.open:
         return
     reading.open = False
-    _settle(active)
+    _settle(recorder)
     _evaluated()
     now = _sequence()
     issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1
-    reading.close(active, issued, sharding.shares_inputs())
+    reading.close(recorder, issued, sharding.shares_inputs())
 
 
-def _close_gone(active: Recorder) -> None:
+def _close_gone(recorder: Recorder) -> None:
     while _data.gone:
-        _close(active, _data.gone.pop())
+        _close(recorder, _data.gone.pop())
 
 
-def _close_all(active: Recorder, _: None) -> None:
-    _close_gone(active)
+def _close_all(recorder: Recorder, _: None) -> None:
+    _close_gone(recorder)
     for reading in list(_data.readings.values()):
-        _close(active, reading)
+        _close(recorder, reading)

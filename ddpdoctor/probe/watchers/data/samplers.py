@@ -27,7 +27,7 @@ class MadeOf(NamedTuple):
     holds: bool = False
 
 
-def made_of(active: Recorder, dataset: Any) -> MadeOf:
+def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
     """A look into containers of the user's, of any kind: it may fail, and the loader is recorded
     all the same."""
     return MadeOf(
@@ -93,15 +93,15 @@ def loader_seen(
     )
 
 
-def note_line(active: Recorder, sampler: Any, made: MutableMapping[Any, tuple[int, int]]) -> None:
+def note_line(recorder: Recorder, sampler: Any, made: MutableMapping[Any, tuple[int, int]]) -> None:
     """Note in `made` the line that makes a sampler of a class of the user's, as it is handed to a
     loader: the only one that names the class, in the function that makes the loader."""
     if not weak(sampler) or sampler in made or _in_torchs_order(sampler):
         return
-    frame = active.sites.user_frame(sys._getframe(1))
+    frame = recorder.sites.user_frame(sys._getframe(1))
     line = only_line(frame.f_code, type(sampler).__name__) if frame is not None else None
     if frame is not None and line is not None:
-        made[sampler] = active.sites.number(frame.f_code, line), 0
+        made[sampler] = recorder.sites.number(frame.f_code, line), 0
 
 
 def only_line(code: CodeType, name: str) -> int | None:

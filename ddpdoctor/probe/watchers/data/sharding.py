@@ -27,16 +27,16 @@ def shares_inputs() -> bool:
     return _Seen.shares_inputs
 
 
-def look(active: Recorder, step: Step) -> None:
+def look(recorder: Recorder, step: Step) -> None:
     """At the parameters of an optimizer, before its first step."""
     if step.known.number not in _Seen.optimizers:
         _Seen.optimizers.add(step.known.number)
         optimizer = step.optimizer()
         groups = optimizer.param_groups if optimizer is not None else ()
-        _look(active, [p for g in groups for p in g["params"]])
+        _look(recorder, [p for g in groups for p in g["params"]])
 
 
-def _look(active: Recorder, parameters: list[Any]) -> None:
+def _look(recorder: Recorder, parameters: list[Any]) -> None:
     if not any(hasattr(p, "device_mesh") for p in parameters):
         return
     meshes = [m for module in module_origins.living() if (m := sharding_mesh(module)) is not None]
@@ -47,4 +47,6 @@ def _look(active: Recorder, parameters: list[Any]) -> None:
     if mesh.ndim > 1 and mesh in meshes:
         groups = (group_ranks(mesh.get_group(n)) for n in range(mesh.ndim))
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        active.emit(ShardedOver(at=time.monotonic(), ranks=ranks, groups=tuple(groups)), vital=True)
+        recorder.emit(
+            ShardedOver(at=time.monotonic(), ranks=ranks, groups=tuple(groups)), vital=True
+        )

@@ -62,31 +62,31 @@ def install() -> None:
     )
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     count = len(model.parameters)
     replicated = [p for p in range(count) if p not in model.ignored]
     step = max(1, len(replicated) // (LOOKED_AT - 1))
     positions = sorted({*replicated[::step][: LOOKED_AT - 1], *replicated[-1:]})
-    _fresh[model] = Fresh(positions, _numbers(model, positions), _places(active))
-    _waiting.wake()
+    _fresh[model] = Fresh(positions, _numbers(model, positions), _places(recorder))
+    _waiting.enable()
 
 
 def _numbers(model: Model, positions: list[int]) -> list[int]:
     return digests([model.parameters[p]() for p in positions])
 
 
-def _places(active: Recorder) -> list[Place]:
+def _places(recorder: Recorder) -> list[Place]:
     """Where the user's code is, outermost first."""
     found: list[Place] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < FRAMES_AT_MOST:
-        if active.sites.kind(frame.f_code) == "user":
+        if recorder.sites.kind(frame.f_code) == "user":
             found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return found[::-1]
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     fresh = _fresh.get(forward.model)
     if fresh is None or fresh.forwards == FORWARDS:
         return
@@ -94,11 +94,11 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
     if _numbers(forward.model, fresh.positions) == fresh.numbers:
         return
     if fresh.forwards == 1:
-        fresh.edited_at = editing(fresh.places, _places(active))
+        fresh.edited_at = editing(fresh.places, _places(recorder))
     fresh.moved = fresh.forwards > 1
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         fresh = _fresh.pop(holding.model, None)
         if fresh is None:
@@ -106,7 +106,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
         changed = _numbers(holding.model, fresh.positions) != fresh.numbers
         if not changed and not fresh.moved:
             continue
-        sites = [active.sites.number(*place) for place in fresh.edited_at]
+        sites = [recorder.sites.number(*place) for place in fresh.edited_at]
         mine = Edited(
             at=time.monotonic(),
             model=holding.model.number,
@@ -118,11 +118,11 @@ def _step_begins(active: Recorder, step: Step) -> None:
             site=sites[0] if sites else -1,
             more=tuple(sites[1:]),
         )
-        active.emit(mine)
-        active.emit(
+        recorder.emit(mine)
+        recorder.emit(
             replace(mine, step=step.number + 1, changed=False, undone=False, site=-1, more=())
         )
     for model in [m for m in _fresh if m not in wrapped_models.live()]:
         del _fresh[model]
     if not _fresh:
-        _waiting.rest()
+        _waiting.disable()

@@ -87,7 +87,7 @@ def install() -> None:
     on_restore(_let_go)
 
 
-def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _evaluating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     import torch
 
     module = args[0]
@@ -114,7 +114,7 @@ def _evaluating(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
         if _Awaited.handle is None:
             register = torch.nn.modules.module.register_module_forward_pre_hook
             _Awaited.handle = register(shielded("evaluation", _called, LOST))
-            _Awaited.forwards.wake()
+            _Awaited.forwards.enable()
 
 
 def _called(module: Any, args: Any) -> None:
@@ -122,24 +122,24 @@ def _called(module: Any, args: Any) -> None:
         return
     model = next((m for m in _Awaited.models if m.inner() is module), None)
     if model is not None:
-        guarded("evaluation", lambda active: _inner(active, model), lost=LOST)
+        guarded("evaluation", lambda recorder: _inner(recorder, model), lost=LOST)
         return
     part = next((p for p in _Awaited.parts if p[0]() is module), None)
     if part is not None:
-        guarded("evaluation", lambda active: _part(active, module, *part), lost=LOST)
+        guarded("evaluation", lambda recorder: _part(recorder, module, *part), lost=LOST)
 
 
-def _part(active: Recorder, module: Any, part: weakref.ref[Any], model: Model) -> None:
+def _part(recorder: Recorder, module: Any, part: weakref.ref[Any], model: Model) -> None:
     import torch
 
     if torch.is_grad_enabled():
         return
     _Awaited.parts[:] = (p for p in _Awaited.parts if p[0] is not part)
-    _look_at_part(active, module, model, active.site())
+    _look_at_part(recorder, module, model, recorder.site())
     _rest()
 
 
-def _look_at_part(active: Recorder, module: Any, model: Model, site: int) -> None:
+def _look_at_part(recorder: Recorder, module: Any, model: Model, site: int) -> None:
     """The buffers of a part of the model, as `_look` of all: the others are still in training."""
     known = _Known.in_parts[model.number]
     if known.forwards != model.forwards:
@@ -150,28 +150,28 @@ def _look_at_part(active: Recorder, module: Any, model: Model, site: int) -> Non
     key, known.times = AGAIN * model.forwards + known.times, known.times + 1
     own = {id(buffer) for buffer in module.buffers()}
     waiting = replica_digests.digest(
-        active, [b if id(b) in own else None for b in replica_digests.buffers(model)]
+        recorder, [b if id(b) in own else None for b in replica_digests.buffers(model)]
     )
     if waiting is not None:
         row = Row(key, 1, model.synced_backwards, waiting)
-        _Known.trials.append(Trial(row, model.number, "buffers", "part", active.step, site))
-    _tell(active)
+        _Known.trials.append(Trial(row, model.number, "buffers", "part", recorder.step, site))
+    _tell(recorder)
 
 
-def _inner(active: Recorder, model: Model) -> None:
+def _inner(recorder: Recorder, model: Model) -> None:
     import torch
 
     if not torch.is_grad_enabled():
         _no_longer(model)
-        _look(active, model, active.site())
+        _look(recorder, model, recorder.site())
 
 
-def _trial_ends(active: Recorder, forward: Forward) -> None:
+def _trial_ends(recorder: Recorder, forward: Forward) -> None:
     if not (forward.grad_enabled or forward.error is not None or forward.wrapper.training):
-        _look(active, forward.model, forward.site)
+        _look(recorder, forward.model, forward.site)
 
 
-def _look(active: Recorder, model: Model, site: int) -> None:
+def _look(recorder: Recorder, model: Model, site: int) -> None:
     """The first forward without gradients after training: what is evaluated must be the same. So
     with those after an `eval()` without training in between: other weights may be loaded by then.
     """
@@ -193,30 +193,30 @@ def _look(active: Recorder, model: Model, site: int) -> None:
     if not known.times:
         point, key = "eval", model.forwards
     for kind, tensors in kinds.items():
-        waiting = replica_digests.digest(active, tensors)
+        waiting = replica_digests.digest(recorder, tensors)
         if waiting is not None:
             row = Row(key, 1, model.synced_backwards, waiting)
-            _Known.trials.append(Trial(row, model.number, kind, point, active.step, site))
-    _tell(active)
+            _Known.trials.append(Trial(row, model.number, kind, point, recorder.step, site))
+    _tell(recorder)
 
 
-def _tell(active: Recorder, *, wait: bool = False) -> None:
+def _tell(recorder: Recorder, *, wait: bool = False) -> None:
     trials = _Known.trials
     while trials and trials[0].row.waiting.ready(wait=wait):
         row, model, kind, point, step, site = trials.pop(0)
-        replica_digests.write(active, [row], model, -1, kind, point, step, site)
-    _Known.settling.wake(bool(trials))
+        replica_digests.write(recorder, [row], model, -1, kind, point, step, site)
+    _Known.settling.enable(bool(trials))
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
-    _tell(active)
+def _step_begins(recorder: Recorder, step: Step) -> None:
+    _tell(recorder)
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    _tell(active, wait=True)
+def _leaving(recorder: Recorder, _: None) -> None:
+    _tell(recorder, wait=True)
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     _no_longer(forward.model)
 
 
@@ -235,4 +235,4 @@ def _let_go() -> None:
     handle, _Awaited.handle = _Awaited.handle, None
     if handle is not None:
         handle.remove()
-        _Awaited.forwards.rest()
+        _Awaited.forwards.disable()

@@ -17,12 +17,12 @@ CLEARED = {ABSENT, ZERO}
 """Digests of no gradient, and of one of zeros."""
 
 
-def clearing_site(active: Recorder, frame: FrameType, backward_site: int) -> tuple[int, ...]:
+def clearing_site(recorder: Recorder, frame: FrameType, backward_site: int) -> tuple[int, ...]:
     """The site of that line of the user's function that runs, after a backward; none if unknown."""
-    user, line = active.sites.user_frame(frame), -1
+    user, line = recorder.sites.user_frame(frame), -1
     if user is not None:
-        line = clearing_line(user, active.sites.line(backward_site, user.f_code))
-    return (active.sites.number(user.f_code, line),) if user and line > 0 else ()
+        line = clearing_line(user, recorder.sites.line(backward_site, user.f_code))
+    return (recorder.sites.number(user.f_code, line),) if user and line > 0 else ()
 
 
 def clearing_line(frame: FrameType, after: int) -> int:

@@ -10,15 +10,15 @@ from typing import Any
 
 from ....events import SyncPattern
 from ...recording.patching import around
-from ...recording.recorder import Recorder, recorder
+from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import exposed_seconds
 from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import setting_in_frames
 from ...training import autograd_grad, lifecycle, wrapped_models
 from ...training.accumulate_grad import Captures
 from ...training.backward_observation import Look
-from ...training.records import Backward, Forward, Holding, Step
-from ...training.steady_state import Expected, interrupted, routine
+from ...training.records import Backward, Forward, OptimizerModel, Step
+from ...training.steady_state import Plan, interrupted, routine
 from ...training.tracked_model import Model
 from ..manual_sync import exchanges
 
@@ -128,52 +128,52 @@ def averaged(model: Model, optimizer: int | None = None) -> bool | None:
     return sync.last
 
 
-def _no_sync(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> weakref.ref[Any]:
-    _off_sites[args[0]] = active.site()
+def _no_sync(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> weakref.ref[Any]:
+    _off_sites[args[0]] = recorder.site()
     return weakref.ref(args[0])
 
 
 def _no_sync_made(
-    active: Recorder, wrapper: weakref.ref[Any], context: Any, error: BaseException | None
+    recorder: Recorder, wrapper: weakref.ref[Any], context: Any, error: BaseException | None
 ) -> None:
     if error is None and (found := wrapper()) is not None:
         _contexts[found] = weakref.ref(context)
 
 
-def _functional(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _functional(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-    exchanges.derives(active, inputs)
+    exchanges.derives(recorder, inputs)
     wanted = {id(t) for t in inputs}
     for model in wrapped_models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
-            routine.stop(active)
-            _syncs[model].functional, _syncs[model].last = active.site(), None
+            routine.stop(recorder)
+            _syncs[model].functional, _syncs[model].last = recorder.site(), None
             _syncs[model].carried = exchanges.carried()
     Captures.depth += 1
     return autograd_grad.begins(args, kwargs)
 
 
 def _functional_ends(
-    active: Recorder, first: int | None, result: Any, error: BaseException | None
+    recorder: Recorder, first: int | None, result: Any, error: BaseException | None
 ) -> None:
     if first is None:
         return
     Captures.depth = max(0, Captures.depth - 1)
-    autograd_grad.ends(active, first)
+    autograd_grad.ends(recorder, first)
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     if not forward.grad_enabled or forward.error is not None:
         return
     sync = _syncs[forward.model]
     sync.forwards += forward.model.pending > 0  # else its backward ran inside of it
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
-    sync.off_site = -1 if sync.flag else _off_site(active, forward.wrapper)
+    sync.off_site = -1 if sync.flag else _off_site(recorder, forward.wrapper)
 
 
-def _interrupted(active: Recorder, step: Expected) -> None:
+def _interrupted(recorder: Recorder, step: Plan) -> None:
     """What has passed of a step that was a routine one so far."""
     sync, wrapper = _syncs[step.model], step.wrapper()
     sync.last = None
@@ -181,7 +181,7 @@ def _interrupted(active: Recorder, step: Expected) -> None:
         if one.forward is not None:
             sync.forwards += 1
             sync.flag, sync.forward_site = one.sync, one.forward.site
-            sync.off_site = -1 if one.sync else _off_site(active, wrapper, now=False)
+            sync.off_site = -1 if one.sync else _off_site(recorder, wrapper, now=False)
         elif one.backward is not None:
             sync.after = step.model.gradients()
             averaged = step.model.number in one.backward.synced
@@ -189,7 +189,7 @@ def _interrupted(active: Recorder, step: Expected) -> None:
             _contribute(sync, one.backward, new, own_forward=True)
 
 
-def _off_site(active: Recorder, wrapper: Any, *, now: bool = True) -> int:
+def _off_site(recorder: Recorder, wrapper: Any, *, now: bool = True) -> int:
     """The line of the `no_sync` that is open (or was, if not `now`), or else the one that sets
     DDP's flag by hand."""
     last = _off_sites.get(wrapper, -1)
@@ -198,10 +198,10 @@ def _off_site(active: Recorder, wrapper: Any, *, now: bool = True) -> int:
     if wrapper not in _set_sites:
         found = setting_in_frames(
             sys._getframe(1),
-            lambda code: active.sites.kind(code) == "user",
+            lambda code: recorder.sites.kind(code) == "user",
             "require_backward_grad_sync",
         )
-        _set_sites[wrapper] = active.sites.number(found.code, found.line) if found else -1
+        _set_sites[wrapper] = recorder.sites.number(found.code, found.line) if found else -1
     return _set_sites[wrapper] if _set_sites[wrapper] >= 0 else last
 
 
@@ -213,7 +213,7 @@ def _closed(wrapper: Any) -> bool:
     return reference is not None and getattr(generator, "gi_frame", None) is None
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     _syncs.carried = exchanges.carried()
     for look in backward.looks:
         sync = _syncs.get(look.model)
@@ -227,7 +227,7 @@ def _cleared(sync: Sync, gradients: list[tuple[int, int]]) -> bool:
     return bool(sync.after) and all(now != then for now, then in pairs if then[1] >= 0)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     if backward.error is not None:
         return
     for look in backward.looks:
@@ -238,11 +238,11 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         sync.after = look.after
         touched = look.touched_positions()
         if touched or model in backward.models or model in backward.continued:
-            _contributed(active, sync, backward, look, touched)
+            _contributed(recorder, sync, backward, look, touched)
 
 
 def _contributed(
-    active: Recorder, sync: Sync, backward: Backward, look: Look, touched: frozenset[int]
+    recorder: Recorder, sync: Sync, backward: Backward, look: Look, touched: frozenset[int]
 ) -> None:
     now = look.sequence_after
     communicated = look.communicated or now < 0
@@ -255,7 +255,7 @@ def _contributed(
     own_forward = sync.forwards > 0 or look.model in backward.continued
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
     if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
-        new.late = _off_site(active, wrapper)
+        new.late = _off_site(recorder, wrapper)
     _contribute(sync, backward, new, own_forward)
 
 
@@ -267,8 +267,8 @@ def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: 
     if not new.synced:
         new.reason, new.blame = _reason(sync, backward, own_forward)
         examined = sync.model.number in backward.untouched  # and told of as such
-        if new.reason == NOT_REDUCED and not examined and (active := recorder()):
-            lifecycle.gradients_missing.happens(active, (sync.model, backward.site))
+        if new.reason == NOT_REDUCED and not examined and (recorder := current_recorder()):
+            lifecycle.gradients_missing.fire(recorder, (sync.model, backward.site))
     sync.contributions.append(new)
     sync.functional = -1
     sync.last = new.synced
@@ -295,19 +295,19 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
     return "no_sync", blame
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     if step.closure:
         return
     for holding in step.holdings:
-        _judge(active, step, holding)
+        _judge(recorder, step, holding)
 
 
-def _closure_ends(active: Recorder, step: Step) -> None:
+def _closure_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        _judge(active, step, holding)
+        _judge(recorder, step, holding)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         sync = _syncs[holding.model]
         sync.contributions.clear()
@@ -315,7 +315,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
         sync.stepped.add(holding.optimizer)
 
 
-def _judge(active: Recorder, step: Step, holding: Holding) -> None:
+def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
     sync = _syncs[holding.model]
     made = sync.contributions
     last = made[-1] if made else None
@@ -339,7 +339,7 @@ def _judge(active: Recorder, step: Step, holding: Holding) -> None:
     sync.count += 1
     held = holding.parameters(holding.positions) if reason else []
     parameters = [p for p in held if p is not None]
-    active.emit(
+    recorder.emit(
         SyncPattern(
             at=time.monotonic(),
             model=holding.model.number,

@@ -78,11 +78,11 @@ def install() -> None:
             around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
 
 
-def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _made(active: Recorder, optimizer: Any, result: Any, error: BaseException | None) -> None:
+def _made(recorder: Recorder, optimizer: Any, result: Any, error: BaseException | None) -> None:
     if optimizer is not None and error is None:
         _known.made[optimizer] = _groups(optimizer)
 
@@ -91,7 +91,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None:
         return
@@ -101,9 +101,9 @@ def _step_due(active: Recorder, step: Step) -> None:
     now = _groups(optimizer)
     if told.groups == now:
         return
-    set_sites = _set_sites(active, told.groups or _known.made.pop(optimizer, []), now)
+    set_sites = _set_sites(recorder, told.groups or _known.made.pop(optimizer, []), now)
     told.groups = now
-    active.emit(
+    recorder.emit(
         Hyperparameters(
             at=time.monotonic(),
             optimizer=step.known.number,
@@ -116,7 +116,7 @@ def _step_due(active: Recorder, step: Step) -> None:
 
 
 def _set_sites(
-    active: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
+    recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
 ) -> dict[str, int]:
     """Where the options that changed were assigned; looked up once for each."""
     pairs = list(zip(before, now, strict=False))
@@ -125,10 +125,10 @@ def _set_sites(
     found = {}
     for name in changed:
         place = item_set_in_frames(
-            sys._getframe(1), lambda code: active.sites.kind(code) == "user", name
+            sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", name
         )
         if place is not None:
-            found[name] = active.sites.number(place.code, place.line)
+            found[name] = recorder.sites.number(place.code, place.line)
     return found
 
 
@@ -192,13 +192,13 @@ def _of_numpy(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "item")
 
 
-def _scaler_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scaler_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scaler = args[0]
     optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
     if optimizer is None or not scaler.is_enabled():
         return None
     known = known_optimizer(optimizer)
-    return scaler, optimizer, known.steps if known else 0, _scale(scaler), active.site()
+    return scaler, optimizer, known.steps if known else 0, _scale(scaler), recorder.site()
 
 
 def _scale(scaler: Any) -> float:
@@ -208,7 +208,7 @@ def _scale(scaler: Any) -> float:
     return float(held) if held.is_cpu else -1.0
 
 
-def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _scaler_ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None or error is not None:
         return
     scaler, optimizer, before, scale, site = token
@@ -229,7 +229,7 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
     if (now == mine.told and not skipped) or call >= SCALER_CALLS_AT_MOST:
         return
     mine.told = now
-    active.emit(
+    recorder.emit(
         ScalerStep(
             at=time.monotonic(),
             scaler=state.number,
@@ -247,27 +247,27 @@ def _scaler_ends(active: Recorder, token: Any, result: Any, error: BaseException
     )
 
 
-def _scaler_updates(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _scaler_updates(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
     if scale is not None and args[0].is_enabled():
-        _known.set_sites[args[0]] = active.site()
+        _known.set_sites[args[0]] = recorder.site()
 
 
-def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _scheduled(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _known.scheduler_depth += 1
     made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
-    if _known.scheduler_depth > 1 or not active.step or not made:
+    if _known.scheduler_depth > 1 or not recorder.step or not made:
         return
-    site = active.site()
+    site = recorder.site()
     call = _known.scheduler_calls.get(site, 0)
     _known.scheduler_calls[site] = call + 1
     if call < 20 or call & (call - 1) == 0:
         known = known_optimizer(getattr(args[0], "optimizer", None))
-        active.emit(
+        recorder.emit(
             SchedulerStep(
                 at=time.monotonic(),
                 kind=type(args[0]).__name__,
-                step=active.step,
+                step=recorder.step,
                 call=call,
                 site=site,
                 optimizer=-1 if known is None else known.number,
@@ -275,5 +275,7 @@ def _scheduled(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         )
 
 
-def _scheduler_ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _scheduler_ends(
+    recorder: Recorder, token: Any, result: Any, error: BaseException | None
+) -> None:
     _known.scheduler_depth -= 1

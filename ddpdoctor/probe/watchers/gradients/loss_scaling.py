@@ -85,7 +85,7 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
     if not forward.grad_enabled:
         return
@@ -99,7 +99,7 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
         forward.model.leading = tuple(int(t.shape[0]) for t in tensors)
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     if _losses.following:
         anomaly_mode(False)
         _losses.following = False
@@ -110,13 +110,13 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     if looked >= LOOKED_AT and not suspected and not due:
         _losses.idle += 1
         if _losses.idle == ENOUGH:
-            _sizing.rest()
+            _sizing.disable()
             for model in wrapped_models.live():
                 model.leading = ()
         return
     if looked < LOOKED_AT or suspected:
         _losses.idle = 0
-        _sizing.wake()
+        _sizing.enable()
     pending = [m for m in wrapped_models.live() if m.pending]
     if not pending:
         return
@@ -125,9 +125,9 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     for root in backward.roots:
         node = getattr(root, "grad_fn", None)
         if node is not None:
-            reduction, weight, rows = _look(active, backward, node, pending)
+            reduction, weight, rows = _look(recorder, backward, node, pending)
             for model in pending:
-                _tell_batch(active, backward, model, reduction, weight, rows)
+                _tell_batch(recorder, backward, model, reduction, weight, rows)
 
 
 def _made_anew(backward: Backward) -> bool:
@@ -145,7 +145,7 @@ def _made_anew(backward: Backward) -> bool:
 
 
 def _look(
-    active: Recorder, backward: Backward, node: Any, pending: list[Model]
+    recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
 ) -> tuple[str, float, int]:
     """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
     by (0 where that cannot be told), and the leading size of what was reduced (0 where unknown)."""
@@ -171,7 +171,7 @@ def _look(
             break
         node = ahead[0]
     if divided and not undone:
-        _suspect(active, backward, divided, _averaging(node, reduction))
+        _suspect(recorder, backward, divided, _averaging(node, reduction))
     if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
         weight /= divisor_of(ahead[0]) or 1.0
         unread |= is_of_a_device(ahead[0])
@@ -226,7 +226,7 @@ def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
 
 
 def _suspect(
-    active: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
+    recorder: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
 ) -> None:
     """Numbers that equal the world size, or a multiple: only the lines can tell which is that.
     `averaging` as in `_averaging`."""
@@ -236,7 +236,7 @@ def _suspect(
         return
     known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
     if not any(text for text, _, _ in known):
-        _losses.suspected.setdefault(backward.site, active.step)
+        _losses.suspected.setdefault(backward.site, recorder.step)
         exact = [model for _, divisor, model in known if divisor == _group_size(model)]
         if (frame := backward.frame) is not None and exact:
             event = LossScaled(
@@ -248,7 +248,7 @@ def _suspect(
                 backward_site=backward.site,
             )
             _losses.unclear[backward.site] = frame.f_code, frame.f_lineno, event
-        _sizing.wake()
+        _sizing.enable()
         return
     for text, divisor, model in known:
         frames = [m.groups() for line in text if (m := _FRAME.search(line))]
@@ -261,13 +261,13 @@ def _suspect(
         if not expression and averaging and (averaging == 1 or divisor == averaging * size):
             expression = divided_by_world_size(file, int(line), product=True)
         if expression:
-            active.emit(
+            recorder.emit(
                 LossScaled(
                     at=time.monotonic(),
                     model=model.number,
-                    step=_losses.suspected.get(backward.site, active.step),
+                    step=_losses.suspected.get(backward.site, recorder.step),
                     divisor=size,
-                    site=active.sites.place(file, int(line), function),
+                    site=recorder.sites.place(file, int(line), function),
                     backward_site=backward.site,
                     expression=expression,
                 )
@@ -281,13 +281,13 @@ def _suspect(
     _losses.unclear.pop(backward.site, None)
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     """No backward came that could tell which line divides: what the function says that called."""
     for site, (code, number, event) in _losses.unclear.items():
         if site not in _losses.told:
             line, expression = loss_divided(code, number)
-            place = active.sites.number(code, line) if expression else -1
-            active.emit(msgspec.structs.replace(event, site=place, expression=expression))
+            place = recorder.sites.number(code, line) if expression else -1
+            recorder.emit(msgspec.structs.replace(event, site=place, expression=expression))
     _losses.unclear.clear()
 
 
@@ -298,7 +298,7 @@ def _group_size(model: Model) -> int:
 
 
 def _tell_batch(
-    active: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
+    recorder: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
 ) -> None:
     if not model.leading or not reduction:
         return
@@ -312,7 +312,7 @@ def _tell_batch(
         return
     _losses.batches[model] = now
     _losses.batches_told += 1
-    active.emit(
+    recorder.emit(
         BatchSeen(
             at=time.monotonic(),
             model=model.number,

@@ -20,10 +20,10 @@ from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
 from ...training import lifecycle
-from ...training.records import Backward, Holding, Step
+from ...training.records import Backward, OptimizerModel, Step
 from ...training.snapshot import Taken, ratio, rewritten, state_of
 from ...training.tracked_model import Model
-from ...training.written_gradients import Touched
+from ...training.written_gradients import WrittenGradients
 from . import gradient_sync
 from .gradient_clears import CLEARED, clearing_site
 
@@ -135,20 +135,24 @@ def install() -> None:
 
 
 def _clipping(name: str) -> Any:
-    def before(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+    def before(
+        recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, int]:
         _changing()
-        site = active.site()
+        site = recorder.site()
         call = _edits.calls.get(site, 0)
         _edits.calls[site] = call + 1
         if call < 20 or call & (call - 1) == 0:
             at = time.monotonic()
-            active.emit(Clipped(at=at, function=name, step=active.step, call=call, site=site))
+            recorder.emit(Clipped(at=at, function=name, step=recorder.step, call=call, site=site))
         return name, site
 
     return before
 
 
-def _unscaling(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+def _unscaling(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, int]:
     _changing()
     return "unscale_", -1
 
@@ -164,7 +168,7 @@ def _changing() -> None:
     _edits.spent_ns += time.perf_counter_ns() - began
 
 
-def _changed(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _changed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _edits.depth = max(0, _edits.depth - 1)
     if _edits.depth or token is None:
         return
@@ -198,68 +202,68 @@ def look_now(model: Model) -> None:
     followed = _followed(model)
     followed.moments, followed.next_at = 0, 0.0
     followed.count = min(followed.count, TOLD_AT_MOST - TOLD_ON_DEMAND)
-    _looking.wake()
+    _looking.enable()
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
-    _looking.wake()
+def _wrapped(recorder: Recorder, model: Model) -> None:
+    _looking.enable()
 
 
-def _pulse(active: Recorder, step: Step) -> None:
+def _pulse(recorder: Recorder, step: Step) -> None:
     if any(step.began >= followed.next_at for followed in _edits.models.values()):
-        _looking.wake()
-    _step_due(active, step, OVERDUE)
+        _looking.enable()
+    _step_due(recorder, step, OVERDUE)
 
 
-def _step_due(active: Recorder, step: Step, apart: int = APART) -> None:
+def _step_due(recorder: Recorder, step: Step, apart: int = APART) -> None:
     """Look now and then whatever it costs, or what begins late would never be seen. Steps that are
     due are multiples of some number, and so may those be in which a program edits: a bit later."""
     for followed in _edits.models.values():
-        if followed.next_at and active.step - followed.look_from >= apart:
-            followed.look_at(active.step + 1 + active.step // apart % 7)
-            _looking.wake()
+        if followed.next_at and recorder.step - followed.look_from >= apart:
+            followed.look_at(recorder.step + 1 + recorder.step // apart % 7)
+            _looking.enable()
 
 
-def _affordable(active: Recorder, followed: Followed, what: int | None = None) -> bool:
+def _affordable(recorder: Recorder, followed: Followed, what: int | None = None) -> bool:
     """Whether to take tensors now; the ranks need not agree, nothing here is compared."""
     followed.moments += 1
     if followed.moments <= 2 * ALWAYS:
         return True
-    if active.every:
-        return active.step % active.every == 0
-    if active.step >= followed.look_from and followed.owes(active.step, what):
+    if recorder.every:
+        return recorder.step % recorder.every == 0
+    if recorder.step >= followed.look_from and followed.owes(recorder.step, what):
         followed.looked.add(what)
         return True
     now = time.monotonic()
     if now < followed.next_at:
         return False
-    share = SHARE if active.affordable() else LEAST
-    part = max(1e-9, active.budget_percent / 100 * share)
-    followed.next_at = active.started + _edits.spent_ns / 1e9 / part
+    share = SHARE if recorder.affordable() else LEAST
+    part = max(1e-9, recorder.budget_percent / 100 * share)
+    followed.next_at = recorder.started + _edits.spent_ns / 1e9 / part
     return now >= followed.next_at
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     _edits.depth = 0
     if backward.error is not None:
         return
     for model in backward.models:
         followed = _followed(model)
         followed.gradients = None
-        if not gradient_sync.averaged(model) or not _affordable(active, followed):
+        if not gradient_sync.averaged(model) or not _affordable(recorder, followed):
             continue
         began = time.perf_counter_ns()
-        positions = _chosen(active, model.expected) if followed.whole else _some(model.expected)
+        positions = _chosen(recorder, model.expected) if followed.whole else _some(model.expected)
         followed.gradients = Taken(positions, _gradients(model, positions), sampled=True)
         followed.backward_site = backward.site
-        followed.gradients.touched = Touched(model, model.expected)
-        _trace(active, followed, "gradients", model)
+        followed.gradients.touched = WrittenGradients(model, model.expected)
+        _trace(recorder, followed, "gradients", model)
         _edits.spent_ns += time.perf_counter_ns() - began
 
 
-def _chosen(active: Recorder, positions: list[int]) -> list[int]:
+def _chosen(recorder: Recorder, positions: list[int]) -> list[int]:
     """All of them where the user asked for this step."""
-    asked = active.every and active.step % active.every == 0
+    asked = recorder.every and recorder.step % recorder.every == 0
     return list(positions) if asked else _some(positions)
 
 
@@ -273,56 +277,56 @@ def _gradient(model: Model, position: int) -> Any:
     return None if parameter is None else parameter.grad
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         followed = _followed(holding.model)
         if holding.optimizer not in followed.parameters and followed.gradients is None:
             continue
         began = time.perf_counter_ns()
-        tell_parameters(active, step.number, holding)
+        tell_parameters(recorder, step.number, holding)
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
             after = _state(step, holding, before.positions)
             if after.numbers != before.numbers:
-                _find_state_edit(active, followed, step)
-            _tell(active, step.number, holding, "state", before, after)
+                _find_state_edit(recorder, followed, step)
+            _tell(recorder, step.number, holding, "state", before, after)
         taken = followed.gradients
         followed.gradients = None
         if taken is not None:
             mine = taken.only(holding.held)
             if mine.positions and not step.closure:
                 now = Taken(mine.positions, _gradients(holding.model, mine.positions), sampled=True)
-                _tell(active, step.number, holding, "gradients", mine, now)
+                _tell(recorder, step.number, holding, "gradients", mine, now)
             if rest := set(taken.positions).difference(mine.positions):
                 followed.whole, followed.gradients = False, taken.only(rest)
         _edits.spent_ns += time.perf_counter_ns() - began
 
 
-def tell_parameters(active: Recorder, step: int, holding: Holding) -> None:
+def tell_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> None:
     """Before a step, or when none is to come."""
     before = _followed(holding.model).parameters.pop(holding.optimizer, None)
     if before is not None:
         now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
-        _tell(active, step, holding, "parameters", before, now)
+        _tell(recorder, step, holding, "parameters", before, now)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         followed = _followed(holding.model)
-        if not _affordable(active, followed, holding.optimizer):
+        if not _affordable(recorder, followed, holding.optimizer):
             continue
         began = time.perf_counter_ns()
-        positions = _chosen(active, holding.positions)
+        positions = _chosen(recorder, holding.positions)
         held = holding.parameters(positions)
         followed.parameters[holding.optimizer] = Taken(positions, held, sampled=False)
         followed.states[holding.optimizer] = _state(step, holding, positions)
-        _trace(active, followed, "parameters", holding.model)
-        _trace(active, followed, "state", holding.model, step)
+        _trace(recorder, followed, "parameters", holding.model)
+        _trace(recorder, followed, "state", holding.model, step)
         _edits.spent_ns += time.perf_counter_ns() - began
-    if not active.every and all(f.waits(active.step) for f in _edits.models.values()):
-        _looking.rest()
+    if not recorder.every and all(f.waits(recorder.step) for f in _edits.models.values()):
+        _looking.disable()
 
 
-def _state(step: Step, holding: Holding, positions: list[int]) -> Taken:
+def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> Taken:
     """The optimizer's state, by what stands for it: no tensor is read."""
     taken = Taken(positions, [], sampled=True)
     optimizer = step.optimizer()
@@ -330,28 +334,28 @@ def _state(step: Step, holding: Holding, positions: list[int]) -> Taken:
     return taken
 
 
-def _find_state_edit(active: Recorder, followed: Followed, step: Step) -> None:
+def _find_state_edit(recorder: Recorder, followed: Followed, step: Step) -> None:
     """It may happen once only: the source of what is running is asked for its line."""
     optimizer = step.optimizer()
     if optimizer is None or ("state", True) in followed.sites or followed.searched == SEARCHES:
         return
     followed.searched += 1
     found = state_edit_in_frames(
-        sys._getframe(1), lambda code: active.sites.kind(code) == "user", optimizer
+        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", optimizer
     )
     if found is not None:
-        followed.sites["state", True] = (active.sites.number(found.code, found.line),)
+        followed.sites["state", True] = (recorder.sites.number(found.code, found.line),)
 
 
-def _clearing(active: Recorder, followed: Followed) -> tuple[int, ...]:
+def _clearing(recorder: Recorder, followed: Followed) -> tuple[int, ...]:
     """The same for gradients that are gone, or zero."""
     if followed.clears is None:
-        followed.clears = clearing_site(active, sys._getframe(1), followed.backward_site)
+        followed.clears = clearing_site(recorder, sys._getframe(1), followed.backward_site)
     return followed.clears
 
 
 def _tell(
-    active: Recorder, step: int, holding: Holding, kind: str, before: Taken, now: Taken
+    recorder: Recorder, step: int, holding: OptimizerModel, kind: str, before: Taken, now: Taken
 ) -> None:
     followed = _followed(holding.model)
     pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
@@ -374,30 +378,30 @@ def _tell(
             followed.wanted.pop(kind, None)
             divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
             found.sort(key=lambda at: not divisors[at])
-            followed.sites[kind, changed] = tuple(active.sites.number(*place) for place in found)
+            followed.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
             followed.divisors[kind, changed] = divisors[found[0]]
     after = dict(zip(now.positions, now.numbers, strict=True))
     by_hand = undone or counted or (differing if beside or not functions else [])
     if by_hand and (kind, changed) not in followed.sites:
         gone = [p for p in by_hand if after.get(p) == ABSENT]
         followed.wanted[kind] = (gone or by_hand)[0]
-        followed.expected[kind] = 2 * active.step - followed.changed_at.get(kind, active.step)
-        followed.changed_at[kind] = active.step
+        followed.expected[kind] = 2 * recorder.step - followed.changed_at.get(kind, recorder.step)
+        followed.changed_at[kind] = recorder.step
     late = followed.next_at and followed.followed_up < TRACED_AT_MOST
-    if late and kind in followed.wanted and active.step - followed.changed_at[kind] <= 1:
+    if late and kind in followed.wanted and recorder.step - followed.changed_at[kind] <= 1:
         followed.followed_up += 1  # it was seen just now: its line may be found in the next steps
-        followed.look_at(active.step + 1)
+        followed.look_at(recorder.step + 1)
     key = (kind, holding.optimizer)
     sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
     if kind == "gradients" and differing and not sites:
-        sites = _clearing(active, followed) if {after[p] for p in differing} <= CLEARED else ()
+        sites = _clearing(recorder, followed) if {after[p] for p in differing} <= CLEARED else ()
     how = (beside, bool(undone), bool(counted))
     state = (changed, share, besides, sites, how, functions, changers)
     if followed.told.get(key, NOTHING) == state or followed.count >= TOLD_AT_MOST:
         return
     followed.count += 1
     followed.told[key] = state
-    active.emit(
+    recorder.emit(
         Edited(
             at=time.monotonic(),
             model=holding.model.number,
@@ -420,14 +424,14 @@ def _tell(
 
 
 def _trace(
-    active: Recorder, followed: Followed, kind: str, model: Model, step: Step | None = None
+    recorder: Recorder, followed: Followed, kind: str, model: Model, step: Step | None = None
 ) -> None:
     """Follow the lines up to the next moment, where the last time something was edited."""
     position = followed.wanted.get(kind, -1)
     traced = followed.traced.get(kind, 0)
     if position < 0 or followed.tracer is not None:
         return
-    if traced >= TRACED_AT_MOST and followed.expected.get(kind) != active.step:
+    if traced >= TRACED_AT_MOST and followed.expected.get(kind) != recorder.step:
         return
     inner = model.inner()
     if inner is None or any(
@@ -445,4 +449,4 @@ def _trace(
         return digests([tensor])[0]
 
     followed.traced[kind] = traced + 1
-    followed.tracer = Tracer.start(active, kind, number)
+    followed.tracer = Tracer.start(recorder, kind, number)

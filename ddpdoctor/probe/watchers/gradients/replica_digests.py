@@ -21,7 +21,7 @@ from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
 from ...training import lifecycle, optimizer_models, optimizers, write_counts
-from ...training.records import Backward, Forward, Holding, Step
+from ...training.records import Backward, Forward, OptimizerModel, Step
 from ...training.tracked_model import Model
 from ..manual_sync import exchanges
 from ..manual_sync.parameter_averaging import WriteBack
@@ -46,10 +46,10 @@ class Watch:
         buffers_next: the stride of the buffers to look at before its next forward, 0 for none.
     """
 
-    def __init__(self, active: Recorder, holding: Holding) -> None:
+    def __init__(self, recorder: Recorder, holding: OptimizerModel) -> None:
         self.holding = holding
         self.rows: dict[str, Rows] = {}
-        self.pace = Pace(active, len(holding.positions))
+        self.pace = Pace(recorder, len(holding.positions))
         self.writes = write_counts.Writes()
         self.write_back = WriteBack()
         self.size = sum(p.numel() for p in _parameters(self) if p is not None)
@@ -94,16 +94,16 @@ def look_whole(model: Model) -> None:
                 known.due_at = 0
 
 
-def _watch(active: Recorder, holding: Holding) -> Watch:
+def _watch(recorder: Recorder, holding: OptimizerModel) -> Watch:
     key = (holding.optimizer, holding.model.number)
     watch = _drift.watches.get(key)
     if watch is None or watch.holding is not holding:
-        watch = _drift.watches[key] = Watch(active, holding)
-        _tell_replica(active, watch)
+        watch = _drift.watches[key] = Watch(recorder, holding)
+        _tell_replica(recorder, watch)
     return watch
 
 
-def _tell_replica(active: Recorder, watch: Watch) -> None:
+def _tell_replica(recorder: Recorder, watch: Watch) -> None:
     holding = watch.holding
     wrapper = holding.model.ddp()
     if wrapper is None:
@@ -114,7 +114,7 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
     if "localsgd" in hook.lower():
         watch.left_out = "its communication hook is local SGD"
     watch.broadcast = bool(getattr(wrapper, "broadcast_buffers", True))
-    active.emit(
+    recorder.emit(
         Replica(
             at=time.monotonic(),
             model=holding.model.number,
@@ -129,75 +129,75 @@ def _tell_replica(active: Recorder, watch: Watch) -> None:
     )
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     due = []
     for holding in step.holdings:
-        watch = _watch(active, holding)
+        watch = _watch(recorder, holding)
         if step.number:
-            _look_for_local_steps(active, watch)
+            _look_for_local_steps(recorder, watch)
         due.append(watch.pace)
-        if watch.pace.passes(step.number) and not watch.whole_next:
+        if watch.pace.fire_fast(step.number) and not watch.whole_next:
             continue
         kinds = 1 + (not step.closure) + (not watch.broadcast)
         stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
         if stride or watch.whole_next:
-            _look(active, watch, step, 1 if watch.whole_next else stride)
+            _look(recorder, watch, step, 1 if watch.whole_next else stride)
     known = step.known
     known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
 
 
-def _look(active: Recorder, watch: Watch, step: Step, stride: int) -> None:
-    _look_for_join(active, watch)
+def _look(recorder: Recorder, watch: Watch, step: Step, stride: int) -> None:
+    _look_for_join(recorder, watch)
     gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
     kinds = ["parameters", *gradients]
     watch.whole_next = False
     if not watch.broadcast and _drift.forwards is not None:
         watch.buffers_next = stride
-        _drift.forwards.wake()
+        _drift.forwards.enable()
     began = time.perf_counter_ns()
-    looked = sum(_record(active, watch, kind, step.number, stride) for kind in kinds)
+    looked = sum(_record(recorder, watch, kind, step.number, stride) for kind in kinds)
     if not step.closure:
-        write_counts.look(active, watch.holding, watch.writes, step.number)
+        write_counts.look(recorder, watch.holding, watch.writes, step.number)
     watch.pace.spent(time.perf_counter_ns() - began, looked)
-    if stride == 1 and full(step.number // max(1, active.every)):
-        _look_closely(active, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
-    _flush(active, watch, soon=step.number < 10)
+    if stride == 1 and full(step.number // max(1, recorder.every)):
+        _look_closely(recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
+    _flush(recorder, watch, soon=step.number < 10)
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     """Buffers that nothing copies: what was saved since the step, and what the program has made of
     them since (an average over the ranks, say), is only there now."""
     for watch in _drift.watches.values():
         if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
             began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
-            looked = _record(active, watch, "buffers", forward.model.forwards - 1, stride)
+            looked = _record(recorder, watch, "buffers", forward.model.forwards - 1, stride)
             watch.pace.spent(time.perf_counter_ns() - began, looked)
 
 
-def _look_for_join(active: Recorder, watch: Watch) -> None:
+def _look_for_join(recorder: Recorder, watch: Watch) -> None:
     """Whether the ranks take different numbers of steps: they are not to be compared then."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
-        _tell_replica(active, watch)
+        _tell_replica(recorder, watch)
 
 
-def _called(active: Recorder, call: Call) -> None:
+def _called(recorder: Recorder, call: Call) -> None:
     hooked = exchanges.in_hook()  # which may hand over all of them at once
     for watch in _drift.watches.values():
         if not watch.left_out:
             size = 0 if hooked else watch.size
-            watch.write_back.called(partial(_digest_whole, active, watch), size)
+            watch.write_back.called(partial(_digest_whole, recorder, watch), size)
 
 
-def _digest_whole(active: Recorder, watch: Watch) -> Waiting | None:
-    return digest(active, _parameters(watch))
+def _digest_whole(recorder: Recorder, watch: Watch) -> Waiting | None:
+    return digest(recorder, _parameters(watch))
 
 
 def _parameters(watch: Watch) -> list[Any]:
     return watch.holding.parameters(watch.holding.positions)
 
 
-def _look_for_local_steps(active: Recorder, watch: Watch, *, last: bool = False) -> None:
+def _look_for_local_steps(recorder: Recorder, watch: Watch, *, last: bool = False) -> None:
     """Whether the program averages the parameters themselves between steps (local SGD)."""
     if watch.left_out:
         return
@@ -205,36 +205,36 @@ def _look_for_local_steps(active: Recorder, watch: Watch, *, last: bool = False)
     if not last and exchanges.before_backward():
         parameters = [p for p in _parameters(watch) if p is not None]
         if exchanges.parameters_exchanged(parameters):
-            averaged |= watch.write_back.exchanged(partial(_digest_whole, active, watch))
+            averaged |= watch.write_back.exchanged(partial(_digest_whole, recorder, watch))
             averaged |= watch.write_back.changed()
         if not averaged and exchanges.in_hooks_alone():
-            _look_at_hooks(active, watch)
+            _look_at_hooks(recorder, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
-        _tell_replica(active, watch)
+        _tell_replica(recorder, watch)
 
 
-def _look_at_hooks(active: Recorder, watch: Watch) -> None:
+def _look_at_hooks(recorder: Recorder, watch: Watch) -> None:
     """What DDP's communication hooks exchange, if it is not the parameters, are gradients."""
     wrapper = watch.holding.model.ddp()
     ranks = () if wrapper is None else group_ranks(wrapper.process_group)
     if exchanges.in_smaller_groups(ranks):
         watch.left_out = "its communication hook exchanges within smaller groups"
-        _tell_replica(active, watch)
+        _tell_replica(recorder, watch)
     elif watch.write_back.unchanged >= ENOUGH_UNCHANGED:
         exchanges.hooks_spare_parameters()
 
 
-def _closure_ends(active: Recorder, step: Step) -> None:
+def _closure_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        watch = _watch(active, holding)
+        watch = _watch(recorder, holding)
         stride = watch.pace.stride
         kind = _kind_of_gradients(holding)
-        _record(active, watch, kind, step.number, 1 if step.number in EARLY else stride)
-        _flush(active, watch, soon=step.number < 10)
+        _record(recorder, watch, kind, step.number, 1 if step.number in EARLY else stride)
+        _flush(recorder, watch, soon=step.number < 10)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     """A model that no optimizer holds is trained all the same: through copies, or by hand."""
     for model in backward.models:
         number = model.synced_backwards - 1
@@ -243,12 +243,12 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         watch = _drift.watches.get((UNHELD, model.number))
         if watch is None:
             positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
-            watch = _watch(active, Holding(model, UNHELD, positions))
-        _look_for_join(active, watch)
+            watch = _watch(recorder, OptimizerModel(model, UNHELD, positions))
+        _look_for_join(recorder, watch)
         if number:
-            _look_for_local_steps(active, watch)
-        _record(active, watch, "parameters", number, 1)
-        _flush(active, watch, soon=True)
+            _look_for_local_steps(recorder, watch)
+        _record(recorder, watch, "parameters", number, 1)
+        _flush(recorder, watch, soon=True)
 
 
 def _held(model: Model) -> bool:
@@ -256,21 +256,21 @@ def _held(model: Model) -> bool:
     return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
 
 
-def _kind_of_gradients(holding: Holding) -> str:
+def _kind_of_gradients(holding: OptimizerModel) -> str:
     return "gradients" if gradient_sync.averaged(holding.model, holding.optimizer) else "local"
 
 
-def _record(active: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
+def _record(recorder: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
     """Digest one kind; how many tensors that were."""
     tensors = _tensors(watch.holding, kind, key, stride)
-    waiting = digest(active, tensors)
+    waiting = digest(recorder, tensors)
     if waiting is not None:
         made = watch.holding.model.synced_backwards
         watch.rows.setdefault(kind, Rows()).add(Row(key, stride, made, waiting))
     return len(tensors)
 
 
-def _tensors(holding: Holding, kind: str, key: int, stride: int) -> list[Any]:
+def _tensors(holding: OptimizerModel, kind: str, key: int, stride: int) -> list[Any]:
     if kind == "buffers":
         every = buffers(holding.model)
         return [every[i] for i in chosen(key, stride, len(every))]
@@ -290,26 +290,26 @@ def buffers(model: Model) -> list[Any]:
     return [None if name in ignored else b for name, b in inner.named_buffers()]
 
 
-def digest(active: Recorder, tensors: list[Any]) -> Waiting | None:
+def digest(recorder: Recorder, tensors: list[Any]) -> Waiting | None:
     """Digests of tensors; None while a CUDA graph is being recorded."""
     if capturing():
         return None
     totals, reasons = sums(tensors)
     for reason in reasons:
-        active.not_observed("drift", f"some tensors are left out: {reason}")
+        recorder.not_observed("drift", f"some tensors are left out: {reason}")
     return Waiting(totals)
 
 
-def _look_closely(active: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
+def _look_closely(recorder: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
     """At full steps also: how large the tensors are, and the optimizer's state."""
     early = step.number < FIRST_STEPS
-    if step.number and (early or active.affordable()):
-        _record_state(active, watch, step)
+    if step.number and (early or recorder.affordable()):
+        _record_state(recorder, watch, step)
     size = _size_to_sketch(watch)
-    cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or active.affordable()
+    cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or recorder.affordable()
     if cheap and size <= SKETCHED_AT_MOST:
         for kind in kinds:
-            _sketch(active, watch, kind, step.number)
+            _sketch(recorder, watch, kind, step.number)
 
 
 def _size_to_sketch(watch: Watch) -> float:
@@ -320,14 +320,14 @@ def _size_to_sketch(watch: Watch) -> float:
     return sum(p.numel() for p in parameters if p is not None)
 
 
-def _sketch(active: Recorder, watch: Watch, kind: str, step: int) -> None:
+def _sketch(recorder: Recorder, watch: Watch, kind: str, step: int) -> None:
     if _drift.sketcher is None:
         _drift.sketcher = Sketcher()
     norm, bins = _drift.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
     # NaN and infinity have no distance; nor has JSON a number for them.
     if not all(map(math.isfinite, (norm, *bins))):
         return
-    active.emit(
+    recorder.emit(
         Sketch(
             at=time.monotonic(),
             model=watch.holding.model.number,
@@ -340,7 +340,7 @@ def _sketch(active: Recorder, watch: Watch, kind: str, step: int) -> None:
     )
 
 
-def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
+def _record_state(recorder: Recorder, watch: Watch, step: Step) -> None:
     optimizer = step.optimizer()
     holding = watch.holding
     if optimizer is None or "ZeroRedundancy" in type(optimizer).__name__:
@@ -352,7 +352,9 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
     for key in sorted({str(k) for state in states for k in state}):
         values = [state.get(key) for state in states]
         if any(hasattr(v, "untyped_storage") for v in values):
-            waiting = digest(active, [v if hasattr(v, "untyped_storage") else None for v in values])
+            waiting = digest(
+                recorder, [v if hasattr(v, "untyped_storage") else None for v in values]
+            )
         elif all(v is None or isinstance(v, int) for v in values):
             waiting = Waiting([])
             waiting.values = [ABSENT if v is None else scattered(hash(v)) for v in values]
@@ -363,40 +365,40 @@ def _record_state(active: Recorder, watch: Watch, step: Step) -> None:
             watch.rows.setdefault(f"state:{key}", Rows()).add(row)
 
 
-def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not (args or kwargs.get("group")):
-        _finish(active)
+        _finish(recorder)
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    _finish(active)
+def _leaving(recorder: Recorder, _: None) -> None:
+    _finish(recorder)
 
 
-def _finish(active: Recorder) -> None:
+def _finish(recorder: Recorder) -> None:
     """The last look, and everything that waits to be written."""
     for watch in list(_drift.watches.values()):
         holding = watch.holding
         alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
-        _flush(active, watch, soon=True, wait=True)
-        _look_for_local_steps(active, watch, last=True)
+        _flush(recorder, watch, soon=True, wait=True)
+        _look_for_local_steps(recorder, watch, last=True)
         if not alive:
             continue
         if (steps := optimizer_models.steps_taken(holding)) > 0:
-            manual_edits.tell_parameters(active, steps, holding)
-            write_counts.look(active, holding, watch.writes, steps, last=True)
+            manual_edits.tell_parameters(recorder, steps, holding)
+            write_counts.look(recorder, holding, watch.writes, steps, last=True)
             if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
-                _sketch(active, watch, "parameters", steps)
+                _sketch(recorder, watch, "parameters", steps)
         for kind in ("parameters", "buffers"):
             tensors = _tensors(holding, kind, 0, 1)
-            waiting = digest(active, tensors)
+            waiting = digest(recorder, tensors)
             if waiting is not None and waiting.ready(wait=True):
                 model = holding.model
                 rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
-                write(active, rows, holding.model.number, holding.optimizer, kind, "end")
+                write(recorder, rows, holding.model.number, holding.optimizer, kind, "end")
     _drift.watches.clear()
 
 
-def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
+def _flush(recorder: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
     for kind, rows in watch.rows.items():
         if not (soon or rows.due()):
             continue
@@ -407,11 +409,11 @@ def _flush(active: Recorder, watch: Watch, *, soon: bool = False, wait: bool = F
         if ready:
             model = watch.holding.model.number
             point = "kept" if kind == "buffers" else "step"
-            write(active, ready, model, watch.holding.optimizer, kind, point)
+            write(recorder, ready, model, watch.holding.optimizer, kind, point)
 
 
 def write(
-    active: Recorder,
+    recorder: Recorder,
     rows: list[Row],
     model: int,
     optimizer: int,
@@ -421,7 +423,7 @@ def write(
     site: int = -1,
 ) -> None:
     """Put rows of one kind on record, as taken in this step where no other is given."""
-    active.emit(
+    recorder.emit(
         Digests(
             at=time.monotonic(),
             model=model,
@@ -433,7 +435,7 @@ def write(
             counts=tuple(len(row.waiting.values) for row in rows),
             values=pack(v for row in rows for v in row.waiting.values),
             backwards=tuple(row.backwards for row in rows),
-            step=active.step if step < 0 else step,
+            step=recorder.step if step < 0 else step,
             site=site,
         )
     )

@@ -48,7 +48,7 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _called(active: Recorder, call: Call) -> None:
+def _called(recorder: Recorder, call: Call) -> None:
     """A collective that the program itself makes on gradients that DDP has averaged."""
     if call.reduction is None or not call.tensors or backwards.running():
         return
@@ -58,7 +58,7 @@ def _called(active: Recorder, call: Call) -> None:
         found = {kind for t in call.tensors if (kind := _is_gradient(model, t))}
         if found:
             operation = str(call.reduction).rpartition(".")[2]
-            _tell_reduced(active, model, operation, copied=found == {COPY})
+            _tell_reduced(recorder, model, operation, copied=found == {COPY})
             return
 
 
@@ -72,10 +72,10 @@ def _sizes(model: Model) -> frozenset[int]:
     return found
 
 
-def _tell_reduced(active: Recorder, model: Model, operation: str, *, copied: bool) -> None:
-    site = active.site()
+def _tell_reduced(recorder: Recorder, model: Model, operation: str, *, copied: bool) -> None:
+    site = recorder.site()
     last = _summed.latest.get(site)
-    if last is not None and last.step == active.step:
+    if last is not None and last.step == recorder.step:
         return
     number = last.call + 1 if last is not None else 0
     if number < LOOKED_AT:
@@ -84,22 +84,22 @@ def _tell_reduced(active: Recorder, model: Model, operation: str, *, copied: boo
         at=time.monotonic(),
         model=model.number,
         op=operation,
-        step=active.step,
+        step=recorder.step,
         site=site,
         call=number,
         copied=copied,
     )
     if number < TOLD or number & (number - 1) == 0:
-        active.emit(event)
+        recorder.emit(event)
         _summed.untold.pop(site, None)
     else:
         _summed.untold[site] = event
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     """In how many steps they were made."""
     for event in _summed.untold.values():
-        active.emit(event)
+        recorder.emit(event)
     _summed.untold.clear()
 
 

@@ -57,50 +57,52 @@ def install() -> None:
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
 
 
-def _into_module(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _into_module(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     if _loads.depth > 1 or not wrapped_models.count():
         return None
     loaded = {id(p) for p in args[0].parameters()}
     assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
-    return "weights", _owners(loaded), active.site(), assigned
+    return "weights", _owners(loaded), recorder.site(), assigned
 
 
-def _into_optimizer(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _into_optimizer(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
-    return None if _loads.depth > 1 else _for_optimizer(active, "optimizer", args[0])
+    return None if _loads.depth > 1 else _for_optimizer(recorder, "optimizer", args[0])
 
 
-def _into_scheduler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _into_scheduler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     optimizer = getattr(args[0], "optimizer", None)
     if _loads.depth > 1 or optimizer is None:
         return None
-    return _for_optimizer(active, "scheduler", optimizer)
+    return _for_optimizer(recorder, "scheduler", optimizer)
 
 
-def _for_optimizer(active: Recorder, what: str, optimizer: Any) -> Any:
+def _for_optimizer(recorder: Recorder, what: str, optimizer: Any) -> Any:
     owners = _owners(_held(optimizer)) if wrapped_models.count() else []
     if not owners and len(_loads.early) < EARLY_AT_MOST:
-        _loads.early.append((what, weakref.ref(optimizer), time.monotonic(), active.site()))
-    return what, owners, active.site(), False
+        _loads.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
+    return what, owners, recorder.site(), False
 
 
-def _into_scaler(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _into_scaler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
-    return None if _loads.depth > 1 else ("scaler", [None], active.site(), False)
+    return None if _loads.depth > 1 else ("scaler", [None], recorder.site(), False)
 
 
 def _held(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
     for what, reference, at, site in list(_loads.early):
         optimizer = reference()
         if optimizer is not None and mine & _held(optimizer):
-            active.emit(Loaded(at=at, what=what, model=model.number, step=active.step, site=site))
+            recorder.emit(
+                Loaded(at=at, what=what, model=model.number, step=recorder.step, site=site)
+            )
 
 
 def _owners(parameters: set[int]) -> list[Model]:
@@ -111,7 +113,7 @@ def _owners(parameters: set[int]) -> list[Model]:
     ]
 
 
-def _done(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _done(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _loads.depth = max(0, _loads.depth - 1)
     if token is None or error is not None:
         return
@@ -121,33 +123,33 @@ def _done(active: Recorder, token: Any, result: Any, error: BaseException | None
             replica_digests.look_whole(model)
         _loads.told += 1
         if _loads.told <= TOLD_AT_MOST:
-            active.emit(
+            recorder.emit(
                 Loaded(
                     at=time.monotonic(),
                     what=what,
                     model=-1 if model is None else model.number,
-                    step=active.step,
+                    step=recorder.step,
                     site=site,
                     assigned=assigned,
                 )
             )
 
 
-def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _taking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.saving += 1  # modules ask their children
     if _loads.saving > 1 or not wrapped_models.count():
         return
     for model in wrapped_models.live():
         if args[0] is model.inner() or (model.wrapper and args[0] is model.wrapper()):
             replica_digests.look_whole(model)
-            site = active.site()
+            site = recorder.site()
             call, _loads.taken[site] = _loads.taken[site], _loads.taken[site] + 1
             if call < 20 or call & (call - 1) == 0:
-                active.emit(
+                recorder.emit(
                     StateTaken(
                         at=time.monotonic(),
                         model=model.number,
-                        step=active.step,
+                        step=recorder.step,
                         forwards=model.forwards,
                         site=site,
                         call=call,
@@ -155,5 +157,5 @@ def _taking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
 
 
-def _took(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _took(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _loads.saving = max(0, _loads.saving - 1)

@@ -53,10 +53,10 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     for model, inside in _known.items():
         if inside.count != inside.told and _due(inside.count):
-            _tell(active, model, inside)
+            _tell(recorder, model, inside)
     _began.clear()
     for look in backward.looks:
         _began[look.model] = look.sequence, backward.site
@@ -66,7 +66,7 @@ def _due(count: int) -> bool:
     return count <= FIRST or count & (count - 1) == 0
 
 
-def _step_inside(active: Recorder, step: Step) -> None:
+def _step_inside(recorder: Recorder, step: Step) -> None:
     within = step.known.notes.get(Within)
     if within is None:
         within = step.known.notes[Within] = _within(step)
@@ -95,17 +95,17 @@ def _within(step: Step) -> Within:
     )
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     for model, inside in _known.items():
         if inside.count != inside.told:
-            _tell(active, model, inside)
+            _tell(recorder, model, inside)
 
 
-def _tell(active: Recorder, model: Model, inside: Inside) -> None:
+def _tell(recorder: Recorder, model: Model, inside: Inside) -> None:
     inside.told = inside.count
     alive = model.live_parameters()
     each = digests([alive[position] for position in model.expected]) if alive else []
-    active.emit(
+    recorder.emit(
         SteppedInside(
             at=time.monotonic(),
             model=model.number,

@@ -99,13 +99,13 @@ def install() -> None:
     )
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     for _, watched in _Watching.watched:
         if watched.awake and not watched.cleared:
             watched.look()
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for _, watched in _Watching.watched:
         if watched.cleared or not watched.awake:
             continue
@@ -116,12 +116,12 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             watched.keep(now)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     """An optimizer that is new is watched from now on; one that clears, up to the next step."""
     optimizer = step.optimizer()
     if (known := step.known.notes.get(Watched)) is not None:
         if known.parameters:
-            _Watching.subscriptions.wake()
+            _Watching.subscriptions.enable()
     elif optimizer is not None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in every if p.grad is not None or p.requires_grad]
@@ -130,22 +130,22 @@ def _step_due(active: Recorder, step: Step) -> None:
         watched = step.known.notes[Watched] = Watched(trained)
         living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
         _Watching.watched = [*living, (step.optimizer, watched)]
-        _Watching.subscriptions.wake()
+        _Watching.subscriptions.enable()
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
     if watched is not None and watched.parameters and not step.closure:
-        _judge(active, step, watched)
+        _judge(recorder, step, watched)
 
 
-def _closure_ends(active: Recorder, step: Step) -> None:
+def _closure_ends(recorder: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
     if watched is not None and watched.parameters:
-        _judge(active, step, watched)
+        _judge(recorder, step, watched)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     watched = step.known.notes.get(Watched)
     if watched is None or not watched.parameters or not (watched.awake or step.due):
         return
@@ -155,7 +155,7 @@ def _step_ends(active: Recorder, step: Step) -> None:
     watched.cleared = all(version < 0 for _, version in watched.before)
 
 
-def _judge(active: Recorder, step: Step, watched: Watched) -> None:
+def _judge(recorder: Recorder, step: Step, watched: Watched) -> None:
     if not (step.number and watched.awake and (watched.touched or watched.cleared)):
         return
     event = Carried(
@@ -172,14 +172,14 @@ def _judge(active: Recorder, step: Step, watched: Watched) -> None:
         if watched.old == 1:
             watched.first = event
         if not watched.clears:
-            _tell(active, watched, event)
+            _tell(recorder, watched, event)
         elif watched.clears < ENOUGH:
             _let_go(watched)
         elif watched.old == ENOUGH and watched.first is not None and watched.latest is not None:
-            active.emit(watched.latest)  # steps between the two need not have been looked at
-            _tell(active, watched, watched.first)
+            recorder.emit(watched.latest)  # steps between the two need not have been looked at
+            _tell(recorder, watched, watched.first)
     else:
-        _tell(active, watched, event)
+        _tell(recorder, watched, event)
         watched.latest = event
         watched.clears += 1
         if watched.old:
@@ -197,11 +197,11 @@ def _let_go(watched: Watched) -> None:
 
 
 def _rest() -> None:
-    _Watching.subscriptions.wake(any(w.awake for _, w in _Watching.watched))
+    _Watching.subscriptions.enable(any(w.awake for _, w in _Watching.watched))
 
 
-def _tell(active: Recorder, watched: Watched, event: Carried) -> None:
+def _tell(recorder: Recorder, watched: Watched, event: Carried) -> None:
     if event.carried != watched.told and watched.count < TOLD_AT_MOST:
         watched.told = event.carried
         watched.count += 1
-        active.emit(event)
+        recorder.emit(event)

@@ -10,7 +10,7 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...tensors.digests import ABSENT, digests, readable
 from ...training import lifecycle, optimizers
-from ...training.records import Holding, Step
+from ...training.records import OptimizerModel, Step
 
 LOST = "gradients that are always zero"
 
@@ -47,9 +47,9 @@ def install() -> None:
     _ends[:] = (lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     rare = not step.number & (step.number - 1)
-    known: dict[Holding, Zeros] = step.known.notes.setdefault(Zeros, {})
+    known: dict[OptimizerModel, Zeros] = step.known.notes.setdefault(Zeros, {})
     for holding in step.holdings:
         zeros = known.setdefault(holding, Zeros())
         if zeros.always == set() or not (rare or zeros.samples >= SAMPLES):
@@ -62,25 +62,25 @@ def _step_due(active: Recorder, step: Step) -> None:
         zeros.always = {position for position, zero in seen.items() if zero}
         zeros.samples += 1
         if zeros.told - zeros.always:
-            _tell(active, holding, zeros, step)
+            _tell(recorder, holding, zeros, step)
         if rare and zeros.always:
             zeros.before = _digests(holding, sorted(zeros.always))
-            _ends.wake()
+            _ends.enable()
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     """Which of them the optimizer changed."""
-    known: dict[Holding, Zeros] = step.known.notes.get(Zeros, {})
+    known: dict[OptimizerModel, Zeros] = step.known.notes.get(Zeros, {})
     for holding, zeros in known.items():
         before, zeros.before = zeros.before, {}
         after = _digests(holding, list(before))
         zeros.changed |= {p for p, old in before.items() if ABSENT != old != after[p] != ABSENT}
         if before and zeros.samples >= SAMPLES:
-            _tell(active, holding, zeros, step)
-    _ends.wake(any(z.before for k in optimizers.known() for z in k.notes.get(Zeros, {}).values()))
+            _tell(recorder, holding, zeros, step)
+    _ends.enable(any(z.before for k in optimizers.known() for z in k.notes.get(Zeros, {}).values()))
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     """What the last backward left may say otherwise."""
     for known in optimizers.known():
         for holding, zeros in known.notes.get(Zeros, {}).items():
@@ -88,10 +88,10 @@ def _leaving(active: Recorder, _: None) -> None:
             ended = {position for position, zero in seen.items() if not zero}
             if ended and zeros.always and known.step is not None:
                 zeros.always -= ended
-                _tell(active, holding, zeros, known.step)
+                _tell(recorder, holding, zeros, known.step)
 
 
-def _look(holding: Holding, before: set[int] | None) -> dict[int, bool] | None:
+def _look(holding: OptimizerModel, before: set[int] | None) -> dict[int, bool] | None:
     """Whether the gradients that exist are zero, by position; None where they cannot be read, or a
     device would have to be waited for."""
     positions = holding.synchronised if before is None else sorted(before)
@@ -108,11 +108,11 @@ def _look(holding: Holding, before: set[int] | None) -> dict[int, bool] | None:
     return seen
 
 
-def _digests(holding: Holding, positions: list[int]) -> dict[int, int]:
+def _digests(holding: OptimizerModel, positions: list[int]) -> dict[int, int]:
     return dict(zip(positions, digests(holding.parameters(positions)), strict=True))
 
 
-def _tell(active: Recorder, holding: Holding, zeros: Zeros, step: Step) -> None:
+def _tell(recorder: Recorder, holding: OptimizerModel, zeros: Zeros, step: Step) -> None:
     now = zeros.changed & (zeros.always or set())
     if not now and not zeros.told:
         return
@@ -123,7 +123,7 @@ def _tell(active: Recorder, holding: Holding, zeros: Zeros, step: Step) -> None:
     own = [decays.get(id(p), 0.0) for p in holding.parameters(indices)]
     owners = [name.rpartition(".")[0] for name in holding.model.names]
     modules = {owners[i] for i in indices}
-    active.emit(
+    recorder.emit(
         ZeroGradients(
             at=time.monotonic(),
             model=holding.model.number,

@@ -89,13 +89,13 @@ def install() -> None:
     )
 
 
-def _setting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _setting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if wrapped_models.live() and len(_Calls.made) < CALLS_KEPT:
         flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-        _Calls.made.append((weakref.ref(args[0]), flag, active.site()))
+        _Calls.made.append((weakref.ref(args[0]), flag, recorder.site()))
 
 
-def _apply_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Casting or moving gives a parameter a new node for its gradient, without DDP's hook."""
     _Calls.applying += 1
     live = wrapped_models.live() if _Calls.applying == 1 else []
@@ -110,19 +110,21 @@ def _apply_begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     return before
 
 
-def _apply_ends(active: Recorder, before: Any, result: Any, error: BaseException | None) -> None:
+def _apply_ends(recorder: Recorder, before: Any, result: Any, error: BaseException | None) -> None:
     _Calls.applying -= 1
     for model, parameters, nodes in before or ():
         now = nodes_of(parameters)
         lost = [i for i in model.expected if now[i] is not nodes[i]]
         if lost:
             names = tuple(model.names[i] for i in lost)
-            change = Change("converted", names, [model.parameters[i] for i in lost], active.site())
+            change = Change(
+                "converted", names, [model.parameters[i] for i in lost], recorder.site()
+            )
             _watches[model].found.append(change)
-            _judging.wake()
+            _judging.enable()
 
 
-def _forward_due(active: Recorder, forward: Forward) -> None:
+def _forward_due(recorder: Recorder, forward: Forward) -> None:
     model = forward.model
     if not forward.sync:
         return
@@ -131,18 +133,18 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
     first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
-        _look_whole(active, forward, watch)
+        _look_whole(recorder, forward, watch)
     elif model.forwards <= first or model.forwards % turns == 0:
-        _look_at_flags(active, forward, watch)
-    _judging.wake(any(w.found for w in _watches.values()))
+        _look_at_flags(recorder, forward, watch)
+    _judging.enable(any(w.found for w in _watches.values()))
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and forward.sync:
-        _look_at_flags(active, forward, _watches[forward.model])
+        _look_at_flags(recorder, forward, _watches[forward.model])
 
 
-def _look_at_flags(active: Recorder, forward: Forward, watch: Watch) -> None:
+def _look_at_flags(recorder: Recorder, forward: Forward, watch: Watch) -> None:
     model = forward.model
     for flag in (True, False):
         changed = [
@@ -158,7 +160,7 @@ def _look_at_flags(active: Recorder, forward: Forward, watch: Watch) -> None:
         if names and (kind, names) not in watch.told:
             place = (kind, names, forward.site)
             if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
-                watch.sites[place] = _flag_site(active, model, changed, flag)
+                watch.sites[place] = _flag_site(recorder, model, changed, flag)
             site = watch.sites.get(place, -1)
             watch.found = [c for c in watch.found if c.kind != kind]
             watch.found.append(Change(kind, names, [model.parameters[i] for i in changed], site))
@@ -166,7 +168,7 @@ def _look_at_flags(active: Recorder, forward: Forward, watch: Watch) -> None:
             watch.found = [c for c in watch.found if c.kind != kind]
 
 
-def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -> int:
+def _flag_site(recorder: Recorder, model: Model, changed: list[int], flag: bool) -> int:
     """The line that set `requires_grad`: a call on a module, or else what the source shows."""
     ids = {id(model.parameters[i]()) for i in changed}
     for reference, to, site in reversed(_Calls.made):
@@ -175,20 +177,20 @@ def _flag_site(active: Recorder, model: Model, changed: list[int], flag: bool) -
             return site
     found = setting_in_frames(
         sys._getframe(1),
-        lambda code: active.sites.kind(code) == "user",
+        lambda code: recorder.sites.kind(code) == "user",
         "requires_grad",
         flag,
         after=model.made_at,
     )
-    return active.sites.number(found.code, found.line) if found else -1
+    return recorder.sites.number(found.code, found.line) if found else -1
 
 
-def _look_whole(active: Recorder, forward: Forward, watch: Watch) -> None:
+def _look_whole(recorder: Recorder, forward: Forward, watch: Watch) -> None:
     model = forward.model
     inner = model.inner()
     if inner is None:
         return
-    _look_at_flags(active, forward, watch)
+    _look_at_flags(recorder, forward, watch)
     known = {id(ref()) for ref in model.parameters}
     ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
     owners = dict(inner.named_modules())
@@ -222,19 +224,19 @@ def _lost(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
     return kinds
 
 
-def _forward_failed(active: Recorder, forward: Forward) -> None:
+def _forward_failed(recorder: Recorder, forward: Forward) -> None:
     if "finished reduction in the prior iteration" in str(forward.error):
         model, watch = forward.model, _watches[forward.model]
-        _look_whole(active, forward, watch)
+        _look_whole(recorder, forward, watch)
         positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
         without = {model.names[model.expected[i]] for i in positions}
         for change in list(watch.found):
             # What had a gradient then was frozen later: a GAN does so between its two backwards.
             if change.kind != "frozen" or without.issuperset(change.names):
-                _tell(active, model, watch, change, communicated=False)
+                _tell(recorder, model, watch, change, communicated=False)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for model, watch in list(_watches.items()):
         reached = model in backward.models
         # A backward through none of what DDP was given is not known to be the model's.
@@ -242,17 +244,19 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             continue
         for change in list(watch.found):
             if reached or change.kind not in WITHOUT_GRADIENT:
-                _tell(active, model, watch, change, model.number in backward.synced)
+                _tell(recorder, model, watch, change, model.number in backward.synced)
 
 
-def _tell(active: Recorder, model: Model, watch: Watch, change: Change, communicated: bool) -> None:
+def _tell(
+    recorder: Recorder, model: Model, watch: Watch, change: Change, communicated: bool
+) -> None:
     live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
     trained = sum(p is not None and p.grad is not None for _, p in live)
     if change.kind not in WITHOUT_GRADIENT and not trained:
         return  # not yet in any loss
     watch.found.remove(change)
     watch.told.add((change.kind, change.names))
-    active.emit(
+    recorder.emit(
         ParametersChanged(
             at=time.monotonic(),
             model=model.number,

@@ -15,7 +15,7 @@ from ....events import DataParallelMade, DeviceMemory, Gathered, GatheredTensor
 from ...recording import hooks
 from ...recording.frames import passed_over, unframe
 from ...recording.patching import around, replace
-from ...recording.recorder import Recorder, complain, recorder
+from ...recording.recorder import Recorder, complain, current_recorder
 from ...recording.weak_references import WeakIdentityMap
 from ...training import lifecycle
 from ...training.records import Step
@@ -69,7 +69,7 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
     watched = vars(wrapper)["__init__"]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if recorder() is None:
+        if current_recorder() is None:
             try:
                 activate(0, 1, None)
             except Exception as error:  # training goes on, unobserved
@@ -83,11 +83,11 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
     replace(wrapper, "__init__", passed_over(__init__, watched))
 
 
-def _making(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return weakref.ref(args[0]), active.site()
+def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return weakref.ref(args[0]), recorder.site()
 
 
-def _made(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _made(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None or error is not None:
         return
     reference, site = token
@@ -99,7 +99,7 @@ def _made(active: Recorder, token: Any, result: Any, error: BaseException | None
     known = _state.known[wrapper] = Known(_state.made, devices)
     _state.made += 1
     inner = wrapper.module
-    active.emit(
+    recorder.emit(
         DataParallelMade(
             at=time.monotonic(),
             model=known.number,
@@ -113,20 +113,20 @@ def _made(active: Recorder, token: Any, result: Any, error: BaseException | None
     )
 
 
-def _forward(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _forward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     known = _state.known.get(args[0])
     if known is not None:
         known.forwards += 1
-        known.site = active.site()
+        known.site = recorder.site()
 
 
-def _gathering(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gathering(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = _state.known.get(args[0])
     where = args[2] if len(args) > 2 else kwargs.get("output_device", -1)
     return None if known is None else (known, int(where))
 
 
-def _gathered(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _gathered(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None or error is not None:
         return
     known, where = token
@@ -135,12 +135,12 @@ def _gathered(active: Recorder, token: Any, result: Any, error: BaseException | 
     if known.told_bytes and size < 1.25 * known.told_bytes:
         return
     known.told_bytes = size
-    active.emit(
+    recorder.emit(
         Gathered(
             at=time.monotonic(),
             model=known.number,
             forward=known.forwards - 1,
-            step=active.step,
+            step=recorder.step,
             site=known.site,
             output_device=where,
             size_bytes=size,
@@ -169,29 +169,29 @@ def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
             yield from _tensors(part, f"{name}.{fields[index]}" if fields else f"{name}[{index}]")
 
 
-def _pulse(active: Recorder, step: Step) -> None:
+def _pulse(recorder: Recorder, step: Step) -> None:
     if len(_state.devices) < 2:
         return
     now = time.monotonic()
-    if active.step <= 3 or now - _state.looked >= MEMORY_EVERY_S:
-        _tell_memory(active, now)
+    if recorder.step <= 3 or now - _state.looked >= MEMORY_EVERY_S:
+        _tell_memory(recorder, now)
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     if len(_state.devices) > 1:
-        _tell_memory(active, time.monotonic())
+        _tell_memory(recorder, time.monotonic())
 
 
-def _tell_memory(active: Recorder, now: float) -> None:
+def _tell_memory(recorder: Recorder, now: float) -> None:
     """What the allocator has counted; the devices themselves are not asked."""
     import torch
 
     _state.looked = now
     stats = [torch.cuda.memory_stats(device) for device in _state.devices]
-    active.emit(
+    recorder.emit(
         DeviceMemory(
             at=now,
-            step=active.step,
+            step=recorder.step,
             devices=_state.devices,
             allocated_bytes=tuple(int(s.get("allocated_bytes.all.current", 0)) for s in stats),
             peak_bytes=tuple(int(s.get("allocated_bytes.all.peak", 0)) for s in stats),

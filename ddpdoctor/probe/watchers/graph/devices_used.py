@@ -45,14 +45,14 @@ def _ready() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def _use(active: Recorder, index: int, why: str) -> None:
+def _use(recorder: Recorder, index: int, why: str) -> None:
     if index in _devices.used:
         return
     uuid, name = _identity(index)
     _devices.used[index] = uuid
-    active.emit(
+    recorder.emit(
         DeviceUsed(
-            at=time.monotonic(), index=index, uuid=uuid, name=name, site=active.site(), why=why
+            at=time.monotonic(), index=index, uuid=uuid, name=name, site=recorder.site(), why=why
         )
     )
 
@@ -65,38 +65,38 @@ def _identity(index: int) -> tuple[str, str]:
     return uuid, str(properties.name)
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
-    _note_parameters(active, model.live_parameters() or [])
-    _look(active, "before the model was wrapped")
+def _wrapped(recorder: Recorder, model: Model) -> None:
+    _note_parameters(recorder, model.live_parameters() or [])
+    _look(recorder, "before the model was wrapped")
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     if _devices.steps >= LOOKS or not _ready():
         return
     _devices.steps += 1
     optimizer = step.optimizer()
     groups = optimizer.param_groups if optimizer is not None else ()
-    _note_parameters(active, [p for group in groups for p in group["params"]])
-    _look(active, "before a step")
+    _note_parameters(recorder, [p for group in groups for p in group["params"]])
+    _look(recorder, "before a step")
 
 
-def _note_parameters(active: Recorder, parameters: list[Any]) -> None:
+def _note_parameters(recorder: Recorder, parameters: list[Any]) -> None:
     if not _ready():
         return
     import torch
 
     for index in {p.device.index for p in parameters if p.device.type == "cuda"}:
-        _use(active, index, "parameters")
+        _use(recorder, index, "parameters")
     chosen = torch.cuda.current_device()
     if chosen:  # 0 is also what it is where nobody has chosen
-        _use(active, chosen, "set_device")
+        _use(recorder, chosen, "set_device")
 
 
-def _loaded(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _look(active, "torch.load")
+def _loaded(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _look(recorder, "torch.load")
 
 
-def _look(active: Recorder, by: str) -> None:
+def _look(recorder: Recorder, by: str) -> None:
     """Contexts that exist by now on devices that nobody told this rank to use."""
     if not _ready():
         return
@@ -107,12 +107,12 @@ def _look(active: Recorder, by: str) -> None:
             continue
         if torch_compat.has_context(index):
             _devices.touched.add(index)
-            active.emit(
+            recorder.emit(
                 DeviceTouched(
                     at=time.monotonic(),
                     index=index,
                     uuid=_identity(index)[0],
-                    site=active.site(),
+                    site=recorder.site(),
                     by=by,
                 )
             )

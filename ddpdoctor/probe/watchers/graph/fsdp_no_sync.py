@@ -39,7 +39,7 @@ def install() -> None:
     _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if step.number or optimizer is None or not fully_shards():
         return
@@ -47,11 +47,11 @@ def _step_due(active: Recorder, step: Step) -> None:
     every = [s for module in living() for s in shards(module) if id(s.sharded_param) in held]
     if every:
         step.known.notes[Waiting] = Waiting(every)
-        _following.wake()
-        _step_begins(active, step)
+        _following.enable()
+        _step_begins(recorder, step)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     waiting = step.known.notes.get(Waiting)
     if waiting is None:
         return
@@ -61,11 +61,11 @@ def _step_begins(active: Recorder, step: Step) -> None:
     applied = not all(map(kept_back, given))
     if applied:
         del step.known.notes[Waiting]
-        _following.wake(any(Waiting in known.notes for known in optimizers.known()))
+        _following.enable(any(Waiting in known.notes for known in optimizers.known()))
     kept = not given and not waiting.told and any(map(kept_back, every))
     if kept or (applied and waiting.told):
         waiting.told = True
-        active.emit(
+        recorder.emit(
             KeptBack(
                 at=time.monotonic(),
                 optimizer=step.known.number,

@@ -44,7 +44,7 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _forward_due(active: Recorder, forward: Forward) -> None:
+def _forward_due(recorder: Recorder, forward: Forward) -> None:
     model, number = forward.model, forward.model.forwards - 1
     if number >= FIRST and number & (number - 1) and number % OFTEN:
         return
@@ -60,21 +60,21 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
     if shapes == before:
         return
     _Late.shapes[model] = shapes
-    active.emit(
+    recorder.emit(
         SentBuffers(
             at=time.monotonic(),
             model=model.number,
             forward=number,
             step=optimizer_models.steps_of(model),
-            total=active.step,
+            total=recorder.step,
             site=forward.site,
             buffers=tuple(buffer_of(n, b) for n, b in now.items()),
         )
     )
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
-    _write(active)
+def _step_begins(recorder: Recorder, step: Step) -> None:
+    _write(recorder)
     if not full(step.number) or capturing():
         return
     for holding in step.holdings:
@@ -91,7 +91,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
             values="",
         )
         _Late.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
-    _write(active)
+    _write(recorder)
 
 
 def _late(model: Model) -> Iterator[tuple[str, Any]]:
@@ -107,11 +107,11 @@ def _late(model: Model) -> Iterator[tuple[str, Any]]:
                 yield whole, buffer
 
 
-def _write(active: Recorder) -> None:
+def _write(recorder: Recorder) -> None:
     while _Late.waiting and _Late.waiting[0][1].ready(wait=False):
         state, values = _Late.waiting.pop(0)
-        active.emit(msgspec.structs.replace(state, values=pack(values.values)))
+        recorder.emit(msgspec.structs.replace(state, values=pack(values.values)))
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    _write(active)
+def _leaving(recorder: Recorder, _: None) -> None:
+    _write(recorder)

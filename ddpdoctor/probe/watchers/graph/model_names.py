@@ -22,7 +22,7 @@ def install() -> None:
     lifecycle.step_due.subscribe(_step_due, routine=False, lost=LOST)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     """Before the first step of an optimizer, when models and optimizers are made."""
     if step.number:
         return
@@ -31,5 +31,5 @@ def _step_due(active: Recorder, step: Step) -> None:
         if wrapper is None or model in _named:
             continue
         _named.add(model)
-        if one := name_of(id(wrapper), sys._getframe(1), active.sites):
-            active.emit(Named(at=time.monotonic(), model=model.number, name=one.name))
+        if one := name_of(id(wrapper), sys._getframe(1), recorder.sites):
+            recorder.emit(Named(at=time.monotonic(), model=model.number, name=one.name))

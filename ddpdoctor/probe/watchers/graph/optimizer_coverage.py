@@ -92,42 +92,42 @@ def _due(step: int) -> bool:
     return step & (step - 1) == 0
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     """Before a program that updates parameters by hand can have done so."""
     for model in backward.models:
         inner = model.inner() if model not in _watches else None
         if inner is not None:
             held = optimizers.held()
-            watch = _watches[model] = Watch(model.number, active.step)
-            _first_steps.wake()
+            watch = _watches[model] = Watch(model.number, recorder.step)
+            _first_steps.enable()
             loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
             watch.first = {n: _state(p) for n, p in loose.items()}
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     """Before the step: the gradients are there."""
     if step.number == 0:
         for watch in _watches.values():
-            watch.renew(active.step)
-    _look(active, step)
+            watch.renew(recorder.step)
+    _look(recorder, step)
     for module in _sharded_roots() if _due(step.number) else ():
         watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
-        _compare(active, module, watch, optimizers.held(), step)
+        _compare(recorder, module, watch, optimizers.held(), step)
 
 
-def _new_models(active: Recorder, step: Step) -> None:
-    _look(active, step)
+def _new_models(recorder: Recorder, step: Step) -> None:
+    _look(recorder, step)
     if not any(watch.new for model, watch in _watches.items() if model.ddp() is not None):
-        _first_steps.rest()
+        _first_steps.disable()
 
 
-def _look(active: Recorder, step: Step) -> None:
+def _look(recorder: Recorder, step: Step) -> None:
     for model in wrapped_models.live():
         # Gradients may be left from training that is over.
-        if model.backward_step == active.step:
-            watch = _watches.setdefault(model, Watch(model.number, active.step))
-            if watch.is_due(active.step):
-                _compare(active, model.inner(), watch, optimizers.held(), step)
+        if model.backward_step == recorder.step:
+            watch = _watches.setdefault(model, Watch(model.number, recorder.step))
+            if watch.is_due(recorder.step):
+                _compare(recorder, model.inner(), watch, optimizers.held(), step)
 
 
 def _sharded_roots() -> list[Any]:
@@ -137,17 +137,19 @@ def _sharded_roots() -> list[Any]:
     return [m for m in every if id(m) not in within]
 
 
-def _pulse(active: Recorder, step: Step) -> None:
+def _pulse(recorder: Recorder, step: Step) -> None:
     if step.number:
         return
     for model, watch in _watches.items():
         if watch.renewed or not watch.missing:
             continue
-        if model.backward_step == active.step - 1:  # a run may have one step only
-            _compare(active, model.inner(), watch, optimizers.held(), step)
+        if model.backward_step == recorder.step - 1:  # a run may have one step only
+            _compare(recorder, model.inner(), watch, optimizers.held(), step)
 
 
-def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], step: Step) -> None:
+def _compare(
+    recorder: Recorder, inner: Any, watch: Watch, held: dict[int, Any], step: Step
+) -> None:
     optimizer = step.optimizer()
     if inner is None or optimizer is None:
         return
@@ -174,7 +176,7 @@ def _compare(active: Recorder, inner: Any, watch: Watch, held: dict[int, Any], s
     told = (tuple(unchanged), len(stale), outer)
     if told != watch.told:
         watch.told = told
-        _tell(active, watch, inner, unchanged, len(trained), holder, stale, outer)
+        _tell(recorder, watch, inner, unchanged, len(trained), holder, stale, outer)
 
 
 def _trained(inner: Any) -> dict[str, Any]:
@@ -242,7 +244,7 @@ def _arrival(number: int) -> list[str]:
 
 
 def _tell(
-    active: Recorder,
+    recorder: Recorder,
     watch: Watch,
     inner: Any,
     missing: list[str],
@@ -260,13 +262,13 @@ def _tell(
         site = birth_site(module) if site < 0 and module is not None else site
     held = [p for group in optimizer.param_groups for p in group["params"]]
     whose, other = _of_another(optimizer, inner)
-    active.emit(
+    recorder.emit(
         Ownership(
             at=time.monotonic(),
             model=watch.number,
             kind=type(optimizer).__name__,
             module=type(inner).__name__.removeprefix("FSDP"),
-            step=active.step,
+            step=recorder.step,
             missing=tuple(missing),
             trained=trained,
             held=len(held),
@@ -303,7 +305,7 @@ def _held(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     """Whatever no optimizer held is forgiven where one holds it at the end."""
     held = optimizers.held()
     watched = [(model.inner(), watch) for model, watch in _watches.items()]
@@ -312,9 +314,9 @@ def _leaving(active: Recorder, _: None) -> None:
             continue
         still = {n for n, p in inner.named_parameters() if id(p) not in held}
         if held and not still.intersection(watch.missing):
-            active.emit(
+            recorder.emit(
                 Ownership(
-                    at=time.monotonic(), model=watch.number, kind="", step=active.step, trained=0
+                    at=time.monotonic(), model=watch.number, kind="", step=recorder.step, trained=0
                 ),
                 vital=True,
             )

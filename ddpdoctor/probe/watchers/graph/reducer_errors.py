@@ -56,7 +56,7 @@ def install() -> None:
     _static[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
 
 
-def _hooking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommHook | None:
+def _hooking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommHook | None:
     model = wrapped_models.of_wrapper(args[0])
     hook = args[2] if len(args) > 2 else kwargs.get("hook")
     while isinstance(hook, partial):
@@ -65,32 +65,32 @@ def _hooking(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     kind = hook if hasattr(hook, "__qualname__") else type(hook)
     name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
-    return CommHook(at=time.monotonic(), model=model.number, name=name, site=active.site())
+    return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
 
 
-def _hooked(active: Recorder, hook: Any, result: Any, error: BaseException | None) -> None:
+def _hooked(recorder: Recorder, hook: Any, result: Any, error: BaseException | None) -> None:
     if hook is not None and error is None:
-        active.emit(hook)
+        recorder.emit(hook)
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     if model.static_graph:
-        _static.wake()
+        _static.enable()
 
 
-def _forward_failed(active: Recorder, forward: Forward) -> None:
-    _judge_static(active, forward.model, str(forward.error), -1)
+def _forward_failed(recorder: Recorder, forward: Forward) -> None:
+    _judge_static(recorder, forward.model, str(forward.error), -1)
 
 
-def _backward_failed(active: Recorder, backward: Backward) -> None:
+def _backward_failed(recorder: Recorder, backward: Backward) -> None:
     text = str(backward.error)
     if TWICE in text:
-        _tell_twice(active, backward, text)
+        _tell_twice(recorder, backward, text)
     for model in wrapped_models.live():
-        _judge_static(active, model, text, backward.site)
+        _judge_static(recorder, model, text, backward.site)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if not model.static_graph:
             continue
@@ -104,18 +104,18 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
             if _silent[model] & (_silent[model] - 1) == 0:
                 untouched = backward.untouched.get(model.number, ())
                 promised = untouched if _hollow.get(model, set()).issuperset(untouched) else ()
-                _tell_static(active, model, "silent", backward.site, promised)
+                _tell_static(recorder, model, "silent", backward.site, promised)
 
 
-def _judge_static(active: Recorder, model: Model, text: str, site: int) -> None:
+def _judge_static(recorder: Recorder, model: Model, text: str, site: int) -> None:
     if model.static_graph and (CHANGED in text or ASSERTED in text):
-        _tell_static(active, model, "changed" if CHANGED in text else "asserted", site)
+        _tell_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
 
 
 def _tell_static(
-    active: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
+    recorder: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
 ) -> None:
-    active.emit(
+    recorder.emit(
         StaticGraphBroken(
             at=time.monotonic(),
             model=model.number,
@@ -129,13 +129,13 @@ def _tell_static(
             forward_site=model.forward_site,
             promised=promised,
             nested=_nested[model],
-            checkpoint_site=_checkpoint_site(active, model) if _nested[model] else -1,
+            checkpoint_site=_checkpoint_site(recorder, model) if _nested[model] else -1,
         ),
         vital=True,
     )
 
 
-def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
+def _tell_twice(recorder: Recorder, backward: Backward, text: str) -> None:
     model = _whose(backward, text)
     if model is None:
         return
@@ -144,7 +144,7 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
     if found and not name and int(found.group(1)) < len(model.expected):
         name = model.names[model.expected[int(found.group(1))]]
     counts = backward.fired.get(model.number, {})
-    active.emit(
+    recorder.emit(
         ReadyTwice(
             at=time.monotonic(),
             model=model.number,
@@ -158,7 +158,7 @@ def _tell_twice(active: Recorder, backward: Backward, text: str) -> None:
             static_graph=model.static_graph,
             site=backward.site,
             forward_site=model.forward_site,
-            checkpoint_site=_checkpoint_site(active, model) if backward.nested else -1,
+            checkpoint_site=_checkpoint_site(recorder, model) if backward.nested else -1,
             backward=model.synced_backwards + 1,
         ),
         vital=True,
@@ -175,13 +175,13 @@ def _whose(backward: Backward, text: str) -> Model | None:
     return next(iter([m for m in having if m in waiting] or having or waiting or live), None)
 
 
-def _checkpoint_site(active: Recorder, model: Model) -> int:
+def _checkpoint_site(recorder: Recorder, model: Model) -> int:
     """The user's line that checkpoints a part of the model."""
     inner = model.inner()
     for module in inner.modules() if inner is not None else ():
         found: tuple[CodeType, int] | None = call_named(
             module, ("checkpoint", "checkpoint_sequential")
         )
-        if found is not None and active.sites.kind(found[0]) == "user":
-            return active.sites.number(*found)
+        if found is not None and recorder.sites.kind(found[0]) == "user":
+            return recorder.sites.number(*found)
     return -1

@@ -20,14 +20,14 @@ VALUES_AT_MOST = 50
 NODES_AT_MOST = 20_000
 
 
-def unspent(active: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
+def unspent(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
     """Those of the positions that such a number depends on."""
     import torch
 
     if model.first_node < 0 or not unused:
         return ()
     with torch._C.DisableTorchFunctionSubclass():
-        held = [t.grad_fn for t in _held(active)]
+        held = [t.grad_fn for t in _held(recorder)]
     wanted = {id(p): i for i in unused if (p := model.parameters[i]()) is not None}
     found: set[int] = set()
     seen: set[Any] = set()
@@ -44,11 +44,11 @@ def unspent(active: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[in
     return tuple(sorted(found))
 
 
-def _held(active: Recorder) -> Iterator[Any]:
+def _held(recorder: Recorder) -> Iterator[Any]:
     """Tensors with a graph in the variables of the user's running functions."""
     frame, frames = sys._getframe(1), 0
     while frame is not None and frames < FRAMES_AT_MOST:
-        if active.sites.kind(frame.f_code) == "user":
+        if recorder.sites.kind(frame.f_code) == "user":
             frames += 1
             for value in list(variables(frame).values())[:VALUES_AT_MOST]:
                 yield from filter(_has_graph, _items(value))

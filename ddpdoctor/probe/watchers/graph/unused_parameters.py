@@ -91,12 +91,12 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     _watched[model] = Watched()
-    _calls.wake()
+    _calls.enable()
 
 
-def _forward_begins(active: Recorder, forward: Forward) -> None:
+def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     watched = _watched[forward.model]
     if not forward.grad_enabled:
         return
@@ -105,12 +105,12 @@ def _forward_begins(active: Recorder, forward: Forward) -> None:
         watched.watch = CallWatch.start(forward.model)
     if watched.watch is None:
         watched.called = None
-        _calls.wake(any(w.busy() for w in _watched.values()))
+        _calls.enable(any(w.busy() for w in _watched.values()))
     elif forward.model.pending == 1:
         watched.called = watched.seeing = frozenset()
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     watched = _watched[forward.model]
     watch, watched.watch = watched.watch, None
     if watch is not None:
@@ -119,20 +119,20 @@ def _forward_ends(active: Recorder, forward: Forward) -> None:
             watched.called |= called
             watched.seeing |= watch.seeing
         if forward.error is None:
-            _tell_skipped(active, forward.model, watched, watch.owners - called)
+            _tell_skipped(recorder, forward.model, watched, watch.owners - called)
 
 
-def _forward_failed(active: Recorder, forward: Forward) -> None:
+def _forward_failed(recorder: Recorder, forward: Forward) -> None:
     if "finished reduction in the prior iteration" in str(forward.error):
-        _learn_from_error(active, forward)
+        _learn_from_error(recorder, forward)
 
 
-def _tell_skipped(active: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
+def _tell_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
     """Before the backward, in which this rank may hang for the others."""
     names = tuple(sorted(skipped))
     if names != watched.skipped:
         watched.skipped = names
-        active.emit(
+        recorder.emit(
             ModulesSkipped(
                 at=time.monotonic(),
                 model=model.number,
@@ -143,7 +143,7 @@ def _tell_skipped(active: Recorder, model: Model, watched: Watched, skipped: set
         )
 
 
-def _branches(active: Recorder, model: Model, unused: tuple[int, ...]) -> dict[str, int]:
+def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict[str, int]:
     """Where the user's forward decides not to use the modules of these parameters."""
     inner = model.inner()
     if inner is None or not unused:
@@ -160,11 +160,11 @@ def _branches(active: Recorder, model: Model, unused: tuple[int, ...]) -> dict[s
                 continue
             place = branch_around(modules[parent], words[depth])
             if place is not None:
-                found[part] = active.sites.number(*place)
+                found[part] = recorder.sites.number(*place)
     return found
 
 
-def _learn_from_error(active: Recorder, forward: Forward) -> None:
+def _learn_from_error(recorder: Recorder, forward: Forward) -> None:
     """torch noticed unused parameters in the backward before, and says which."""
     model = forward.model
     missing = without_gradient(str(forward.error))
@@ -178,10 +178,10 @@ def _learn_from_error(active: Recorder, forward: Forward) -> None:
         watched.examined += 1
         _count(watched, unused)
         watched.called = None
-        _tell(active, model, unused, model.synced_backwards, by_torch=True)
+        _tell(recorder, model, unused, model.synced_backwards, by_torch=True)
 
 
-def _gradients_missing(active: Recorder, missing: tuple[Model, int]) -> None:
+def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
     """A backward left DDP waiting. Which parameters it waits for can be told now, where gradients
     are dropped between steps; the rank may not live to the next forward, in which torch does."""
     model, site = missing
@@ -192,18 +192,18 @@ def _gradients_missing(active: Recorder, missing: tuple[Model, int]) -> None:
     unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
     if unused and unused != watched.unused and unused not in watched.shared:
         model.left = unused
-        _tell(active, model, unused, model.synced_backwards, site)
+        _tell(recorder, model, unused, model.synced_backwards, site)
 
 
-def _gradients_ready(active: Recorder, moment: tuple[Backward, Model]) -> None:
+def _gradients_ready(recorder: Recorder, moment: tuple[Backward, Model]) -> None:
     backward, model = moment
     if model.unfinished:
-        _continued(active, model, (), backward.site)
+        _continued(recorder, model, (), backward.site)
     elif _watched[model].unused != ():
-        _tell(active, model, (), model.synced_backwards + 1, backward.site)
+        _tell(recorder, model, (), model.synced_backwards + 1, backward.site)
 
 
-def _backward_examined(active: Recorder, backward: Backward) -> None:
+def _backward_examined(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
         untouched = backward.untouched.get(model.number)
         if untouched is None or not backward.expected_sync[model.number]:
@@ -211,14 +211,14 @@ def _backward_examined(active: Recorder, backward: Backward) -> None:
         watched = _watched[model]
         watched.examined += 1
         if untouched not in watched.shared:
-            _found(active, model, untouched, backward.site)
-        _use_seen(active, model, watched)
+            _found(recorder, model, untouched, backward.site)
+        _use_seen(recorder, model, watched)
     for model in backward.continued:
         if (untouched := backward.untouched.get(model.number)) is not None:
-            _continued(active, model, untouched, backward.site)
+            _continued(recorder, model, untouched, backward.site)
 
 
-def _continued(active: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
+def _continued(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
     """Another backward over the same forward brought what the one before it had left out."""
     watched = _watched[model]
     before = watched.unused
@@ -228,20 +228,20 @@ def _continued(active: Recorder, model: Model, untouched: tuple[int, ...], site:
     for position in before:
         if (count := watched.counts.pop(position, 0) - 1) > 0:
             watched.counts[position] = count
-    _found(active, model, untouched, site)
-    _use_seen(active, model, watched)
+    _found(recorder, model, untouched, site)
+    _use_seen(recorder, model, watched)
 
 
-def _found(active: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
+def _found(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
     watched = _watched[model]
     _count(watched, untouched)
     if untouched != watched.unused:
-        _tell(active, model, untouched, model.synced_backwards, site)
+        _tell(recorder, model, untouched, model.synced_backwards, site)
 
 
-def _use_seen(active: Recorder, model: Model, watched: Watched) -> None:
+def _use_seen(recorder: Recorder, model: Model, watched: Watched) -> None:
     if watched.examined & (watched.examined - 1) == 0:
-        _tell_use(active, model, watched)
+        _tell_use(recorder, model, watched)
 
 
 def _count(watched: Watched, unused: tuple[int, ...]) -> None:
@@ -250,7 +250,7 @@ def _count(watched: Watched, unused: tuple[int, ...]) -> None:
 
 
 def _tell(
-    active: Recorder,
+    recorder: Recorder,
     model: Model,
     unused: tuple[int, ...],
     backward: int,
@@ -264,14 +264,14 @@ def _tell(
         return
     if unused or watched.told > 1:
         watched.due = max(watched.due, 2)
-        _calls.wake()
+        _calls.enable()
     called, seeing = watched.so_far()
     parameters = model.live_parameters() or []
     step = optimizer_models.steps_of(model)
-    total = max(0, model.backward_step) if by_torch else active.step
-    if total < active.step:  # it is of the backward before, and the step that followed
+    total = max(0, model.backward_step) if by_torch else recorder.step
+    if total < recorder.step:  # it is of the backward before, and the step that followed
         step = max(0, step - 1)
-    active.emit(
+    recorder.emit(
         UnusedParameters(
             at=time.monotonic(),
             model=model.number,
@@ -286,16 +286,16 @@ def _tell(
             forward_site=model.forward_site,
             frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
             by_torch=by_torch,
-            branches=_branches(active, model, unused),
+            branches=_branches(recorder, model, unused),
             total=total,
-            unspent=() if by_torch else unspent(active, model, unused),
+            unspent=() if by_torch else unspent(recorder, model, unused),
         ),
         vital=True,
     )
 
 
-def _tell_use(active: Recorder, model: Model, watched: Watched) -> None:
-    active.emit(
+def _tell_use(recorder: Recorder, model: Model, watched: Watched) -> None:
+    recorder.emit(
         ParameterUse(
             at=time.monotonic(),
             model=model.number,
@@ -307,10 +307,10 @@ def _tell_use(active: Recorder, model: Model, watched: Watched) -> None:
     )
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     for model, watched in _watched.items():
         if watched.examined:
-            _tell_use(active, model, watched)
+            _tell_use(recorder, model, watched)
 
 
 class CallWatch:

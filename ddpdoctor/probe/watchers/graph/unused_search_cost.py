@@ -29,7 +29,7 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _wrapped(active: Recorder, model: Model) -> None:
+def _wrapped(recorder: Recorder, model: Model) -> None:
     if model.find_unused and not _Searches.hooked:
         _Searches.hooked = True
         from torch.nn.parallel.distributed import DistributedDataParallel
@@ -45,7 +45,7 @@ def _wrapped(active: Recorder, model: Model) -> None:
         )
 
 
-def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     import torch
 
     model = wrapped_models.of_wrapper(args[0])
@@ -54,7 +54,7 @@ def _begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return model, time.perf_counter()
 
 
-def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if token is None or error is not None:
         return
     model, began = token
@@ -63,16 +63,16 @@ def _ends(active: Recorder, token: Any, result: Any, error: BaseException | None
         searches, seconds = searches + 1, seconds + time.perf_counter() - began
         _Searches.seconds[model] = searches, seconds
         if searches & (searches - 1) == 0:
-            _tell(active, model)
+            _tell(recorder, model)
 
 
-def _tell(active: Recorder, model: Model) -> None:
+def _tell(recorder: Recorder, model: Model) -> None:
     searches, seconds = _Searches.seconds[model]
-    active.emit(
+    recorder.emit(
         SearchCost(at=time.monotonic(), model=model.number, searches=searches, seconds=seconds)
     )
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     for model in list(_Searches.seconds):
-        _tell(active, model)
+        _tell(recorder, model)

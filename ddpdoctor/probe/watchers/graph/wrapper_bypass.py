@@ -16,7 +16,7 @@ from ...recording import hooks
 from ...recording.frames import variables
 from ...recording.hooks import Subscriptions
 from ...recording.patching import on_restore
-from ...recording.recorder import Recorder, recorder
+from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import compiling
 from ...source.call_resolver import Bound, call_in_frames
 from ...tensors.digests import digests, readable
@@ -114,34 +114,34 @@ def install() -> None:
     on_restore(_disarm)
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if model.number in backward.synced and model in _known:
             known = _known[model]
             known.suspect, known.passed, known.by_hand = None, -1, []
 
 
-def _backward_astray(active: Recorder, backward: Backward) -> None:
+def _backward_astray(recorder: Recorder, backward: Backward) -> None:
     for model, communicated in backward.unannounced:
         if communicated or not _meant_to_synchronise(model):
             continue
         known = _known[model]
-        forwards = model.forwards_in_step if model.forward_step == active.step else 0
+        forwards = model.forwards_in_step if model.forward_step == recorder.step else 0
         again = known.suspect is not None  # no optimizer has applied it since
         known.suspect = Suspect(
             backward.number, backward.site, _stamps(model), forwards, known.passed
         )
         known.passed = -1
-        _following.wake()
+        _following.enable()
         if backward.site not in known.calls and known.looks < LOOKS:
             known.looks += 1
-            if (call := _look(active, model)) >= 0:
+            if (call := _look(recorder, model)) >= 0:
                 known.calls[backward.site] = call
         if again:
-            _follow_by_hand(active, model, known, known.suspect)
+            _follow_by_hand(recorder, model, known, known.suspect)
 
 
-def _follow_by_hand(active: Recorder, model: Model, known: Bypass, suspect: Suspect) -> None:
+def _follow_by_hand(recorder: Recorder, model: Model, known: Bypass, suspect: Suspect) -> None:
     """Where no optimizer holds the model, and nothing was ever exchanged that may be its gradients
     or its parameters, they are the ones of such backwards that the program applies by itself."""
     parameters = [p for ref in model.parameters if (p := ref()) is not None]
@@ -157,7 +157,7 @@ def _follow_by_hand(active: Recorder, model: Model, known: Bypass, suspect: Susp
         return
     known.moved += 1
     if known.moved >= MOVED_AT_LEAST:
-        _tell(active, model, known, suspect, UNHELD, known.moved)
+        _tell(recorder, model, known, suspect, UNHELD, known.moved)
 
 
 def _meant_to_synchronise(model: Model) -> bool:
@@ -175,7 +175,7 @@ def _stamps(model: Model) -> dict[int, int]:
     return stamps
 
 
-def _look(active: Recorder, model: Model) -> int:
+def _look(recorder: Recorder, model: Model) -> int:
     """The user's line that called the inner module or one of its own methods."""
     inner = model.inner()
     if inner is None:
@@ -185,9 +185,9 @@ def _look(active: Recorder, model: Model) -> int:
     def wanted(target: Any) -> bool:
         if isinstance(target, MethodType):
             function = getattr(target, "__func__", None)
-            return id(target.__self__) in parts and _users(active, function)
+            return id(target.__self__) in parts and _users(recorder, function)
         if isinstance(target, Bound):
-            return id(target.owner) in parts and _users(active, target.function)
+            return id(target.owner) in parts and _users(recorder, target.function)
         if id(target) in parts:
             return True
         stored = getattr(target, "__dict__", None)
@@ -195,25 +195,25 @@ def _look(active: Recorder, model: Model) -> int:
         return isinstance(inside, dict) and id(inside.get("_orig_mod")) in parts
 
     def is_user(code: CodeType) -> bool:
-        return active.sites.kind(code) == "user"
+        return recorder.sites.kind(code) == "user"
 
     found = call_in_frames(sys._getframe(1), is_user, wanted)
-    return active.sites.number(found.code, found.line) if found else -1
+    return recorder.sites.number(found.code, found.line) if found else -1
 
 
-def _users(active: Recorder, function: Any) -> bool:
+def _users(recorder: Recorder, function: Any) -> bool:
     """`model.module.loss` is the user's; `.parameters`, `.train` are torch's. `forward` counts."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", "")
-    return code is not None and (active.sites.kind(code) != "own" or name == "forward")
+    return code is not None and (recorder.sites.kind(code) != "own" or name == "forward")
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     if not step.closure:  # else what it applies is yet to come
-        _judge(active, step)
+        _judge(recorder, step)
 
 
-def _judge(active: Recorder, step: Step) -> None:
+def _judge(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     suspects = [(m, k) for m, k in list(_known.items()) if k.suspect is not None]
     if optimizer is None or not suspects:
@@ -232,7 +232,7 @@ def _judge(active: Recorder, step: Step) -> None:
             continue
         if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
             continue
-        _tell(active, model, known, suspect, step.known.number, step.number)
+        _tell(recorder, model, known, suspect, step.known.number, step.number)
 
 
 def _still_there(model: Model, suspect: Suspect) -> bool:
@@ -248,7 +248,7 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
 
 
 def _tell(
-    active: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
+    recorder: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
 ) -> None:
     known.count += 1
     if suspect.passed >= 0:
@@ -257,7 +257,7 @@ def _tell(
         if _Trap.model is model:
             _disarm()
     elif known.armed < ARMED_AT_MOST:
-        _arm(active, model, known)
+        _arm(recorder, model, known)
     call = known.calls.get(suspect.site, -1)
     known.last = Bypassed(
         at=time.monotonic(),
@@ -273,21 +273,21 @@ def _tell(
     if call not in known.told or known.count & (known.count - 1) == 0:
         known.told.add(call)
         known.on_record = known.last
-        active.emit(known.last, vital=True)
+        recorder.emit(known.last, vital=True)
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     for known in _known.values():
         if known.last is not None and known.last is not known.on_record:
-            active.emit(known.last, vital=True)
+            recorder.emit(known.last, vital=True)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
-    if _Trap.handle is not None and active.step > _Trap.until:
+def _step_ends(recorder: Recorder, step: Step) -> None:
+    if _Trap.handle is not None and recorder.step > _Trap.until:
         _disarm()
 
 
-def _arm(active: Recorder, model: Model, known: Bypass) -> None:
+def _arm(recorder: Recorder, model: Model, known: Bypass) -> None:
     """See the next forwards that go around the wrapper as they happen, up to one whose gradients
     are applied."""
     import torch
@@ -301,7 +301,7 @@ def _arm(active: Recorder, model: Model, known: Bypass) -> None:
     known.armed += 1
     known.passed = -1
     _Trap.modules = weakref.WeakSet(modules)
-    _Trap.model, _Trap.until = model, active.step + ARMED_STEPS
+    _Trap.model, _Trap.until = model, recorder.step + ARMED_STEPS
     _Trap.handle = torch.nn.modules.module.register_module_forward_pre_hook(_sprung)
 
 
@@ -315,29 +315,29 @@ def _sprung(module: Any, args: Any) -> None:
     try:
         import torch
 
-        active, model = recorder(), _Trap.model
-        if active is None or model is None or forwards.running():
+        recorder, model = current_recorder(), _Trap.model
+        if recorder is None or model is None or forwards.running():
             return
         if not torch.is_grad_enabled() or module not in _Trap.modules or not module.training:
             return
         known = _known.get(model)
         if known is None or known.passed >= 0:
             return
-        frame = _caller(active, sys._getframe(1))
+        frame = _caller(recorder, sys._getframe(1))
         if frame is not None:
-            known.passed = active.sites.number(frame.f_code, frame.f_lineno)
+            known.passed = recorder.sites.number(frame.f_code, frame.f_lineno)
     except Exception as error:
-        if (active := recorder()) is not None:
-            active.trouble("bypass.trap", error, LOST)
+        if (recorder := current_recorder()) is not None:
+            recorder.trouble("bypass.trap", error, LOST)
 
 
-def _caller(active: Recorder, frame: FrameType | None) -> FrameType | None:
+def _caller(recorder: Recorder, frame: FrameType | None) -> FrameType | None:
     """The user's frame that chose to go into the model: the first that was not given a part of it,
     as its methods are, or that has the wrapper at hand; else the outermost that is no method."""
     wrapper = None if _Trap.model is None else _Trap.model.ddp()
     outermost = None
     while frame is not None:
-        if active.sites.kind(frame.f_code) == "user":
+        if recorder.sites.kind(frame.f_code) == "user":
             known, code = variables(frame), frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             given = [_is_part(known.get(name)) for name in names]

@@ -80,12 +80,12 @@ def _wanted(known: records.Optimizer) -> Loose | None:
     return loose if by_hand and _averaging.looks.get(known.number, 0) < LOOKS else None
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     if _wanted(step.known) is not None:
-        _looking.wake()
+        _looking.enable()
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     """Whether the loss was divided by the number of ranks on its way here, and by which line."""
     import torch.distributed as dist
 
@@ -105,10 +105,10 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
         code = backward.frame.f_code
         line, written = loss_divided(code, backward.frame.f_lineno)
         if written:
-            _averaging.loss = active.sites.number(code, line), written
+            _averaging.loss = recorder.sites.number(code, line), written
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for known in optimizers.known():
         loose = _wanted(known)
         if loose is None:
@@ -117,7 +117,7 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         parameters = _some(loose)
         if parameters and backward.error is None:
             follow = bool(_averaging.looks.get(known.number)) and not _compiled()
-            tracer = _trace(active, parameters[0]) if follow else None
+            tracer = _trace(recorder, parameters[0]) if follow else None
             alone = known.number in _averaging.alone
             _averaging.taken[known.number] = _Taken(parameters, tracer, alone)
 
@@ -132,17 +132,17 @@ def _compiled() -> bool:
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in living())
 
 
-def _trace(active: Recorder, parameter: Any) -> Tracer | None:
+def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:
     reference = Reference(parameter)
 
     def number() -> int:
         held = reference()
         return digests([None if held is None else held.grad])[0]
 
-    return Tracer.start(active, "gradients", number)
+    return Tracer.start(recorder, "gradients", number)
 
 
-def _called(active: Recorder, call: Call) -> None:
+def _called(recorder: Recorder, call: Call) -> None:
     if not call.op.startswith(HANDS_OUT) and (
         "object" in call.op or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
     ):
@@ -151,7 +151,7 @@ def _called(active: Recorder, call: Call) -> None:
         taken.operations[str(call.reduction).rpartition(".")[2]] = None
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     number = step.known.number
     taken, loose = _averaging.taken.get(number), _wanted(step.known)
     seen = unwrapped_inputs.take(number)
@@ -168,7 +168,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
     finite = all(map(isfinite, (*applied, *taken.values)))
     whole = finite and len(applied) == len(taken.values) and loose.handed.every
     if whole and not step.closure:
-        active.emit(
+        recorder.emit(
             Averaged(
                 at=time.monotonic(),
                 optimizer=number,
@@ -176,7 +176,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
                 local=tuple(taken.values),
                 applied=tuple(applied),
                 operations=tuple(taken.operations),
-                sites=tuple(active.sites.number(*line) for line in lines),
+                sites=tuple(recorder.sites.number(*line) for line in lines),
                 divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
                 loss_site=_averaging.loss[0],
                 loss_divisor=_averaging.loss[1],
@@ -185,7 +185,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
             )
         )
     if not any(_wanted(known) for known in optimizers.known()):
-        _looking.rest()
+        _looking.disable()
         unwrapped_inputs.let_go()
 
 

@@ -91,8 +91,8 @@ def install() -> None:
     )
 
 
-def _called(active: Recorder, call: Call) -> None:
-    _following.wake()
+def _called(recorder: Recorder, call: Call) -> None:
+    _following.enable()
     _window.begin()
     _window.latest = ()
     size = sum([tensor.numel() for tensor in call.tensors])
@@ -107,13 +107,13 @@ def _called(active: Recorder, call: Call) -> None:
     if not call.carries_values:
         return
     inside = backwards.running()
-    after_backward = backwards.since(active.step) or _window.derived == active.step
+    after_backward = backwards.since(recorder.step) or _window.derived == recorder.step
     kept = _window.recent if after_backward else _window.earlier
     if inside and _window.hooks == {True}:
         kept = _window.within
-    if (after_backward or inside) and active.step < SITES_KNOWN:
-        _window.site = active.site()
-    amid = _amid(active.step)
+    if (after_backward or inside) and recorder.step < SITES_KNOWN:
+        _window.site = recorder.site()
+    amid = _amid(recorder.step)
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = memory_of(tensor)
@@ -126,7 +126,7 @@ def _called(active: Recorder, call: Call) -> None:
             kept.append(exchange)
             known = amid or (inside and _window.hooks == {True})
             _window.between += 0 if known else tensor.numel()
-            _window.elements += tensor.numel() if active.step else 0
+            _window.elements += tensor.numel() if recorder.step else 0
             if call.op.startswith("all_to_all"):
                 parallelism.seen(parallelism.ALL_TO_ALL, process_groups.others(call.group))
                 if tensor is call.tensors[0]:
@@ -144,16 +144,16 @@ def _amid(step: int) -> bool:
     return any(m.pending and m.forward_step == step for m in wrapped_models.live())
 
 
-def derives(active: Recorder, inputs: Iterable[Any]) -> None:
+def derives(recorder: Recorder, inputs: Iterable[Any]) -> None:
     """`torch.autograd.grad` of these: of parameters, the gradients are there without a backward."""
     from torch.nn import Parameter
 
     if not backwards.running() and any(isinstance(t, Parameter) for t in inputs):
         _window.begin()
-        _window.derived = active.step
+        _window.derived = recorder.step
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     _window.begin()
     _window.applied = {}
     _window.owners = None
@@ -163,14 +163,14 @@ def _backward_ends(active: Recorder, backward: Backward) -> None:
         routine.hasten()
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     _window.stepped = True
     _window.uncounted, _window.calls = False, 0
     # Only asked where nothing is wrapped.
     _window.sequence = -1 if wrapped_models.live() else sequence_number(_world())
     if wrapped_models.live():
         _window.begin()
-        _following.rest()
+        _following.disable()
 
 
 def _world() -> Any:

@@ -25,7 +25,7 @@ STEPS = 32
 MOST = 4096
 
 
-class Flight(NamedTuple):
+class PendingWork(NamedTuple):
     """An asynchronous call.
 
     Attributes:
@@ -47,8 +47,8 @@ class _Flights:
     """
 
     def __init__(self) -> None:
-        self.issued: list[Flight] = []
-        self.running: list[Flight] = []
+        self.issued: list[PendingWork] = []
+        self.running: list[PendingWork] = []
         self.steps: dict[int, tuple[int, int]] = {}
 
 
@@ -66,13 +66,13 @@ def install() -> None:
     )
 
 
-def _issued(active: Recorder, call: Issued) -> None:
+def _issued(recorder: Recorder, call: Issued) -> None:
     carries = exchanges.latest()
-    made = backwards.running() or backwards.since(active.step)  # gradients
-    if carries and made and active.step < STEPS:
+    made = backwards.running() or backwards.since(recorder.step)  # gradients
+    if carries and made and recorder.step < STEPS:
         for work in call.works[: MOST - len(_flights.issued)]:
-            _flights.issued.append(Flight(work, call.number, carries, active.site()))
-        _following.wake()
+            _flights.issued.append(PendingWork(work, call.number, carries, recorder.site()))
+        _following.enable()
 
 
 def step_begins(gradients: Sequence[Any]) -> None:
@@ -94,8 +94,8 @@ def steps(optimizer: int) -> tuple[int, int]:
     return _flights.steps.get(optimizer, (0, -1))
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
-    written = tape(active)
+def _step_ends(recorder: Recorder, step: Step) -> None:
+    written = tape(recorder)
     for flight in _flights.running:
         # An optimizer of the user's, or a hook of it, may wait as the first thing in its step.
         if written is not None and written.ring.state(flight.number) == State.RETURNED:
@@ -105,10 +105,10 @@ def _step_ends(active: Recorder, step: Step) -> None:
     _forget()
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     _forget()
 
 
 def _forget() -> None:
     _flights.issued, _flights.running = [], []
-    _following.rest()
+    _following.disable()

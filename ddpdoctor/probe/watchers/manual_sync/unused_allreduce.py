@@ -41,8 +41,8 @@ def install() -> None:
     call_hooks.called.subscribe(_called, lost=LOST)
 
 
-def _called(active: Recorder, call: Call) -> None:
-    step = active.step
+def _called(recorder: Recorder, call: Call) -> None:
+    step = recorder.step
     if step > LAST or (step >= EARLY and step & (step - 1)) or not call.carries_values:
         return
     if step != _window.step:
@@ -51,16 +51,16 @@ def _called(active: Recorder, call: Call) -> None:
         if tensor.is_floating_point() and readable(tensor):
             memory = 0 if call.gathers else memory_of(tensor)
             _window.handed.append((memory, tensor.numel(), _squares(tensor)))
-            _window.site = active.site()
+            _window.site = recorder.site()
 
 
-def share(active: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
+def share(recorder: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
     """The norm of the copies that were handed over for the step to come, by that of the gradients
     of these parameters, and the line; 0 and -1 where they are not as many, not on the CPU, or not
     finite."""
     gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
     nothing = (0.0, -1)
-    if active.step != _window.step or not all(map(readable, gradients)):
+    if recorder.step != _window.step or not all(map(readable, gradients)):
         return nothing
     own = {memory_of(t) for t in (*parameters, *gradients) if t is not None}
     handed = [(n, squares) for memory, n, squares in _window.handed if memory not in own]

@@ -98,34 +98,34 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     """What a wrapper covers stays covered: look again only now and then."""
     known = step.known.notes.get(Loose)
     if known is None or not (known.parameters or step.number % LOOK_AGAIN):
-        _follow(active, step)
+        _follow(recorder, step)
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     known = step.known.notes.get(Loose)
     if known is not None and known.parameters:
-        _follow(active, step)
+        _follow(recorder, step)
 
 
-def _follow(active: Recorder, step: Step) -> None:
+def _follow(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None or not _several_ranks():
         return
-    known = _known(active, optimizer, step)
+    known = _known(recorder, optimizer, step)
     if not known.parameters or capturing():
         return
-    _following.wake()
+    _following.enable()
     every = [ref() for ref in known.parameters]
     alive = [p for p in every if p is not None]
     known.handed = exchanges.handed(every)
-    before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
-    if not active.step:
+    before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
+    if not recorder.step:
         known.spread = exchanges.spread(alive)
-    _write(active, known, wait=False)
+    _write(recorder, known, wait=False)
     complete = not step.closure and _counts(known, known.handed.group)
     known.shared += known.handed.most
     known.averaged += exchanges.parameters_averaged(alive)
@@ -135,7 +135,7 @@ def _follow(active: Recorder, step: Step) -> None:
     due |= _may_be_equal_now(known, alive)
     known.complete = complete
     if due and any(p.grad is not None for p in alive):
-        _look(active, step.known.number, known, step.number)
+        _look(recorder, step.known.number, known, step.number)
     known.completed += complete
     known.inside += exchanges.handed_inside(every)
 
@@ -176,13 +176,15 @@ def _may_be_equal_now(known: Loose, parameters: list[Any]) -> bool:
     return much
 
 
-def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False) -> None:
+def _look(
+    recorder: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False
+) -> None:
     every = [ref() for ref in known.parameters]
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
     closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
     running, running_site = pending_works.steps(optimizer)
-    copied, copied_site = unused_allreduce.share(active, every) if closely else (0.0, -1)
+    copied, copied_site = unused_allreduce.share(recorder, every) if closely else (0.0, -1)
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -215,7 +217,7 @@ def _look(active: Recorder, optimizer: int, known: Loose, step: int, *, last: bo
         last=last,
     )
     known.waiting.append((state, Waiting(gradients), Waiting(values)))
-    _write(active, known, wait=False)
+    _write(recorder, known, wait=False)
 
 
 def _several_ranks() -> bool:
@@ -224,7 +226,7 @@ def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
+def _known(recorder: Recorder, optimizer: Any, step: Step) -> Loose:
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     known = step.known.notes.get(Loose)
     if known is not None and (known.held, known.models) == (held, wrapped_models.count()):
@@ -237,7 +239,7 @@ def _known(active: Recorder, optimizer: Any, step: Step) -> Loose:
     known = step.known.notes[Loose] = Loose(mine)
     known.held, known.models = held, wrapped_models.count()
     if mine:
-        _tell(active, step, mine)
+        _tell(recorder, step, mine)
     return known
 
 
@@ -256,19 +258,19 @@ def _sharded(parameter: Any) -> bool:
     )
 
 
-def _made_at(active: Recorder, root: Any) -> int:
+def _made_at(recorder: Recorder, root: Any) -> int:
     """The line that named the model, where it is still in sight; else the one that made it."""
     found = assignment_in_frames(
-        sys._getframe(1), lambda code: active.sites.kind(code) == "user", root, birth_line(root)
+        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", root, birth_line(root)
     )
-    return active.sites.number(found.code, found.line) if found is not None else birth_site(root)
+    return recorder.sites.number(found.code, found.line) if found is not None else birth_site(root)
 
 
-def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
+def _tell(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
     names, roots = named_roots(parameters)
     alone = roots or (parameters if len(parameters) == 1 else [])
-    one = name_of(id(alone[0]), sys._getframe(1), active.sites) if alone else None
-    active.emit(
+    one = name_of(id(alone[0]), sys._getframe(1), recorder.sites) if alone else None
+    recorder.emit(
         Unwrapped(
             at=time.monotonic(),
             optimizer=step.known.number,
@@ -279,7 +281,7 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
             ),
             wrapped=wrapped_models.count(),
             root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
-            site=_made_at(active, roots[0] if roots else parameters[0]),
+            site=_made_at(recorder, roots[0] if roots else parameters[0]),
             step_site=step.site,
             name=one.name if one else "",
         ),
@@ -287,19 +289,19 @@ def _tell(active: Recorder, step: Step, parameters: list[Any]) -> None:
     )
 
 
-def _exchanged(active: Recorder, known: Loose, parameters: list[Any]) -> str:
+def _exchanged(recorder: Recorder, known: Loose, parameters: list[Any]) -> str:
     """How the ranks ever exchanged these parameters or their gradients. Before the first step of
     all they take the parameters of one to begin with: that does not keep them equal."""
     if found := parallelism.special() or known.exchanged:
         return found
     if known.handed.most:
         return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"
-    if active.step and exchanges.values_exchanged(parameters):
+    if recorder.step and exchanges.values_exchanged(parameters):
         return "parameters"
     return "unseen" if not wrapped_models.live() and exchanges.unseen() else ""
 
 
-def _write(active: Recorder, known: Loose, *, wait: bool) -> None:
+def _write(recorder: Recorder, known: Loose, *, wait: bool) -> None:
     while known.waiting:
         state, gradients, values = known.waiting[0]
         if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
@@ -311,7 +313,7 @@ def _write(active: Recorder, known: Loose, *, wait: bool) -> None:
             parameters=_one(values.values),
             each=state.each and pack([*gradients.values, *values.values]),
         )
-        active.emit(told, vital=True)
+        recorder.emit(told, vital=True)
 
 
 def _one(numbers: list[int]) -> int:
@@ -321,27 +323,27 @@ def _one(numbers: list[int]) -> int:
     return total
 
 
-def _destroying(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not (args or kwargs.get("group")):
-        _finish(active, wait=True)
+        _finish(recorder, wait=True)
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     # A device that hangs is not waited for.
-    _finish(active, wait=False)
+    _finish(recorder, wait=False)
 
 
-def _finish(active: Recorder, *, wait: bool) -> None:
+def _finish(recorder: Recorder, *, wait: bool) -> None:
     """The last look at what is exchanged by hand, and what waits to be written."""
     exchanges.no_step_follows()
     for optimizer in optimizers.known():
         if (known := optimizer.notes.pop(Loose, None)) is not None:
             alive = [p for ref in known.parameters if (p := ref()) is not None]
-            before, known.exchanged = known.exchanged, _exchanged(active, known, alive)
+            before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
             if (before, known.exchanged) == ("", "parameters"):
                 changed = exchanges.values_exchanged(alive, gathered=False)
                 known.exchanged = "parameters" if changed else "gathered"
             told = known.completed or known.inside or known.spread > 0
             if told or known.exchanged != before:
-                _look(active, optimizer.number, known, optimizer.steps, last=True)
-            _write(active, known, wait=wait)
+                _look(recorder, optimizer.number, known, optimizer.steps, last=True)
+            _write(recorder, known, wait=wait)

@@ -81,14 +81,14 @@ def let_go() -> None:
 def _called(module: Any, args: tuple[Any, ...]) -> None:
     optimizer = _Asked.roots.get(module)
     if optimizer is not None and optimizer not in _Asked.given and not forwards.running():
-        guarded("given", lambda active: _look(active, optimizer, args), lost=LOST)
+        guarded("given", lambda recorder: _look(recorder, optimizer, args), lost=LOST)
 
 
-def _look(active: Recorder, optimizer: int, args: tuple[Any, ...]) -> None:
+def _look(recorder: Recorder, optimizer: int, args: tuple[Any, ...]) -> None:
     import torch
 
     if torch.is_grad_enabled():
         digest, numbers = content(args)
         before = _Asked.positions
         drawn = rng_state.drawn(before, rng_state.positions()) if before else -1
-        _Asked.given[optimizer] = Given(digest, numbers, drawn, active.site())
+        _Asked.given[optimizer] = Given(digest, numbers, drawn, recorder.site())

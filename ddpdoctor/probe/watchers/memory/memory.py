@@ -86,20 +86,20 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     if backward.number % COUNTED == 0 and backward.roots:
         _watch(backward.roots[0])
 
 
-def _forward_made(active: Recorder, forward: Forward) -> None:
+def _forward_made(recorder: Recorder, forward: Forward) -> None:
     if getattr(forward.output, "requires_grad", False):
         _watch(forward.output)
 
 
-def _backward_made(active: Recorder, backward: Backward) -> None:
+def _backward_made(recorder: Recorder, backward: Backward) -> None:
     if backward.roots:
         _watch(backward.roots[0])
-    _made.rest()
+    _made.disable()
 
 
 def _watch(tensor: Any) -> None:
@@ -115,38 +115,38 @@ def _alive() -> int:
     return len(_memory.made)
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     if forwards.count() % COUNTED == 0:
-        _forward_made(active, forward)
+        _forward_made(recorder, forward)
     # Where steps are taken they are the better place: gradients and activations are gone then.
-    if active.step != _memory.last_step:
-        _memory.idle, _memory.last_step = 0, active.step
+    if recorder.step != _memory.last_step:
+        _memory.idle, _memory.last_step = 0, recorder.step
         return
     now = time.monotonic()
     if now >= _memory.due:
         _memory.idle += 1
         if _memory.idle > FORWARDS_WITHOUT_STEP:
-            _sample(active, now)
+            _sample(recorder, now)
 
 
-def _pulse(active: Recorder, step: Step) -> None:
-    _made.wake()
+def _pulse(recorder: Recorder, step: Step) -> None:
+    _made.enable()
     now = time.monotonic()
     if now >= _memory.due:
-        _sample(active, now)
+        _sample(recorder, now)
 
 
-def _sample(active: Recorder, now: float) -> None:
+def _sample(recorder: Recorder, now: float) -> None:
     _memory.taken += 1
     if _memory.taken % SAMPLES_PER_PACE == 0:
         _memory.pace = min(2 * _memory.pace, LONGEST_S)
     _memory.due = now + _memory.pace
     resident = _resident()
     device, peak, reserved = _device()
-    active.emit(
+    recorder.emit(
         MemorySample(
             at=now,
-            step=active.step,
+            step=recorder.step,
             rss_bytes=resident,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             forwards=forwards.count(),
@@ -161,11 +161,11 @@ def _sample(active: Recorder, now: float) -> None:
     if _memory.told:
         return
     if _memory.taken % CHAIN_EVERY == 0:
-        _look_for_chain(active)
+        _look_for_chain(recorder)
     if not _memory.told:
         kept = _alive() >= SUSPICIOUS_LOSSES
         if kept or _grows():
-            _look_for_holder(active, everywhere=kept or active.affordable())
+            _look_for_holder(recorder, everywhere=kept or recorder.affordable())
 
 
 def _resident() -> int:
@@ -199,8 +199,8 @@ def _grows() -> bool:
     return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH and lasting
 
 
-def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
-    progress = active.step, forwards.count()
+def _look_for_holder(recorder: Recorder, *, everywhere: bool) -> None:
+    progress = recorder.step, forwards.count()
     since = [now - then for now, then in zip(progress, _memory.census_at, strict=True)]
     evaluates = since[1] > FORWARDS_OF_A_STEP * since[0]
     last, steps = _memory.census_at[evaluates], since[evaluates]
@@ -210,7 +210,7 @@ def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
         _memory.censuses += 1
         now = memory_holders.census()
     else:
-        now = memory_holders.census(memory_holders.at_hand(sys._getframe(1), active.sites))
+        now = memory_holders.census(memory_holders.at_hand(sys._getframe(1), recorder.sites))
     before, _memory.census, _memory.census_at = _memory.census, now, progress
     grown = {
         key: more
@@ -222,33 +222,35 @@ def _look_for_holder(active: Recorder, *, everywhere: bool) -> None:
     if grown:
         key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
         one = names_in_frames.name_of(
-            key, sys._getframe(1), active.sites, names_in_frames.DEEPEST_NAME
+            key, sys._getframe(1), recorder.sites, names_in_frames.DEEPEST_NAME
         )
-        _tell(active, one, now[key], grown[key], steps)
+        _tell(recorder, one, now[key], grown[key], steps)
 
 
-def _look_for_chain(active: Recorder) -> None:
+def _look_for_chain(recorder: Recorder) -> None:
     """A sum of losses is no container: look at the tensors that the user's code has at hand."""
-    one, length = memory_holders.long_chain(sys._getframe(1), active.sites)
+    one, length = memory_holders.long_chain(sys._getframe(1), recorder.sites)
     if one is not None and length > _memory.chain > 0:
         grown = length - _memory.chain
-        _tell(active, one, memory_holders.Held(length, True, "graph"), grown, grown)
+        _tell(recorder, one, memory_holders.Held(length, True, "graph"), grown, grown)
     _memory.chain = length
 
 
 def _tell(
-    active: Recorder,
-    one: names_in_frames.AtHand | None,
+    recorder: Recorder,
+    one: names_in_frames.NamedObject | None,
     held: memory_holders.Held,
     grown: int,
     steps: int,
 ) -> None:
-    sites = active.sites
+    sites = recorder.sites
     site = (
-        active.site() if one is None else sites.place(*memory_holders.place_that_grows(one, sites))
+        recorder.site()
+        if one is None
+        else sites.place(*memory_holders.place_that_grows(one, sites))
     )
     _memory.told = held.graphs
-    active.emit(
+    recorder.emit(
         MemoryHeld(
             at=time.monotonic(),
             name=one.name if one is not None else "",
@@ -256,7 +258,7 @@ def _tell(
             length=held.length,
             grown=grown,
             steps=steps,
-            step=active.step,
+            step=recorder.step,
             graphs=held.graphs,
             site=site,
             entry_bytes=held.entry_bytes,
@@ -265,6 +267,6 @@ def _tell(
     )
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     if _memory.taken:
-        _sample(active, time.monotonic())
+        _sample(recorder, time.monotonic())

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 from ...recording.code_locations import Sites
-from ...recording.names_in_frames import DEEPEST_NAME, AtHand, attributes, named
+from ...recording.names_in_frames import DEEPEST_NAME, NamedObject, attributes, named
 from ...source.ast_cache import Source, source_of
 
 FEWEST = 16
@@ -99,7 +99,7 @@ def at_hand(frame: FrameType | None, sites: Sites) -> Iterator[Any]:
     return (one.value for one in named(frame, sites, DEEPEST))
 
 
-def long_chain(frame: FrameType | None, sites: Sites) -> tuple[AtHand | None, int]:
+def long_chain(frame: FrameType | None, sites: Sites) -> tuple[NamedObject | None, int]:
     """What sums up losses together with their graphs, and how many."""
     import torch
 
@@ -125,7 +125,7 @@ def _additions(node: Any) -> int:
 _ADDING = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
 
 
-def place_that_grows(one: AtHand, sites: Sites) -> tuple[str, int, str]:
+def place_that_grows(one: NamedObject, sites: Sites) -> tuple[str, int, str]:
     """File, line and function of what adds to it; the line that runs where there is none."""
     code = one.frame.f_code
     owner = one.owner or type(one.value)

@@ -17,7 +17,7 @@ def spares(suspect: NonFinite) -> bool:
     return at_fault and (suspect.kind, suspect.value) == ("loss", "nan")
 
 
-class Spared:
+class FiniteGradients:
     """
     Attributes:
         first: the first loss of which a step was taken with finite gradients that nobody had

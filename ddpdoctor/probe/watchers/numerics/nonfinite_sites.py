@@ -12,7 +12,7 @@ from .nonfinite_origin import Origin
 
 
 def of(
-    active: Recorder,
+    recorder: Recorder,
     origin: Origin,
     live: list[Model],
     frame: Any,
@@ -30,23 +30,23 @@ def of(
         returned: by model, torch's number for the first node after it, -1 where that is not known.
     """
     if beyond:
-        return _after_the_forward(active, origin, forward_site, frame, root)
+        return _after_the_forward(recorder, origin, forward_site, frame, root)
     if origin.entered:
-        return _of_maker(active, live, origin.module, forward_site)
+        return _of_maker(recorder, live, origin.module, forward_site)
     outside = bool(returned) and all(0 <= number <= origin.number for number in returned)
     if outside and frame is not None and origin.derivative_site < 0:
-        site = _outside(active, origin, frame, forward_site)
+        site = _outside(recorder, origin, frame, forward_site)
     else:
-        site = _of_operation(active, origin, live, frame)
+        site = _of_operation(recorder, origin, live, frame)
     if site >= 0 or frame is None or origin.derivative_site >= 0:
         return site if site >= 0 else origin.derivative_site
     within = len(returned) == 1 and 0 <= origin.number < returned[0]
     if within and forward_site >= 0:
         return forward_site
-    return active.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
+    return recorder.sites.number(frame.f_code, nonfinite_origin.line_of_loss(frame, root))
 
 
-def module_at(active: Recorder, site: int, live: list[Model]) -> str:
+def module_at(recorder: Recorder, site: int, live: list[Model]) -> str:
     """The module in whose forward that line is; empty where it is in none, or in the one of several
     modules, or of a whole model."""
     found: dict[CodeType, list[str]] = {}
@@ -57,12 +57,12 @@ def module_at(active: Recorder, site: int, live: list[Model]) -> str:
                 found.setdefault(forward.__code__, []).append(name)
     for code, names in found.items():
         lines = [line for *_, line in code.co_lines() if line]
-        if min(lines) <= active.sites.line(site, code) <= max(lines):
+        if min(lines) <= recorder.sites.line(site, code) <= max(lines):
             return names[0] if len(names) == 1 else ""
     return ""
 
 
-def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
+def _of_operation(recorder: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
     operation = origin.operation
     if origin.derivative_site >= 0 and not operation:
         return -1
@@ -74,33 +74,33 @@ def _of_operation(active: Recorder, origin: Origin, live: list[Model], frame: An
             else None
         )
         if place is not None:
-            return active.sites.place(*place)
+            return recorder.sites.place(*place)
     return -1
 
 
-def _outside(active: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
+def _outside(recorder: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
     """The line that made it of what the models returned: after the call of these where the same
     function makes the backward, or else in its file."""
-    first = active.sites.line(forward_site, frame.f_code)
+    first = recorder.sites.line(forward_site, frame.f_code)
     found = nonfinite_origin.lines_from(origin.operation, frame, first) if first > 0 else set()
     if not found:
         place = nonfinite_origin.line_of_operation(origin.operation, None, frame)
         found = set() if place is None else {place}
-    return active.sites.place(*found.pop()) if len(found) == 1 else -1
+    return recorder.sites.place(*found.pop()) if len(found) == 1 else -1
 
 
 def _after_the_forward(
-    active: Recorder, origin: Origin, forward_site: int, frame: Any, root: Any
+    recorder: Recorder, origin: Origin, forward_site: int, frame: Any, root: Any
 ) -> int:
     """The line between the forward and the backward, where one function makes both."""
-    first = -1 if frame is None else active.sites.line(forward_site, frame.f_code)
+    first = -1 if frame is None else recorder.sites.line(forward_site, frame.f_code)
     if first < 0:
         return -1
     line = nonfinite_origin.line_after(origin.entered, frame, root, first)
-    return active.sites.number(frame.f_code, line) if line >= 0 else -1
+    return recorder.sites.number(frame.f_code, line) if line >= 0 else -1
 
 
-def _of_maker(active: Recorder, live: list[Model], module: str, otherwise: int) -> int:
+def _of_maker(recorder: Recorder, live: list[Model], module: str, otherwise: int) -> int:
     inner = live[0].inner() if len(live) == 1 and module else None
     place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
-    return otherwise if place is None else active.sites.place(*place)
+    return otherwise if place is None else recorder.sites.place(*place)

@@ -32,7 +32,7 @@ from ...training.module_origins import named_roots
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
 from . import nonfinite_origin, nonfinite_sites
-from .finite_gradients_of_nan_loss import Spared, spares
+from .finite_gradients_of_nan_loss import FiniteGradients, spares
 from .nonfinite_origin import Origin
 
 LOST = "where NaN and infinity come from"
@@ -66,7 +66,7 @@ class _Numerics:
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local: NonFinite | None = None
-        self.spared = Spared()
+        self.spared = FiniteGradients()
         self.lasting: tuple[NonFinite | None, int] = (None, 0)
         self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
@@ -101,7 +101,7 @@ def install() -> None:
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
-def _forward_due(active: Recorder, forward: Forward) -> None:
+def _forward_due(recorder: Recorder, forward: Forward) -> None:
     made = forward.model.forwards
     if _state.told < MOST_TOLD and made & (made - 1) == 0:
         given = (ref() for _, ref in _inputs(forward))
@@ -109,7 +109,7 @@ def _forward_due(active: Recorder, forward: Forward) -> None:
             _state.marked.add(forward.model)
 
 
-def _forward_ends(active: Recorder, forward: Forward) -> None:
+def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     if forward.grad_enabled and _state.told < MOST_TOLD:
         output = forward.output
         kept = Reference(output) if type(output) is _state.plain else None
@@ -155,7 +155,7 @@ def _spelled(name: int | str) -> str:
     return name if isinstance(name, str) else f"argument {name}"
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     earlier, _state.suspect, _state.local = _state.suspect, None, None
     _state.flags.clear()
     _state.hooks.alone = False
@@ -171,24 +171,24 @@ def _backward_begins(active: Recorder, backward: Backward) -> None:
     if not one_number and root.is_cuda:
         if compiling():
             return
-        _flag_later(active, backward, root, "loss")
+        _flag_later(recorder, backward, root, "loss")
     elif not (math.isfinite(root.item()) if one_number else finite(root)):
         if not compiling():
-            _state.suspect = _remaining(earlier) or _diagnose(active, backward, root)
-            _judging.wake()
+            _state.suspect = _remaining(earlier) or _diagnose(recorder, backward, root)
+            _judging.enable()
             if spares(_state.suspect):
-                _watch_gradients(active, backward, True)
-            _lasts(active, _state.suspect, root)
+                _watch_gradients(recorder, backward, True)
+            _lasts(recorder, _state.suspect, root)
         return
     _state.lasting = None, 0
     if earlier is not None:
         _state.suspect = _remaining(earlier)
     if marked and not root.is_cuda:
         _state.masked |= marked
-    asked = active.every and active.step % active.every == 0
-    if (asked or _state.backwards < ALWAYS or active.affordable()) and not compiling():
+    asked = recorder.every and recorder.step % recorder.every == 0
+    if (asked or _state.backwards < ALWAYS or recorder.affordable()) and not compiling():
         seen, _state.backwards = _state.backwards, _state.backwards + 1
-        _watch_gradients(active, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
+        _watch_gradients(recorder, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
 
 
 def _remaining(earlier: NonFinite | None) -> NonFinite | None:
@@ -198,7 +198,7 @@ def _remaining(earlier: NonFinite | None) -> NonFinite | None:
     return earlier
 
 
-def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:
+def _lasts(recorder: Recorder, suspect: NonFinite, root: Any) -> None:
     """No step may be taken on it ever: a GradScaler goes on skipping what no scale can mend."""
     first, count = _state.lasting
     overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
@@ -208,27 +208,27 @@ def _lasts(active: Recorder, suspect: NonFinite, root: Any) -> None:
         first, count = first or suspect, count + 1
         if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
             told = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
-            _tell(active, told)
+            _tell(recorder, told)
     _state.lasting = first, count
 
 
-def _flag_later(active: Recorder, backward: Backward, value: Any, kind: str) -> None:
+def _flag_later(recorder: Recorder, backward: Backward, value: Any, kind: str) -> None:
     import torch
 
     if torch.cuda.is_current_stream_capturing():
         return
     bad = torch.logical_not(torch.isfinite(value.detach()).all())
     event = NonFinite(
-        at=time.monotonic(), kind=kind, step=active.step, value="not finite", site=backward.site
+        at=time.monotonic(), kind=kind, step=recorder.step, value="not finite", site=backward.site
     )
     _state.flags.append((Flag(bad), event))
-    _judging.wake()
+    _judging.enable()
 
 
-def _watch_gradients(active: Recorder, backward: Backward, whole: bool) -> None:
+def _watch_gradients(recorder: Recorder, backward: Backward, whole: bool) -> None:
     """Look at what arrives at one early parameter of each model, or at many (`whole`), before it is
     averaged."""
-    look = shielded("numerics.look", partial(_look, active, backward, whole), LOST)
+    look = shielded("numerics.look", partial(_look, recorder, backward, whole), LOST)
     for model in wrapped_models.live():
         if not model.pending:
             continue
@@ -240,42 +240,42 @@ def _watch_gradients(active: Recorder, backward: Backward, whole: bool) -> None:
             if parameter is None or not parameter.requires_grad:  # frozen for this backward
                 continue
             _state.hooks.add([(parameter, partial(look, model.names[position]))])
-            _looked.wake()
+            _looked.enable()
             if parameter.is_cuda:  # each look has its price there
                 break
 
 
-def _look(active: Recorder, backward: Backward, whole: bool, name: str, gradient: Any) -> None:
+def _look(recorder: Recorder, backward: Backward, whole: bool, name: str, gradient: Any) -> None:
     if gradient is None or Captures.depth:
         return
     if gradient.is_cuda:
-        _flag_later(active, backward, gradient, "gradient")
+        _flag_later(recorder, backward, gradient, "gradient")
         return
     began = time.perf_counter_ns()
     if not finite_gradient(gradient):
         if _state.local is None:
-            _state.local = _own_gradient(active, backward, gradient)
+            _state.local = _own_gradient(recorder, backward, gradient)
         if whole:
             _state.local = msgspec.structs.replace(_state.local, names=(*_state.local.names, name))
-    active.own_ns += time.perf_counter_ns() - began
+    recorder.own_ns += time.perf_counter_ns() - began
 
 
-def _own_gradient(active: Recorder, backward: Backward, gradient: Any) -> NonFinite:
+def _own_gradient(recorder: Recorder, backward: Backward, gradient: Any) -> NonFinite:
     return NonFinite(
         at=time.monotonic(),
         kind="gradient",
-        step=active.step,
+        step=recorder.step,
         value=nonfinite_origin.value_in(gradient),
         site=backward.site,
     )
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
-    _looked.rest()
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
+    _looked.disable()
     _state.hooks.remove()
     if _state.local is not None and _state.suspect is None:
         _state.suspect = _state.local
-        _judging.wake()
+        _judging.enable()
 
 
 def _names() -> dict[int, list[str]]:
@@ -289,14 +289,14 @@ def _names() -> dict[int, list[str]]:
     return found
 
 
-def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
+def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
     """What was not finite before the loss was: inputs, parameters, buffers, or an operation."""
     live = [m for m in wrapped_models.live() if m.pending]
-    frame = active.sites.user_frame(sys._getframe(1))
+    frame = recorder.sites.user_frame(sys._getframe(1))
     base = NonFinite(
         at=time.monotonic(),
         kind="loss",
-        step=active.step,
+        step=recorder.step,
         value=nonfinite_origin.value_in(root),
         site=backward.site,
         backward=backward.number,
@@ -319,7 +319,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
     beyond = _beyond(origin, live)
     returned = [_state.returned.get(model, _NOTHING)[0] for model in live]
     site = nonfinite_sites.of(
-        active, origin, live, frame, root, base.forward_site, bool(beyond), returned
+        recorder, origin, live, frame, root, base.forward_site, bool(beyond), returned
     )
     return msgspec.structs.replace(
         base,
@@ -330,7 +330,7 @@ def _diagnose(active: Recorder, backward: Backward, root: Any) -> NonFinite:
         beyond=beyond,
         derivative_site=origin.derivative_site,
         origin_site=site,
-        within=nonfinite_sites.module_at(active, site, live),
+        within=nonfinite_sites.module_at(recorder, site, live),
     )
 
 
@@ -382,10 +382,10 @@ def _rows(tensor: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:10])
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
-    _read_flags(active)
+def _step_begins(recorder: Recorder, step: Step) -> None:
+    _read_flags(recorder)
     suspect, _state.suspect = _state.suspect, None
-    _judging.wake(bool(_state.waiting or _state.flags))
+    _judging.enable(bool(_state.waiting or _state.flags))
     optimizer = step.optimizer()
     if optimizer is None or _skips_itself(optimizer):
         _state.flags.clear()
@@ -398,8 +398,10 @@ def _step_begins(active: Recorder, step: Step) -> None:
     bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
     if not bad and _state.local is None:
         hooks, number = _state.hooks, step.number
-        if (first := _state.spared.add(suspect, hooks, step=number, total=active.step)) is not None:
-            _tell(active, first)
+        if (
+            first := _state.spared.add(suspect, hooks, step=number, total=recorder.step)
+        ) is not None:
+            _tell(recorder, first)
     if bad:
         if suspect.kind == "gradient":
             known = _names()
@@ -411,7 +413,7 @@ def _step_begins(active: Recorder, step: Step) -> None:
                 count=len(bad),
                 module=found[0].rpartition(".")[0] if found else "",
             )
-        _tell(active, msgspec.structs.replace(suspect, step=step.number, total=active.step))
+        _tell(recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step))
 
 
 def _skips_itself(optimizer: Any) -> bool:
@@ -419,29 +421,29 @@ def _skips_itself(optimizer: Any) -> bool:
     return getattr(optimizer, "found_inf", None) is not None
 
 
-def _read_flags(active: Recorder) -> None:
+def _read_flags(recorder: Recorder) -> None:
     still: list[tuple[Flag, NonFinite]] = []
     for flag, event in _state.waiting:
         answer = flag.answer()
         if answer is None:
             still.append((flag, event))
         elif answer:
-            _tell(active, event)
+            _tell(recorder, event)
     _state.waiting = still[-20:]
 
 
-def _tell(active: Recorder, event: NonFinite) -> None:
+def _tell(recorder: Recorder, event: NonFinite) -> None:
     if _state.told < MOST_TOLD:
         _state.told += 1
         if event.kind in ("loss", "gradient"):
             largest = nonfinite_origin.largest(optimizers.held().values())
             event = msgspec.structs.replace(event, largest=largest)
-        active.emit(event, vital=True)
+        recorder.emit(event, vital=True)
 
 
-def _leaving(active: Recorder, _: None) -> None:
-    _read_flags(active)
+def _leaving(recorder: Recorder, _: None) -> None:
+    _read_flags(recorder)
     if (spared := _state.spared.first) is not None and spared.spared > 1:
-        active.emit(spared)
+        recorder.emit(spared)
     if _state.suspect is not None:  # the program ended over it, or left it out
-        _tell(active, msgspec.structs.replace(_state.suspect, applied=False))
+        _tell(recorder, msgspec.structs.replace(_state.suspect, applied=False))

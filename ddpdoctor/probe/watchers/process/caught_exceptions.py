@@ -50,67 +50,69 @@ def install() -> None:
     lifecycle.loading_failed.subscribe(_loading_failed, lost=LOST)
 
 
-def _forward_failed(active: Recorder, forward: Forward) -> None:
+def _forward_failed(recorder: Recorder, forward: Forward) -> None:
     assert forward.error is not None
-    passed(active, "forward", forward.error, forward.site)
+    passed(recorder, "forward", forward.error, forward.site)
 
 
-def _backward_failed(active: Recorder, backward: Backward) -> None:
+def _backward_failed(recorder: Recorder, backward: Backward) -> None:
     assert backward.error is not None
-    passed(active, "backward", backward.error, backward.site)
+    passed(recorder, "backward", backward.error, backward.site)
 
 
-def _loading_failed(active: Recorder, loading: Loading) -> None:
+def _loading_failed(recorder: Recorder, loading: Loading) -> None:
     assert loading.error is not None
-    passed(active, "data", loading.error, loading.site)
+    passed(recorder, "data", loading.error, loading.site)
 
 
-def _told(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _told(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Something is logged, or a traceback is printed: in a handler of the user's, as a rule, that
     an exception was caught."""
     error = sys.exc_info()[1]
-    if error is not None and _handled(active, "handler", error):
-        hooks.handled.happens(active, error)
+    if error is not None and _handled(recorder, "handler", error):
+        hooks.handled.fire(recorder, error)
 
 
-def _called(active: Recorder, call: Call) -> None:
+def _called(recorder: Recorder, call: Call) -> None:
     """A collective is called; in a handler of the user's, or in a `finally`, it may be that only
     this rank comes there. The exception itself is not kept: it would keep what its frames hold."""
     error = sys.exc_info()[1]
     last, _passing.unwinding = _passing.unwinding, id(error)
     if error is not None and id(error) != last:
-        _handled(active, "unwinding", error)
+        _handled(recorder, "unwinding", error)
 
 
-def _handled(active: Recorder, where: str, error: BaseException) -> bool:
+def _handled(recorder: Recorder, where: str, error: BaseException) -> bool:
     """Record what was raised, where it is the user's own code that has caught it."""
     trace = error.__traceback__
-    if trace is None or active.sites.kind(trace.tb_frame.f_code) != "user":
+    if trace is None or recorder.sites.kind(trace.tb_frame.f_code) != "user":
         return False
-    tried = active.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
-    passed(active, where, error, tried, tried)
+    tried = recorder.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
+    passed(recorder, where, error, tried, tried)
     return True
 
 
-def passed(active: Recorder, where: str, error: BaseException, site: int, tried: int = -1) -> None:
+def passed(
+    recorder: Recorder, where: str, error: BaseException, site: int, tried: int = -1
+) -> None:
     """Record an exception; `site` is told where no line of the user's raised it or called what
     did."""
     if _passing.told >= TOLD_AT_MOST or not isinstance(error, Exception):
         return
     text = str(error)
-    other = relayed(text, active.sites, MESSAGE_LIMIT)
+    other = relayed(text, recorder.sites, MESSAGE_LIMIT)
     if other is not None:
         frame = next((f for f in reversed(other.frames) if f.user), None)
         if frame is not None:
-            site = active.sites.place(frame.file, frame.line, frame.function)
+            site = recorder.sites.place(frame.file, frame.line, frame.function)
     else:
-        site = raised_at(active, error.__traceback__, site)
+        site = raised_at(recorder, error.__traceback__, site)
     event = ExceptionPassed(
         at=time.monotonic(),
         where=where,
         kind=other.kind if other else type(error).__qualname__,
         message=(other.message if other else text)[:MESSAGE_LIMIT],
-        step=active.step,
+        step=recorder.step,
         site=site,
         tried=tried,
     )
@@ -119,14 +121,14 @@ def passed(active: Recorder, where: str, error: BaseException, site: int, tried:
         if last is not None and msgspec.structs.replace(event, at=last.at) == last:
             return  # a handler may log in several lines
     _passing.told += 1
-    active.emit(event)
+    recorder.emit(event)
 
 
-def raised_at(active: Recorder, trace: TracebackType | None, site: int) -> int:
+def raised_at(recorder: Recorder, trace: TracebackType | None, site: int) -> int:
     """The innermost line of the user's, `site` where there is none."""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if active.sites.kind(code) == "user":
-            site = active.sites.number(code, trace.tb_lineno)
+        if recorder.sites.kind(code) == "user":
+            site = recorder.sites.number(code, trace.tb_lineno)
         trace = trace.tb_next
     return site

@@ -21,7 +21,7 @@ from ...recording import hooks, stack_file
 from ...recording.code_locations import USER
 from ...recording.frames import passed_over
 from ...recording.patching import replace
-from ...recording.recorder import Recorder, guarded, recorder
+from ...recording.recorder import Recorder, current_recorder, guarded
 from ...source.raising_line import pointed_at
 from ...source.statements import enclosing
 from ...training import lifecycle, records
@@ -67,11 +67,11 @@ class _Ending:
 _ending = _Ending()
 
 
-def install(active: Recorder) -> None:
+def install(recorder: Recorder) -> None:
     """Watch the end of this process. Chains to whatever the user installed before."""
     global _ending
     _ending = _Ending()
-    stack_file.watch(active)
+    stack_file.watch(recorder)
     _wrap_excepthook()
     _wrap_thread_excepthook()
     _wrap_exits()
@@ -118,25 +118,25 @@ def _wrap_thread_excepthook() -> None:
     previous = threading.excepthook
 
     def excepthook(args: threading.ExceptHookArgs) -> None:
-        guarded("thread", lambda active: _note_thread(active, args), lost="threads that failed")
+        guarded("thread", lambda recorder: _note_thread(recorder, args), lost="threads that failed")
         previous(args)
 
     replace(threading, "excepthook", excepthook)
 
 
-def _note_thread(active: Recorder, args: threading.ExceptHookArgs) -> None:
+def _note_thread(recorder: Recorder, args: threading.ExceptHookArgs) -> None:
     """A rank may wait for ever for what that thread was to do."""
     error = args.exc_value
     if error is None or isinstance(error, SystemExit):  # which ends a thread, and no more
         return
-    active.emit(
+    recorder.emit(
         ThreadFailed(
             at=time.monotonic(),
             thread=args.thread.name if args.thread is not None else "",
             kind=qualified(args.exc_type),
             message=text_of(error)[:MESSAGE_LIMIT],
-            frames=_frames(active, args.exc_traceback),
-            step=active.step,
+            frames=_frames(recorder, args.exc_traceback),
+            step=recorder.step,
         ),
         vital=True,
     )
@@ -153,11 +153,11 @@ def _wrap_exits() -> None:
             if _ending.how != "exception":  # else it was seen where it came out
                 _note_handled(status, sys.exc_info()[1], caught=False)
         elif threading.current_thread() is threading.main_thread():  # another ends itself only
-            guarded("sys.exit", lambda active: _note_exit(active, status))
+            guarded("sys.exit", lambda recorder: _note_exit(recorder, status))
         leave(status)
 
     def _exit(status: int) -> NoReturn:
-        if recorder() is not None and not _ending.told:
+        if current_recorder() is not None and not _ending.told:
             caller = sys._getframe().f_back
             if guarded("os._exit", lambda _: _by_starter(caller)):
                 _ending.status = status
@@ -171,7 +171,7 @@ def _wrap_exits() -> None:
     def _exit_function(*args: Any, **kwargs: Any) -> None:
         caller = sys._getframe().f_back  # None where the interpreter itself calls
         if caller is not None and caller.f_globals.get("__name__") == "multiprocessing.process":
-            guarded("multiprocessing", lambda active: _note_child(active, caller))
+            guarded("multiprocessing", lambda recorder: _note_child(recorder, caller))
         finish(*args, **kwargs)
 
     for owner, name, original, wrapper in (
@@ -188,7 +188,7 @@ def _by_starter(caller: FrameType | None) -> bool:
     return caller is not None and caller.f_globals.get("__name__") in _STARTERS
 
 
-def _note_child(active: Recorder, caller: FrameType) -> None:
+def _note_child(recorder: Recorder, caller: FrameType) -> None:
     """The function of a `multiprocessing.Process` is over; `caller` calls this in the `finally`
     around it, and prints what came out of it later."""
     error = sys.exc_info()[1]
@@ -199,11 +199,11 @@ def _note_child(active: Recorder, caller: FrameType) -> None:
     elif not isinstance(error, SystemExit):
         note_exception(error, trace)
     elif _ending.how != "exception":  # else `torch.multiprocessing.spawn` has caught that
-        _note_raised(error, raised_at(active, trace, -1))
+        _note_raised(error, raised_at(recorder, trace, -1))
 
 
-def _note_exit(active: Recorder, status: Any) -> None:
-    _note_status(status, active.site())
+def _note_exit(recorder: Recorder, status: Any) -> None:
+    _note_status(status, recorder.site())
     _note_handled(_ending.status, sys.exc_info()[1])
 
 
@@ -224,7 +224,9 @@ def _note_handled(status: Any, handled: BaseException | None, *, caught: bool = 
 
 def note_exit(error: SystemExit, trace: TracebackType | None) -> None:
     """The program exits, as a `with` block sees it: with that status, by no fault of its own."""
-    guarded("sys.exit", lambda active: _note_raised(error, raised_at(active, trace, _ending.site)))
+    guarded(
+        "sys.exit", lambda recorder: _note_raised(error, raised_at(recorder, trace, _ending.site))
+    )
 
 
 def _note_status(status: Any, site: int) -> None:
@@ -233,8 +235,8 @@ def _note_status(status: Any, site: int) -> None:
     _ending.message = status[:MESSAGE_LIMIT] if isinstance(status, str) else ""
 
 
-def _note_site(active: Recorder) -> None:
-    _ending.site = active.site()
+def _note_site(recorder: Recorder) -> None:
+    _ending.site = recorder.site()
 
 
 def note_exception(
@@ -242,54 +244,54 @@ def note_exception(
 ) -> None:
     """Record an exception that ended the program (or, `caught`, that the program swallowed)."""
 
-    def note(active: Recorder) -> None:
+    def note(recorder: Recorder) -> None:
         if not caught:
             _ending.how, _ending.status = "exception", 1
-        active.emit(_raised(active, error, _frames(active, trace), caught), vital=True)
+        recorder.emit(_raised(recorder, error, _frames(recorder, trace), caught), vital=True)
 
     guarded("exception", note, lost="the exception that ended this rank")
 
 
-def _call_failed(active: Recorder, failed: tuple[int, BaseException]) -> None:
+def _call_failed(recorder: Recorder, failed: tuple[int, BaseException]) -> None:
     """Remember what a call raised. A program that catches it, makes no other call and leaves with
     a bad status leaves because of it."""
     number, error = failed
-    _ending.caught = number, _raised(active, error, _callers(active), True)
+    _ending.caught = number, _raised(recorder, error, _callers(recorder), True)
 
 
-def _handled(active: Recorder, error: BaseException) -> None:
+def _handled(recorder: Recorder, error: BaseException) -> None:
     """Remember what a handler told of, for a program that leaves with a bad status behind it."""
     if isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
         lines = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
         known = _ending.handled[1].frames if _ending.handled and _ending.lines == lines else None
-        frames = known or _frames(active, error.__traceback__)  # it may come in every round
+        frames = known or _frames(recorder, error.__traceback__)  # it may come in every round
         _ending.lines = lines
-        _ending.handled = _newest(active), _raised(active, error, frames, True)
+        _ending.handled = _newest(recorder), _raised(recorder, error, frames, True)
 
 
-def _newest(active: Recorder) -> int:
+def _newest(recorder: Recorder) -> int:
     """The number of the last call, -1 before the first."""
-    return active.tape.ring.newest if active.tape is not None else -1
+    return recorder.tape.ring.newest if recorder.tape is not None else -1
 
 
 def _raised(
-    active: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
+    recorder: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
 ) -> ExceptionRaised:
     text, now = text_of(error), time.monotonic()
     return ExceptionRaised(
         at=now,
         kind=qualified(type(error)),
         message=text[:MESSAGE_LIMIT],
-        frames=frames + _pointed_at(active, error),
+        frames=frames + _pointed_at(recorder, error),
         caught=caught,
-        step=active.step,
-        relayed=relayed(text, active.sites, MESSAGE_LIMIT),
-        first=_first(active, error),
-        still_s=round(now - active.tape.ring.progress_at, 3) if active.tape else -1.0,
+        step=recorder.step,
+        relayed=relayed(text, recorder.sites, MESSAGE_LIMIT),
+        first=_first(recorder, error),
+        still_s=round(now - recorder.tape.ring.progress_at, 3) if recorder.tape else -1.0,
     )
 
 
-def _first(active: Recorder, error: BaseException) -> Relayed | None:
+def _first(recorder: Recorder, error: BaseException) -> Relayed | None:
     """What was being handled as an exception was raised, also where the program says `from None`;
     the first of several."""
     first = error
@@ -299,7 +301,7 @@ def _first(active: Recorder, error: BaseException) -> Relayed | None:
         first = first.__context__
     if first is error or not isinstance(first, Exception):
         return None
-    frames = _frames(active, first.__traceback__)
+    frames = _frames(recorder, first.__traceback__)
     return Relayed("", qualified(type(first)), text_of(first)[:MESSAGE_LIMIT], frames)
 
 
@@ -319,43 +321,43 @@ def text_of(error: BaseException) -> str:
         return "<its __str__ failed>"
 
 
-def _frames(active: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
-    frames = [_frame(active, f.f_code, line) for f, line in traceback.walk_tb(trace)]
+def _frames(recorder: Recorder, trace: TracebackType | None) -> tuple[Frame, ...]:
+    frames = [_frame(recorder, f.f_code, line) for f, line in traceback.walk_tb(trace)]
     return tuple(frames[-FRAME_LIMIT:])
 
 
-def _pointed_at(active: Recorder, error: BaseException) -> tuple[Frame, ...]:
-    if (place := pointed_at(active.sites, error)) is None:
+def _pointed_at(recorder: Recorder, error: BaseException) -> tuple[Frame, ...]:
+    if (place := pointed_at(recorder.sites, error)) is None:
         return ()
-    active.sites.place(*place)
+    recorder.sites.place(*place)
     file, line, function = place
     inside = enclosing(file, line)
     return (Frame(os.path.abspath(file), line, function, user=True, inside=inside),)
 
 
-def _callers(active: Recorder) -> tuple[Frame, ...]:
+def _callers(recorder: Recorder) -> tuple[Frame, ...]:
     """The user's lines that are being executed, outermost first."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < FRAME_LIMIT:
-        if active.sites.kind(frame.f_code) == USER:
-            frames.append(_frame(active, frame.f_code, frame.f_lineno))
+        if recorder.sites.kind(frame.f_code) == USER:
+            frames.append(_frame(recorder, frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(reversed(frames))
 
 
-def _frame(active: Recorder, code: CodeType, line: int) -> Frame:
-    user = active.sites.kind(code) == USER
+def _frame(recorder: Recorder, code: CodeType, line: int) -> Frame:
+    user = recorder.sites.kind(code) == USER
     if user:  # record the text of the line too
-        active.sites.number(code, line)
+        recorder.sites.number(code, line)
     file = os.path.abspath(code.co_filename)
     inside = enclosing(code.co_filename, line) if user else ()
     return Frame(file=file, line=line, function=code.co_name, user=user, inside=inside)
 
 
-def _failed(active: Recorder, what: records.Forward | records.Backward) -> None:
+def _failed(recorder: Recorder, what: records.Forward | records.Backward) -> None:
     if isinstance(what.error, SystemExit):
-        _ending.passed = raised_at(active, what.error.__traceback__, -1)
+        _ending.passed = raised_at(recorder, what.error.__traceback__, -1)
 
 
 def _at_exit() -> None:
@@ -378,15 +380,15 @@ def _cut_short() -> bool:
 
 
 def _leaving() -> None:
-    if _ending.told or recorder() is None:
+    if _ending.told or current_recorder() is None:
         return
     _ending.told = True
     guarded("exception", _look_at_the_last, lost="the exception that ended this rank")
-    guarded("leaving", lambda active: hooks.leaving.happens(active, None))
+    guarded("leaving", lambda recorder: hooks.leaving.fire(recorder, None))
     guarded("leaving", _tell_end)
 
 
-def _look_at_the_last(active: Recorder) -> None:
+def _look_at_the_last(recorder: Recorder) -> None:
     """A hook that the program put in the place of ours hid what ended it; Python keeps that."""
     error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     if error is None or _ending.how == "exception" or not _left_the_program(trace):
@@ -408,11 +410,11 @@ def _left_the_program(trace: TracebackType | None) -> bool:
     return False
 
 
-def _tell_end(active: Recorder) -> None:
-    active.tell_cost(anyway=True)
-    if (raised := _behind_the_exit(active)) is not None:
-        active.emit(raised, vital=True)
-    active.emit(
+def _tell_end(recorder: Recorder) -> None:
+    recorder.tell_cost(anyway=True)
+    if (raised := _behind_the_exit(recorder)) is not None:
+        recorder.emit(raised, vital=True)
+    recorder.emit(
         RankExiting(
             at=time.monotonic(),
             how=_ending.how,
@@ -426,18 +428,18 @@ def _tell_end(active: Recorder) -> None:
     )
 
 
-def _behind_the_exit(active: Recorder) -> ExceptionRaised | None:
+def _behind_the_exit(recorder: Recorder) -> ExceptionRaised | None:
     """What the program caught just before it left: what its last call raised, or what a handler
     told of since, in the same step."""
     if _ending.how == "exception":
         return None
-    newest, now = _newest(active), time.monotonic()
+    newest, now = _newest(recorder), time.monotonic()
     if _ending.caught and _ending.caught[0] == newest:
         return _ending.caught[1]
     unknown = _ending.how == "sys.exit" and _ending.status is None
     if _ending.handled and (_ending.status or unknown):
         number, raised = _ending.handled
-        if (number, raised.step) == (newest, active.step) and now - raised.at < _JUST_BEFORE_S:
+        if (number, raised.step) == (newest, recorder.step) and now - raised.at < _JUST_BEFORE_S:
             return raised
     return None
 

@@ -24,7 +24,7 @@ from ...recording import hooks, stack_file, threads
 from ...recording.code_locations import OWN, USER
 from ...recording.import_hooks import when_imported
 from ...recording.patching import around, on_restore
-from ...recording.recorder import Recorder, guarded, recorder
+from ...recording.recorder import Recorder, current_recorder, guarded
 from ...source import file_polling, source_text
 
 LOST = "which files the ranks write and read"
@@ -93,19 +93,27 @@ def _switch_off() -> None:
     _files.on = False
 
 
-def _leave(active: Recorder, _: None) -> None:
+def _leave(recorder: Recorder, _: None) -> None:
     _files.on = False  # the interpreter ends: nothing that libraries still write is the user's
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     # Runs at every audited event of the process: the order of these tests is the cost.
     if event == "open":
-        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+        if (
+            _files.on
+            and current_recorder() is not None
+            and not getattr(_files.inside, "busy", False)
+        ):
             _looking(_opened, args)
     elif event == "os.rename":
-        if _files.on and recorder() is not None and not getattr(_files.inside, "busy", False):
+        if (
+            _files.on
+            and current_recorder() is not None
+            and not getattr(_files.inside, "busy", False)
+        ):
             _looking(_renamed, args)
-    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and recorder() is not None:
+    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and current_recorder() is not None:
         _looking(_locked, args[:2])
 
 
@@ -113,12 +121,12 @@ def _looking(work: Any, args: tuple[Any, ...]) -> None:
     """Do it once: what we open ourselves meanwhile is not looked at."""
     _files.inside.busy = True
     try:
-        guarded("files", lambda active: work(active, *args), lost=LOST)
+        guarded("files", lambda recorder: work(recorder, *args), lost=LOST)
     finally:
         _files.inside.busy = False
 
 
-def _locked(active: Recorder, file: Any, operation: Any) -> None:
+def _locked(recorder: Recorder, file: Any, operation: Any) -> None:
     if operation & fcntl.LOCK_UN:
         _files.locks = max(0, _files.locks - 1)
         return
@@ -127,12 +135,14 @@ def _locked(active: Recorder, file: Any, operation: Any) -> None:
     path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
     times = _files.locked[path] = _files.locked.get(path, 0) + 1
     if times <= RECORDS_PER_PATH and len(_files.locked) <= MOST_PATHS:
-        active.emit(
-            FileLocked(at=time.monotonic(), path=path, site=active.site(), shared=_is_shared(path))
+        recorder.emit(
+            FileLocked(
+                at=time.monotonic(), path=path, site=recorder.site(), shared=_is_shared(path)
+            )
         )
 
 
-def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
+def _opened(recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
     stack_file.keep()  # before a number that was its own is given to another file
     if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
         return
@@ -140,22 +150,22 @@ def _opened(active: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None
     if kind == os.O_RDONLY:
         text = os.fsdecode(name)
         if text.endswith(_PRODUCED) and (path := _path(text)):
-            _tell_read(active, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
+            _tell_read(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
         return
     # Only what replaces the content: appending and writing in place are shared on purpose, and
     # of several exclusive creations one succeeds.
     if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
         if os.path.isdir(path):  # a temporary file without a name
             return
-        _tell_written(active, path, "open", time.monotonic(), 0.0, sync_points.marks())
+        _tell_written(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks())
 
 
-def _renamed(active: Recorder, source: Any, target: Any, *_: Any) -> None:
+def _renamed(recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
     if isinstance(target, (str, bytes, os.PathLike)) and (path := _path(os.fsdecode(target))):
         if os.path.isdir(os.fsdecode(source)):
             return
         now = time.monotonic()
-        _tell_written(active, path, "rename", now, now, sync_points.marks())
+        _tell_written(recorder, path, "rename", now, now, sync_points.marks())
 
 
 def _path(name: str) -> str:
@@ -175,30 +185,30 @@ def _path(name: str) -> str:
 
 def _run_folder() -> str:
     """Where the doctor itself writes; also without the variable that only the launcher sets."""
-    active = recorder()
-    if active is None:
+    recorder = current_recorder()
+    if recorder is None:
         return os.path.realpath(os.environ.get("DDPDOCTOR_DIR", "/nowhere"))
-    folder = os.path.realpath(active.directory)
+    folder = os.path.realpath(recorder.directory)
     return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
 
 
 def _watch(owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any) -> None:
     """Watch a function that writes or reads a whole file, given at a place or by a keyword."""
 
-    def begins(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[position] if len(args) > position else kwargs.get(keyword)
         path = _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
         if not path:
             return None
-        begun = begin(active, path, time.monotonic(), sync_points.marks())
+        begun = begin(recorder, path, time.monotonic(), sync_points.marks())
         _files.inside.busy = True
         return (begun,)
 
-    def ends(active: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    def ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
         if token is None:
             return
         _files.inside.busy = False
-        end(active, *token, error)
+        end(recorder, *token, error)
 
     around(owners, name, before=begins, after=ends, lost=LOST)
 
@@ -208,29 +218,31 @@ def _watch_safetensors(module: Any) -> None:
     _watch(module, "load_file", 0, "filename", _loads, _loaded)
 
 
-def _saves(active: Recorder, path: str, began: float, marks: dict[str, int]) -> FileWritten | None:
+def _saves(
+    recorder: Recorder, path: str, began: float, marks: dict[str, int]
+) -> FileWritten | None:
     # On record before it is over: a reader that fails meanwhile brings the writer down, too.
-    return _tell_written(active, path, "save", began, 0.0, marks)
+    return _tell_written(recorder, path, "save", began, 0.0, marks)
 
 
-def _saved(active: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
+def _saved(recorder: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
     if begun is not None:
         now, marks = time.monotonic(), sync_points.marks()
-        active.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
+        recorder.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
 
 
-def _loads(active: Recorder, *begun: Any) -> tuple[Any, ...]:
+def _loads(recorder: Recorder, *begun: Any) -> tuple[Any, ...]:
     return begun
 
 
-def _loaded(active: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
+def _loaded(recorder: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
     path, began, marks = begun
     failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
-    _tell_read(active, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
+    _tell_read(recorder, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
 
 
 def _tell_written(
-    active: Recorder,
+    recorder: Recorder,
     path: str,
     how: str,
     began: float,
@@ -243,52 +255,52 @@ def _tell_written(
     _files.written[path] = times
     if times > RECORDS_PER_PATH and times & (times - 1):
         return None
-    writer = _writer(active)
+    writer = _writer(recorder)
     written = FileWritten(
         at=began,
         path=path,
-        site=_site(active),
+        site=_site(recorder),
         how=how,
-        step=active.step,
+        step=recorder.step,
         ended=ended,
         marks=marks,
         marks_after=marks,
         locked=_files.locks > 0,
         shared=_is_shared(path),
         times=times,
-        library=_library(active, writer),
-        callers=active.sites.callers(),
+        library=_library(recorder, writer),
+        callers=recorder.sites.callers(),
         empty=how == "open"
         and writer is not None
         and source_text.only_opens(writer.f_code, writer.f_lineno),
     )
-    active.emit(written)
+    recorder.emit(written)
     return written
 
 
-def _writer(active: Recorder) -> FrameType | None:
+def _writer(recorder: Recorder) -> FrameType | None:
     """Whose code writes: the innermost frame that is not ours."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and active.sites.kind(frame.f_code) is OWN:
+    while frame is not None and recorder.sites.kind(frame.f_code) is OWN:
         frame = frame.f_back
     return frame
 
 
-def _site(active: Recorder) -> int:
+def _site(recorder: Recorder) -> int:
     """The user's line; in a thread that has none of the user's, the one that started it."""
-    here = active.site()
+    here = recorder.site()
     return here if here >= 0 else threads.started_at()
 
 
-def _library(active: Recorder, writer: FrameType | None) -> str:
+def _library(recorder: Recorder, writer: FrameType | None) -> str:
     """The package whose own code writes, empty where it is the user's."""
-    if writer is None or active.sites.kind(writer.f_code) is USER:
+    if writer is None or recorder.sites.kind(writer.f_code) is USER:
         return ""
     return str(writer.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _tell_read(
-    active: Recorder,
+    recorder: Recorder,
     path: str,
     how: str,
     began: float,
@@ -303,34 +315,34 @@ def _tell_read(
     _files.read[path] = times
     if times > RECORDS_PER_PATH and not failed:
         return
-    active.emit(
+    recorder.emit(
         FileRead(
             at=began,
             path=path,
-            site=_site(active),
+            site=_site(recorder),
             how=how,
-            step=active.step,
+            step=recorder.step,
             ended=ended,
             marks=marks,
             marks_after=after or marks,
             shared=_is_shared(path),
             failed=failed,
             stored=sync_points.stored_at(),
-            callers=active.sites.callers(),
-            polled=_polled(active),
-            awaited=_polled(active, itself=True),
+            callers=recorder.sites.callers(),
+            polled=_polled(recorder),
+            awaited=_polled(recorder, itself=True),
         )
     )
 
 
-def _polled(active: Recorder, *, itself: bool = False) -> bool:
+def _polled(recorder: Recorder, *, itself: bool = False) -> bool:
     """Whether the reader, or one of those that called it, has waited for another file before;
     `itself`: or for this one."""
-    frame = active.sites.user_frame(sys._getframe(1))
+    frame = recorder.sites.user_frame(sys._getframe(1))
     for _ in range(CALLERS):
         if frame is None:
             break
-        if active.sites.kind(frame.f_code) is USER and file_polling.polled_before(
+        if recorder.sites.kind(frame.f_code) is USER and file_polling.polled_before(
             frame, itself=itself
         ):
             return True

@@ -100,19 +100,19 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
     optimizers.at_first_step(ask)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     if _alone.asked:
         return
     _alone.asked = True
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
         _alone.since = time.monotonic()
-        _tell(active, step.site, _other_layers(step.optimizer()))
+        _tell(recorder, step.site, _other_layers(step.optimizer()))
 
 
-def _tell(active: Recorder, site: int, layers: tuple[str, ...]) -> None:
-    event = TrainsAlone(at=time.monotonic(), step=active.step, site=site, layers=layers)
-    active.emit(event, vital=True)
-    _following.wake(not layers)
+def _tell(recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
+    event = TrainsAlone(at=time.monotonic(), step=recorder.step, site=site, layers=layers)
+    recorder.emit(event, vital=True)
+    _following.enable(not layers)
 
 
 def _has_group() -> bool:
@@ -138,9 +138,9 @@ def _held(optimizer: Any) -> list[Any]:
     return [p for group in groups for p in group["params"]]
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     _alone.gradients = None
-    if (active.step < EVERY or active.step % EVERY == 0) and not capturing():
+    if (recorder.step < EVERY or recorder.step % EVERY == 0) and not capturing():
         _alone.gradients = [_values(g) for g in _gradients()]
 
 
@@ -158,7 +158,7 @@ def _values(gradient: Any) -> list[float]:
         return [float(v) for v in gradient.reshape(-1)[::step][:VALUES].tolist()]
 
 
-def _step_begins(active: Recorder, step: Step) -> None:
+def _step_begins(recorder: Recorder, step: Step) -> None:
     found = ""
     if sync_points.stored_at() > _alone.since:
         found = STORE
@@ -167,18 +167,18 @@ def _step_begins(active: Recorder, step: Step) -> None:
     elif not step.closure and _gradients_changed():
         found = GRADIENTS
     if found:
-        _tell(active, step.site, (found,))
+        _tell(recorder, step.site, (found,))
     elif step.known not in _alone.optimizers and len(_alone.optimizers) < OPTIMIZERS_AT_MOST:
         _alone.optimizers.append(step.known)
         held = [p for p in _held(step.optimizer()) if p.requires_grad and p.is_floating_point()]
         _alone.parameters += [Reference(p) for p in some(held)]
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     _alone.gradients = _alone.standing = _alone.totals = None
     if not capturing():
         _alone.standing = _standing()
-        _alone.totals = _totals() if step.due or active.affordable() else None
+        _alone.totals = _totals() if step.due or recorder.affordable() else None
 
 
 def _standing() -> list[tuple[int, int]]:
@@ -238,8 +238,10 @@ def _unlike(pairs: list[tuple[float, float]], tolerance: float) -> bool:
     return bool(ratios) and max(ratios) - min(ratios) > tolerance * max(map(abs, ratios))
 
 
-def _leaving(active: Recorder, _: None) -> None:
+def _leaving(recorder: Recorder, _: None) -> None:
     """Some is loaded, or used, only later."""
     last = _alone.optimizers[-1] if _alone.optimizers else None
     if layers := _other_layers(last.reference() if last is not None else None):
-        _tell(active, last.step.site if last is not None and last.step is not None else -1, layers)
+        _tell(
+            recorder, last.step.site if last is not None and last.step is not None else -1, layers
+        )

@@ -46,11 +46,11 @@ def install() -> None:
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
 
 
-def _step_due(active: Recorder, step: Step) -> None:
+def _step_due(recorder: Recorder, step: Step) -> None:
     if _state.program_told:
         return
     _state.program_told = True
-    active.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
+    recorder.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
 
 def _digests() -> dict[str, str]:
@@ -81,13 +81,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _threads_set(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _state.asked_at = active.site()
+def _threads_set(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _state.asked_at = recorder.site()
 
 
-def _pulse(active: Recorder, step: Step) -> None:
+def _pulse(recorder: Recorder, step: Step) -> None:
     now = time.monotonic()
-    if active.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
+    if recorder.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
         return
     _state.looked = now
     import torch
@@ -96,7 +96,7 @@ def _pulse(active: Recorder, step: Step) -> None:
     if compute == _state.threads:
         return
     first, _state.threads = _state.threads < 0, compute
-    active.emit(
+    recorder.emit(
         ThreadsSeen(
             at=now,
             compute=compute,

@@ -32,22 +32,22 @@ def install() -> None:
         getattr(owner, name).__module__ = owner.__name__
 
 
-def _kills(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+def _kills(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     pid, number = args
-    _tell(active, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
+    _tell(recorder, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
 
 
-def _kills_group(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+def _kills_group(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     group, number = args
     if group in (0, os.getpgrp()):
-        _tell(active, os.getpid(), number)
+        _tell(recorder, os.getpid(), number)
 
 
-def _raises(active: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    _tell(active, os.getpid(), *args)
+def _raises(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    _tell(recorder, os.getpid(), *args)
 
 
-def _tell(active: Recorder, pid: int, number: int) -> None:
+def _tell(recorder: Recorder, pid: int, number: int) -> None:
     if pid <= 0 or not number:  # 0 only asks whether it is there
         return
     if pid == os.getpid():
@@ -57,5 +57,5 @@ def _tell(active: Recorder, pid: int, number: int) -> None:
         return
     else:
         _signals.told += 1
-    sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=active.site())
-    active.emit(sent, vital=True)
+    sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site())
+    recorder.emit(sent, vital=True)

@@ -16,7 +16,7 @@ from ....storage.run_folder import EventWriter, RunFolder
 from ...recording.code_locations import USER, classify
 from ...recording.frames import passed_over, unframe
 from ...recording.patching import replace
-from ...recording.recorder import complain, recorder
+from ...recording.recorder import complain, current_recorder
 from . import exits
 
 
@@ -88,7 +88,7 @@ class _Noted:
         try:
             return self.fn(*args)
         except Exception as error:
-            if recorder() is not None:
+            if current_recorder() is not None:
                 exits.note_exception(error, error.__traceback__)
             else:
                 _tell(args, error)

@@ -31,7 +31,7 @@ def install() -> None:
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
 
 
-def _pulse(active: Recorder, step: Step) -> None:
+def _pulse(recorder: Recorder, step: Step) -> None:
     if step.number < FIRST_STEP:
         return
     now = time.monotonic()
@@ -42,7 +42,7 @@ def _pulse(active: Recorder, step: Step) -> None:
         wrapper = model.ddp()
         said = torch_compat.sync_times(wrapper)
         if said.get("avg_backward_comm_time", 0) > 0:
-            active.emit(_event(now, model.number, said))
+            recorder.emit(_event(now, model.number, said))
 
 
 def _event(now: float, number: int, said: dict[str, Any]) -> SyncTimes:

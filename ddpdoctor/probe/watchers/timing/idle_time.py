@@ -141,7 +141,7 @@ def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
     """The rank goes over to another phase."""
     segment = phase - Phase.DATA
 
-    def enters(active: Recorder, moment: Any) -> None:
+    def enters(recorder: Recorder, moment: Any) -> None:
         if get_ident() == _time.thread:
             _time.settle(time.monotonic())
             _time.judge(followed=False)
@@ -152,7 +152,7 @@ def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
     return enters
 
 
-def _loads(active: Recorder, loading: Any) -> None:
+def _loads(recorder: Recorder, loading: Any) -> None:
     if get_ident() == _time.thread:
         _time.settle(time.monotonic())
         _time.judge(followed=True)
@@ -175,36 +175,36 @@ def _evaluating() -> bool:
 _trains = _enters(Phase.FORWARD)
 
 
-def _forward_begins(active: Recorder, forward: Any) -> None:
+def _forward_begins(recorder: Recorder, forward: Any) -> None:
     if forward.grad_enabled:
-        _trains(active, forward)
+        _trains(recorder, forward)
     elif get_ident() == _time.thread:
         _time.tried = True
 
 
-def _forward_ends(active: Recorder, forward: Any) -> None:
+def _forward_ends(recorder: Recorder, forward: Any) -> None:
     if forward.grad_enabled:
-        _leaves(active, forward)
+        _leaves(recorder, forward)
 
 
-def _leaves(active: Recorder, moment: Any) -> None:
+def _leaves(recorder: Recorder, moment: Any) -> None:
     if get_ident() == _time.thread:
         _time.settle(time.monotonic())
         _time.segment = _time.segment % len(PHASES) + len(PHASES)
 
 
-def _waited(active: Recorder, seconds: float) -> None:
+def _waited(recorder: Recorder, seconds: float) -> None:
     if _time.looking and get_ident() == _time.thread:
         _time.waited[_time.segment] += seconds
 
 
-def _meeting(active: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _meeting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return time.monotonic()
 
 
-def _met(active: Recorder, began: Any, result: Any, error: BaseException | None) -> None:
+def _met(recorder: Recorder, began: Any, result: Any, error: BaseException | None) -> None:
     if began is not None:
-        _waited(active, time.monotonic() - began)
+        _waited(recorder, time.monotonic() - began)
 
 
 class _Tail:
@@ -214,7 +214,7 @@ class _Tail:
     began = 0.0
 
 
-def _backward_begins(active: Recorder, backward: Backward) -> None:
+def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     _Tail.began = 0.0
     nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
     if (node := next((n for n in nodes if n is not None), None)) is not None:
@@ -229,22 +229,22 @@ def _computed() -> None:
     _Tail.began = time.monotonic()
 
 
-def _backward_ends(active: Recorder, backward: Backward) -> None:
+def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     handle, _Tail.handle = _Tail.handle, None
     if handle is not None:
         handle.remove()
         if _Tail.began:
-            _waited(active, time.monotonic() - _Tail.began)
+            _waited(recorder, time.monotonic() - _Tail.began)
 
 
-def _step_ends(active: Recorder, step: Step) -> None:
+def _step_ends(recorder: Recorder, step: Step) -> None:
     optimizer = step.known.number
     if optimizer != _time.leader:
         _time.followers += 1
         if _time.leader >= 0 and _time.followers <= WINDOW:
             return  # several optimizers take turns: one of them counts the steps
         _time.leader, _time.rows, _time.looking = optimizer, [], False
-        _measuring.rest()
+        _measuring.disable()
     _time.followers = 0
     window, place = divmod(step.number + 1, WINDOW)
     if not _time.looking and place:
@@ -257,23 +257,23 @@ def _step_ends(active: Recorder, step: Step) -> None:
         _time.look(now)
     if place == 0:
         if len(_time.rows) == WINDOW:
-            _tell(active, step)
+            _tell(recorder, step)
         usual, _time.window_at = (now - _time.window_at) / WINDOW, now
         _time.rows = []
         due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
         _time.looking = due and usual >= SHORTEST_S
-        _measuring.wake(_time.looking)
+        _measuring.enable(_time.looking)
         if _time.looking:
             _time.thread = get_ident()
             _time.look(now)
             _time.delayed_s = _delayed()
 
 
-def _tell(active: Recorder, step: Step) -> None:
+def _tell(recorder: Recorder, step: Step) -> None:
     wall, waiting, *own = (
         round(median_high(column), 6) for column in zip(*_time.rows, strict=True)
     )
-    active.emit(
+    recorder.emit(
         Pace(
             at=_time.since,
             optimizer=step.known.number,
