@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.probe.bootstrap import activation
+from ddpdoctor.probe.recording import recorder
 from ddpdoctor.probe.training import steady_state
 from ddpdoctor.storage import call_ring, run_folder
 

@@ -72,7 +72,7 @@ def test_what_it_takes_to_start_is_counted(tmp_path: Path) -> None:
         recording.time.sleep(0.05)
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     recorder = Recorder(writer, tmp_path, "rank-0", {})
-    recorder.tell_cost(anyway=True)
+    recorder.emit_cost(anyway=True)
     writer.close()
     assert recorder.start_ns >= 50_000_000
     assert recorder.own_ns == 0  # what may be afforded while training is reckoned without

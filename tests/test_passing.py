@@ -72,9 +72,9 @@ def test_an_exception_of_a_worker(told: list[ExceptionPassed]) -> None:
 def test_what_ends_a_program_is_not_told_and_not_all_is(told: list[ExceptionPassed]) -> None:
     passes(told, KeyboardInterrupt())
     assert not told
-    for _ in range(2 * caught_exceptions.TOLD_AT_MOST):
+    for _ in range(2 * caught_exceptions.EMITTED_AT_MOST):
         passes(told, ValueError())
-    assert len(told) == caught_exceptions.TOLD_AT_MOST
+    assert len(told) == caught_exceptions.EMITTED_AT_MOST
 
 
 def test_what_a_handler_logs_was_caught(

@@ -204,7 +204,7 @@ UNUSUAL = (
 )  # fmt: skip
 
 
-TOLD = (SyncPattern, Bypassed, NonFinite, UnusedParameters, ParametersChanged)
+EMITTED = (SyncPattern, Bypassed, NonFinite, UnusedParameters, ParametersChanged)
 
 
 def recorded(folder: Path, rank: int) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
     blocks = {e.id: e.codes for e in events if isinstance(e, CallBlock)}
     callers = {e.id: [lines[p.site] for p in e.places] for e in events if isinstance(e, CallSite)}
     found: dict[str, Any] = {"calls": Counter(), "steps": Counter()}
-    for kind in TOLD:
+    for kind in EMITTED:
         found[kind.__name__] = []
     for event in events:
         if isinstance(event, CallRun):
@@ -224,7 +224,7 @@ def recorded(folder: Path, rank: int) -> dict[str, Any]:
             found["steps"]["taken", event.optimizer] += event.count
             found["steps"]["backwards", event.optimizer] += event.backwards
             found["steps"]["synced", event.optimizer] += event.synced
-        elif isinstance(event, TOLD):
+        elif isinstance(event, EMITTED):
             told = msgspec.structs.asdict(event)
             for name in ("at", "backward_s", "exposed_s"):
                 told.pop(name, None)

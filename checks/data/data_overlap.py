@@ -257,8 +257,10 @@ def _cause(fault: LoaderFault, *, workers: bool) -> str:
             + " stands alike on all of these ranks"
         )
     if isinstance(chosen := fault.evidence.get(SELECTED), dict):
-        told = ", ".join(f"{places} on rank {rank}" for rank, places in list(chosen.items())[:4])
-        return f"the parts of one data set that the ranks select for themselves overlap: {told}"
+        reported = ", ".join(
+            f"{places} on rank {rank}" for rank, places in list(chosen.items())[:4]
+        )
+        return f"the parts of one data set that the ranks select for themselves overlap: {reported}"
     if isinstance(moving, list):
         return (
             f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
@@ -279,8 +281,8 @@ def _cause(fault: LoaderFault, *, workers: bool) -> str:
 
 def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
     """`ranks 0,2 and ranks 1,3`."""
-    told, rest = " and ".join(map(ranks_text, parts[:3])), len(parts) - 3
-    return told + (f" and {rest} more sets of ranks" if rest > 0 else "")
+    reported, rest = " and ".join(map(ranks_text, parts[:3])), len(parts) - 3
+    return reported + (f" and {rest} more sets of ranks" if rest > 0 else "")
 
 
 def _fix(fault: LoaderFault) -> str:

@@ -73,12 +73,12 @@ class DatasetMismatch(Check):
             else:
                 known.append(fault)
         for faults in groups:
-            yield self._tell(run, faults[0], faults[1:])
+            yield self._report(run, faults[0], faults[1:])
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
-    def _tell(self, run: Run, fault: LoaderFault, alike: list[LoaderFault]) -> Finding:
+    def _report(self, run: Run, fault: LoaderFault, alike: list[LoaderFault]) -> Finding:
         """`alike`: the same fault in other data sets, the other parts of a split say."""
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
@@ -181,10 +181,10 @@ def _why(
     rank holds."""
     chosen = kind in ("indices", "choice")
     unlike = len(set(lengths.values())) > 1
-    told = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
+    reported = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
     if chosen and unlike:  # a random split is equally long everywhere
         return {
-            "cause": f"each rank chose for itself which samples it keeps: {told}",
+            "cause": f"each rank chose for itself which samples it keeps: {reported}",
             "fix": "choose them by what is the same on all ranks, or on one rank and send the "
             "indices to the others (`dist.broadcast_object_list`)",
         }
@@ -218,7 +218,7 @@ def _why(
         }
     if unlike and sampled:
         return {
-            "cause": f"each rank has listed or made the entries for itself ({told}), and the "
+            "cause": f"each rank has listed or made the entries for itself ({reported}), and the "
             "sampler gives it a share of these only",
             "fix": "where each rank is to read a shard of its own, leave the `DistributedSampler` "
             f"out and {SHORTEST}; where all are to hold the same, list it on one rank and send the "

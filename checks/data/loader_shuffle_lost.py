@@ -54,9 +54,9 @@ class LoaderShuffleLost(Check):
         for loader in loaders(run):
             readers = [r for r in loader.readers.values() if _in_order(r)]
             if loader.trains and readers and len(readers) == len(loader.readers):
-                yield self._tell(loader, readers)
+                yield self._report(loader, readers)
 
-    def _tell(self, loader: Loader, readers: list[Reader]) -> Finding:
+    def _report(self, loader: Loader, readers: list[Reader]) -> Finding:
         reader, mixed = readers[0], _mixed(readers[0])
         order = "the same order" if mixed else "ascending order"
         return self.finding(

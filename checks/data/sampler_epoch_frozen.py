@@ -69,7 +69,7 @@ class SamplerEpochFrozen(Check):
     def _judge(self, run: Run, loader: Loader) -> Iterator[Finding]:
         kept = {r: n for r, reader in loader.readers.items() if (n := _cycled(reader))}
         if kept:
-            yield self._tell_cycle(run, loader, kept)
+            yield self._report_cycle(run, loader, kept)
             return
         frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
         if not frozen:
@@ -78,7 +78,7 @@ class SamplerEpochFrozen(Check):
         repeats = frozen[min(frozen)]
         trained = sum(e.trained > 0 for e in reader.epochs) + _again(reader)
         always = repeats + 1 >= trained
-        told = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
+        reported = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
         what = "had the same order" if always else "had the order of the one before"
         called = max(e.began.epochs_set for e in reader.epochs)
         name = reader.seen.epoch_name or "epoch"
@@ -99,7 +99,7 @@ class SamplerEpochFrozen(Check):
             if reader.seen.shuffle
             else "its sampler goes by the epoch, which never changes",
             related=related(reader, sampler=False),
-            summary=f"{told} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
+            summary=f"{reported} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
             cause=f"{why}, so it shuffles alike every time",
             fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
             "at the top of every epoch, before the loader is iterated",
@@ -116,7 +116,7 @@ class SamplerEpochFrozen(Check):
             at=reader.rank.wall(reader.epochs[-1 if _again(reader) else 1].began.at),
         )
 
-    def _tell_cycle(self, run: Run, loader: Loader, kept: dict[int, int]) -> Finding:
+    def _report_cycle(self, run: Run, loader: Loader, kept: dict[int, int]) -> Finding:
         reader = loader.readers[min(kept)]
         first, later = reader.epochs[0], kept[min(kept)]
         return self.finding(

@@ -67,12 +67,12 @@ class SamplerMissing(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in of_check(run, self.name):
-            yield self._tell(run, fault)
+            yield self._report(run, fault)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "identical-augmentation" and other.location == mine.location
 
-    def _tell(self, run: Run, fault: LoaderFault) -> Finding:
+    def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]
         assert audit is not None
         note = bool(fault.doubt) or not fault.loader.trains

@@ -64,7 +64,7 @@ class SamplerRankMismatch(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._refused(run)
         for fault in of_check(run, self.name):
-            yield self._tell(run, fault)
+            yield self._report(run, fault)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "first-failure":
@@ -110,7 +110,7 @@ class SamplerRankMismatch(Check):
             at=rank.wall(event.at),
         )
 
-    def _tell(self, run: Run, fault: LoaderFault) -> Finding:
+    def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, _odd(fault)
         assert audit is not None
         given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}

@@ -112,11 +112,11 @@ class UnevenBatches(Check):
                 continue
             counts = _known(epochs) or _consumed(epochs)
             if counts:
-                told = self._tell(run, loader, readers, number, epochs, counts)
-                yield replace(told, steps=_steps(loader, readers, number, counts))
+                reported = self._report(run, loader, readers, number, epochs, counts)
+                yield replace(reported, steps=_steps(loader, readers, number, counts))
                 return
 
-    def _tell(
+    def _report(
         self,
         run: Run,
         loader: Loader,
@@ -129,7 +129,7 @@ class UnevenBatches(Check):
         longest = tuple(r for r, n in counts.items() if n == most)
         shortest = tuple(r for r, n in counts.items() if n == least)
         over = any(e.exhausted for e in epochs.values())
-        told = {r: n if _known(epochs) else _reached(epochs[r], n) for r, n in counts.items()}
+        reported = {r: n if _known(epochs) else _reached(epochs[r], n) for r, n in counts.items()}
         undivided = _undivided(epochs)
         reader = next(r for r in readers if not undivided or r.rank.rank in undivided)
         unlike = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
@@ -168,11 +168,11 @@ class UnevenBatches(Check):
             else "not equally many batches on each rank",
             related=related(reader),
             summary=f"ranks have different numbers of batches in {which}: {least} on rank "
-            f"{shortest[0]}, {told[longest[0]]} on rank {longest[0]}",
+            f"{shortest[0]}, {reported[longest[0]]} on rank {longest[0]}",
             cause=cause,
             fix=fix,
             evidence={
-                "batches": told,
+                "batches": reported,
                 **({"delivered": _delivered(epochs)} if _known(epochs) else {}),
                 "ran dry": {r: e.exhausted for r, e in epochs.items()},
                 "data set": dataset(reader),

@@ -168,8 +168,8 @@ class BufferDrift(Check):
         )
         alike = _made_alike(group, found.names)
         # `forward_sync_buffers=False` leaves `broadcast_buffers` at None and copies at the wrap.
-        told = group.any.wrapped.options.get("broadcast_buffers", False)
-        never_copied = not broadcast and told is False
+        reported = group.any.wrapped.options.get("broadcast_buffers", False)
+        never_copied = not broadcast and reported is False
         if never_copied and never_change(group, found.names):
             cause = "each rank made its own before the wrap (from other random numbers, say), DDP "
             cause += "was told not to copy buffers, not at the wrap either, and nothing changed "
@@ -212,9 +212,9 @@ def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
     }
     if found.point not in ("eval", "part") or not 0 < steps.get(found.first, 0) <= member.last_step:
         return None
-    told = Steps.of(min(steps[key], member.last_step) for key in found.keys if key in steps)
+    reported = Steps.of(min(steps[key], member.last_step) for key in found.keys if key in steps)
     equal = found.compared - len(found.keys)
-    return told and Steps(told.first, told.last, told.count, told.count + equal)
+    return reported and Steps(reported.first, reported.last, reported.count, reported.count + equal)
 
 
 SYNC_NORM = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"

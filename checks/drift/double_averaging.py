@@ -74,15 +74,15 @@ class DoubleAveraging(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         for twice in by_hand(run):
             yield self.finding(fix_kind=FixKind.CHECK, **twice)
-        told: set[object] = set()
+        reported: set[object] = set()
         for group in replicas(run):
             if group.left_out or not group.any.seen.averages:
                 continue
             for judge in (self._loss, self._by_hand, self._reduced):
                 for finding in judge(group):
                     key = (finding.location, finding.summary[:20])
-                    if key not in told:
-                        told.add(key)
+                    if key not in reported:
+                        reported.add(key)
                         yield finding
 
     def _loss(self, group: Replicas) -> Iterator[Finding]:

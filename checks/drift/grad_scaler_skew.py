@@ -121,11 +121,11 @@ class GradScalerSkew(Check):
         )
 
     def _compare(self, group: Replicas, events: dict[int, list[ScalerStep]]) -> Finding | None:
-        told = {n: {e.call: e for e in mine} for n, mine in events.items()}
+        reported = {n: {e.call: e for e in mine} for n, mine in events.items()}
         last: dict[int, ScalerStep] = {}
         scales: dict[int, float | None] = dict.fromkeys(events)
-        for call in sorted({call for mine in told.values() for call in mine}):
-            now = {n: mine[call] for n, mine in told.items() if call in mine}
+        for call in sorted({call for mine in reported.values() for call in mine}):
+            now = {n: mine[call] for n, mine in reported.items() if call in mine}
             last |= now
             scales |= {n: e.scale for n, e in now.items() if e.scale >= 0}
             if not _at_one_moment(last, call):

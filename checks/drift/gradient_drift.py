@@ -88,7 +88,7 @@ class GradientDrift(Check):
         cause = _cause(group, found)
         apart, since = _size(group, found, cause)
         yield self.finding(
-            **causes.told(group, found, cause),
+            **causes.reported(group, found, cause),
             summary=f"gradients of {causes.some(found.names)} differ "
             f"{causes.between(found.split, run)}{apart} when the optimizer steps, "
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",

@@ -100,12 +100,12 @@ class HyperparameterSkew(Check):
         return united(self._told(run))
 
     def _told(self, run: Run) -> Iterator[tuple[tuple[int, ...], Finding]]:
-        told: set[object] = set()
+        reported: set[object] = set()
         for group in _copies(run):
             key = (tuple(group.members), group.any.optimizer)
-            if key not in told and not group.left_out:
+            if key not in reported and not group.left_out:
                 for finding in self._judge(group):
-                    told.add(key)
+                    reported.add(key)
                     yield tuple(group.members), finding
 
     def explains(self, mine: Finding, other: Finding) -> bool:
@@ -139,14 +139,14 @@ class HyperparameterSkew(Check):
             {n: optimizer_options.at(table, first) for n, table in tables.items()}
         )
         options = optimizer_options.options(values)
-        told = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
-        ranks = odd_ones(equal_ranks(told))
+        reported = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
+        ranks = odd_ones(equal_ranks(reported))
         option, index = options[0]
         at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
         early = () if _plateau(group, first) else optimizer_options.ahead(tables, option, index)
         short = optimizer_options.left_out(tables, option, index)
         why = (
-            _from_a_load(group, told, option, first, at)
+            _from_a_load(group, reported, option, first, at)
             or _in_other_rounds(group, early, option, first)
             or _why(group, ranks, option, first)
         )
@@ -218,9 +218,9 @@ def _extent(
     group: Replicas, tables: dict[int, dict[int, optimizer_options.Groups]], skewed: list[int]
 ) -> Steps:
     """Values stand until the next change that is told."""
-    told = sorted({s for table in tables.values() for s in table})
+    reported = sorted({s for table in tables.values() for s in table})
     last = max(skewed[-1], min(m.last_step for m in group.members.values()))
-    ends = [next((s for s in told if s > step), last + 1) for step in skewed]
+    ends = [next((s for s in reported if s > step), last + 1) for step in skewed]
     steps = [s for step, end in zip(skewed, ends, strict=True) for s in range(step, end)]
     looks = [s for s in range(skewed[0], last + 1) if told_at(s)]
     if len(looks) == last + 1 - skewed[0]:
@@ -272,12 +272,12 @@ def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep
 
 
 def _from_a_load(
-    group: Replicas, told: dict[int, tuple[str, ...]], option: str, first: int, at: float
+    group: Replicas, reported: dict[int, tuple[str, ...]], option: str, first: int, at: float
 ) -> Cause | None:
     """Some ranks, and only they, loaded the optimizer's state just before, or a scheduler's."""
     for what in ("optimizer", "scheduler"):
         some = state_loading.of_some(group, what, at)
-        if some is None or len({told[n] for n in told if n not in some.ranks}) != 1:
+        if some is None or len({reported[n] for n in reported if n not in some.ranks}) != 1:
             continue
         member = group.members[some.ranks[0]]
         if what == "optimizer":  # it sets the options at once

@@ -50,10 +50,10 @@ class LossScaleMismatch(Check):
         return None if run.any(BatchSeen) else "no loss was seen whose reduction can be told"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        told: set[int] = set()
+        reported: set[int] = set()
         for group in replicas(run):
-            if group.any.model not in told:
-                told.add(group.any.model)
+            if group.any.model not in reported:
+                reported.add(group.any.model)
                 yield from self._judge(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:

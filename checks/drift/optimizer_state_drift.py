@@ -120,7 +120,7 @@ class OptimizerStateDrift(Check):
             d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}" for d in parted
         }
         yield self.finding(
-            **causes.told(group, first, cause),
+            **causes.reported(group, first, cause),
             summary=f"the optimizer's {what} of {causes.some(first.names)} "
             f"{causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}{causes.of_optimizer(group)}",
@@ -240,8 +240,8 @@ def _of_its_own(group: Replicas, parted: list[Divergence]) -> bool:
         return True
     if not keys <= OF_GRADIENTS:
         return False
-    told = [e for e in group.any.rank.of(Hyperparameters) if e.optimizer == group.any.optimizer]
-    return bool(told) and not any(g.get("weight_decay") for e in told for g in e.groups)
+    reported = [e for e in group.any.rank.of(Hyperparameters) if e.optimizer == group.any.optimizer]
+    return bool(reported) and not any(g.get("weight_decay") for e in reported for g in e.groups)
 
 
 def _gradients_differ(group: Replicas, found: Divergence) -> bool:

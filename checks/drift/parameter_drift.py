@@ -121,8 +121,8 @@ class ParameterDrift(Check):
             unequal_updates,
             optimizer_coverage,
         ):
-            for told in way.told(run):
-                yield self.finding(**told)
+            for reported in way.reported(run):
+                yield self.finding(**reported)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is Severity.NOTE or not mine.subjects:
@@ -177,10 +177,12 @@ class ParameterDrift(Check):
     def _left_out(self, group: Replicas, skipped: Skipped) -> Finding:
         ranks, step, made, taken = skipped.ranks, skipped.step, skipped.backwards, skipped.taken
         least = min(made.values())
-        told = f"step {step} comes after {made[ranks[0]]} averaging backwards, not {least}"
+        reported = f"step {step} comes after {made[ranks[0]]} averaging backwards, not {least}"
         if taken:
-            told = f"{taken[ranks[0]]} steps in {least} averaging backwards, where the others take "
-            told += f"{max(taken.values())}"
+            reported = (
+                f"{taken[ranks[0]]} steps in {least} averaging backwards, where the others take "
+            )
+            reported += f"{max(taken.values())}"
         until = " from then on"
         if skipped.together >= 0:
             until = f", until they are equal again at step {skipped.together}"
@@ -201,7 +203,7 @@ class ParameterDrift(Check):
             location=causes.step_line(group, ranks),
             label=f"left out on {ranks_text(ranks)} at least once",
             summary=f"{ranks_do(ranks, 'skip')} optimizer steps of {group.any.wrapped.kind} "
-            f"that the others take: {told}",
+            f"that the others take: {reported}",
             cause="the ranks averaged the same gradients, and not all of them applied them: their "
             f"parameters are that many updates apart{until}",
             fix="take the step on every rank; decide what to skip from numbers that are equal on "
@@ -227,11 +229,11 @@ class ParameterDrift(Check):
         when["again"] = when["eval"]
         if cause.trained:
             when["end"] = f"at the end, and since step {cause.trained.first} at the latest"
-        told = causes.told(group, found, cause)
+        reported = causes.reported(group, found, cause)
         if found.point != "step":
-            told["steps"] = cause.trained
+            reported["steps"] = cause.trained
         return self.finding(
-            **told,
+            **reported,
             severity=severity,
             summary=f"{causes.some(found.names)} of {group.any.wrapped.kind} "
             f"{causes.differ(len(found.names), found.split, run)}{causes.largest(group, found)}, "

@@ -264,17 +264,19 @@ class UnsyncedStep(Check):
 
     def _never_reduced(self, run: Run, optimizer: int) -> Iterator[Finding]:
         """Under `fully_shard` the steps apply nothing then."""
-        told = {
+        reported = {
             r: [e for e in r.of(KeptBack) if e.optimizer == optimizer] for r in run.training_ranks()
         }
-        steps = min((r.steps_of(optimizer) for r in told), default=0)
-        if steps < STEPS_AT_LEAST or any(not e or any(k.applied for k in e) for e in told.values()):
+        steps = min((r.steps_of(optimizer) for r in reported), default=0)
+        if steps < STEPS_AT_LEAST or any(
+            not e or any(k.applied for k in e) for e in reported.values()
+        ):
             return
-        rank, (event, *_) = next(iter(told.items()))
+        rank, (event, *_) = next(iter(reported.items()))
         made = next((o for o in rank.of(OptimizerSeen) if o.optimizer == optimizer), None)
         kind = made.kind if made else "the optimizer"
         yield self.finding(
-            ranks=tuple(r.rank for r in told),
+            ranks=tuple(r.rank for r in reported),
             steps=Steps(event.step, steps - 1, steps - event.step),
             subjects=(kind,),
             location=rank.location(event.site),
@@ -383,8 +385,8 @@ def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | No
         return state_loading.reloads(group, "weights", parameters.at)
     if differ is not None:
         return parameters is not None or not moved(group, differ)
-    told = [s.pattern for spans in bad.values() for s in spans]
-    return not any(p.talked or p.carried >= ENOUGH * group.size for p in told)
+    reported = [s.pattern for spans in bad.values() for s in spans]
+    return not any(p.talked or p.carried >= ENOUGH * group.size for p in reported)
 
 
 def _carried(pattern: SyncPattern) -> str:

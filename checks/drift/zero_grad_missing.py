@@ -129,9 +129,9 @@ def _last(rank: Rank, optimizer: int) -> int:
 def _not_cleared(rank: Rank, optimizer: int) -> Carried | None:
     """The first step with old gradients, where every one from it on that could be judged had them,
     and none before."""
-    told = [e for e in rank.of(Carried) if e.optimizer == optimizer]
-    cleared = next((n for n, e in enumerate(told) if e.carried), len(told))
-    since = told[cleared:]
+    reported = [e for e in rank.of(Carried) if e.optimizer == optimizer]
+    cleared = next((n for n, e in enumerate(reported) if e.carried), len(reported))
+    since = reported[cleared:]
     if not since or not all(e.carried for e in since):
         return None
     return since[0] if _last(rank, optimizer) - since[0].step + 1 >= LEAST_STEPS else None

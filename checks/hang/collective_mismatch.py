@@ -100,12 +100,12 @@ class CollectiveMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         parted = (p for p in divergences(run) if p.key.name != "new_group" and not p.same_call)
-        for told in each_once(_judged(divergence) for divergence in parted):
-            yield self._tell(run, told)
+        for reported in each_once(_judged(divergence) for divergence in parted):
+            yield self._report(run, reported)
         now = scene(run)
         ring = [now.stands[r] for r in cycle(now)]
         if ring and across_groups(ring):
-            yield self.finding(**group_cycles.told(now, ring))
+            yield self.finding(**group_cycles.reported(now, ring))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
@@ -115,10 +115,10 @@ class CollectiveMismatch(Check):
         mixed = other.check in DRIFT and "DDP backward" in mine.subjects
         return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
-    def _tell(self, run: Run, told: Told) -> Finding:
-        divergence, _ = told
-        place, culprits = divergence.place, culprits_of(told)
-        proof = evidence(run, told)
+    def _report(self, run: Run, reported: Told) -> Finding:
+        divergence, _ = reported
+        place, culprits = divergence.place, culprits_of(reported)
+        proof = evidence(run, reported)
         left = _fault_of(divergence)
         skips = left.skips if left else None
         around = _around_it(divergence)
@@ -133,7 +133,7 @@ class CollectiveMismatch(Check):
                 *((Related("what leads around it", around.head),) if around else ()),
                 *related(divergence, place, left.place if left else divergence.location),
             ),
-            summary=_summary(divergence) + elsewhere(told),
+            summary=_summary(divergence) + elsewhere(reported),
             cause=_cause(divergence, bool(proof["stuck"])),
             fix=_fix(divergence),
             fix_kind=FixKind.CHECK,
@@ -162,8 +162,8 @@ def _even(divergence: CallDivergence) -> CallDivergence:
     """The same, with all ranks at fault where half of them left a loop too early, or the other half
     too late: nothing tells which."""
     left = left_loop(divergence)
-    told = divergence.extra or divergence.left_out or condition(divergence.place) is not None
-    if left is None or left.blames or told or 2 * len(left.ranks) != len(divergence.made):
+    reported = divergence.extra or divergence.left_out or condition(divergence.place) is not None
+    if left is None or left.blames or reported or 2 * len(left.ranks) != len(divergence.made):
         return divergence
     return replace(divergence, culprits=tuple(sorted(divergence.made)))
 

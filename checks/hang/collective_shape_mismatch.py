@@ -80,21 +80,21 @@ class CollectiveShapeMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         parted = divergences(run)
-        for told in each_once(p for p in parted if p.key.name != "new_group" and p.same_call):
-            yield self._tell(run, told)
+        for reported in each_once(p for p in parted if p.key.name != "new_group" and p.same_call):
+            yield self._report(run, reported)
         if not parted and (hooked := _hooked_apart(run)):
-            yield self._tell_hooks(scene(run), *hooked)
+            yield self._report_hooks(scene(run), *hooked)
         for sent in apart(run):
-            yield self._tell_buffers(sent)
+            yield self._report_buffers(sent)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check not in CONSEQUENCES or mine.evidence.get("all_got_past"):
             return False
         return other.at == 0.0 or other.at >= mine.at - 1.0
 
-    def _tell(self, run: Run, told: Told) -> Finding:
-        divergence, _ = told
-        place, culprits = divergence.place, culprits_of(told)
+    def _report(self, run: Run, reported: Told) -> Finding:
+        divergence, _ = reported
+        place, culprits = divergence.place, culprits_of(reported)
         op = place.signature.op
         words = " and ".join(NAMES[d] for d in divergence.differs if d in NAMES)
         sides = [(fold_ranks(side), m.signature.text) for side, m in describe_sides(divergence)]
@@ -106,19 +106,19 @@ class CollectiveShapeMismatch(Check):
             location=divergence.location,
             label=f"{ranks_do(culprits, 'differ')} in {words}",
             related=related(divergence, place, divergence.location),
-            summary=f"{op} is called with different {words}: {calls}{elsewhere(told)}",
+            summary=f"{op} is called with different {words}: {calls}{elsewhere(reported)}",
             cause=f"the ranks pass different {words} to the same {op} ({divergence.key}, call "
             f"{divergence.index}); gloo checks none of it",
             fix="; ".join(FIXES[d] for d in divergence.differs if d in FIXES),
             fix_kind=FixKind.CHECK,
-            evidence=evidence(run, told),
+            evidence=evidence(run, reported),
             at=began(divergence, run.started),
         )
 
-    def _tell_buffers(self, found: SkippedRound) -> Finding:
+    def _report_buffers(self, found: SkippedRound) -> Finding:
         """DDP broadcasts the buffers at the begin of a forward, whatever their shapes."""
         culprits = found.culprits
-        told = "; ".join(
+        reported = "; ".join(
             f"rank {r}: " + ", ".join(f"{n} {shape}" for n, shape in found.shapes(r).items())
             for r in (found.root, culprits[0])
         )
@@ -129,7 +129,7 @@ class CollectiveShapeMismatch(Check):
             location=found.rank.location(found.event.site),
             label=f"broadcasts the buffers of rank {found.root}",
             summary=f"DDP broadcasts buffers of {found.kind} that have other shapes on other "
-            f"ranks: {told}",
+            f"ranks: {reported}",
             cause=f"at the begin of each forward DDP sends the buffers of rank {found.root} to "
             "all, and checks no shapes: the values land where they do not belong, or the run "
             "crashes; what a forward makes or replaces is as large as the rank's own batch asks",
@@ -143,7 +143,7 @@ class CollectiveShapeMismatch(Check):
             at=found.rank.wall(found.event.at),
         )
 
-    def _tell_hooks(
+    def _report_hooks(
         self, now: Snapshot, waiting: RankSnapshot, hooks: dict[int, CommHook | None]
     ) -> Finding:
         """Ranks average one model's gradients with different hooks, and stopped in doing so."""
@@ -151,7 +151,7 @@ class CollectiveShapeMismatch(Check):
         for rank, hook in hooks.items():
             sides.setdefault(hook.name if hook else "", []).append(rank)
         culprits = min(sides.values(), key=lambda side: (len(side), hooks[side[0]] is None))
-        told = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
+        reported = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
         placed = next(r for r in (*culprits, *hooks) if hooks[r] is not None)
         here = hooks[placed]
         waits = waiting.location
@@ -164,7 +164,7 @@ class CollectiveShapeMismatch(Check):
             if waits
             else (),
             summary=f"ranks average the gradients of one model with different communication hooks: "
-            f"{told}",
+            f"{reported}",
             cause="a hook decides in which dtype and shape a rank sends its gradients, and the "
             "others receive them in theirs; the run came to its end in such a backward",
             fix="register the same hook on every rank, right after the model is wrapped",

@@ -86,7 +86,7 @@ class DataStall(Check):
         if not stuck and now.stall is not None and not now.blocked:
             stuck = [s for s in now.stands.values() if s.phase is Phase.DATA and not s.gone]
         if stuck and (now.stall is not None or overdue(run, now, stuck)):
-            yield self._tell(now, stuck)
+            yield self._report(now, stuck)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in ("rank-missing", "stall", "first-failure")
@@ -120,7 +120,7 @@ class DataStall(Check):
             at=first.at,
         )
 
-    def _tell(self, now: Snapshot, stuck: list[RankSnapshot]) -> Finding:
+    def _report(self, now: Snapshot, stuck: list[RankSnapshot]) -> Finding:
         first = stuck[0]
         ranks = tuple(s.rank.rank for s in stuck)
         waiting = [s for one in stuck for s in waiting_for(now, one)]

@@ -86,23 +86,23 @@ class FirstFailure(Check):
         first = next(iter(unseen(run)), None)
         if first and first.at < min((f.at for f in (*own, *died)), default=math.inf):
             if first.kind == "exit":  # else it is told by rank-died
-                yield self._tell_unseen(first, [*own, *lost, *died])
+                yield self._report_unseen(first, [*own, *lost, *died])
             return
         if spawned := spawn_failed(run):
             raised, ended = spawned
             if raised.wall < min((f.at for f in own), default=math.inf):
-                yield self._tell_spawned(raised, [*own, *lost, *ended])
+                yield self._report_spawned(raised, [*own, *lost, *ended])
                 return
         if died and (not own or died[0].at < own[0].at):
             return  # told by rank-died
-        if own and _told_to_stop(own[0]):
+        if own and _reported_to_stop(own[0]):
             return  # asked for by `raise_on`: the finding that it carries is the failure
         if own:
-            yield self._tell(run, own, [*lost, *died])
+            yield self._report(run, own, [*lost, *died])
         elif lost:
-            yield self._tell_lost(run, lost)
+            yield self._report_lost(run, lost)
         elif aborts:
-            yield self._tell_abort(run, aborts)
+            yield self._report_abort(run, aborts)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or mine.evidence.get("consequence"):
@@ -112,7 +112,7 @@ class FirstFailure(Check):
         effects = "rank-missing", "rank-exited-early", "rank-died", "stall", "rendezvous-stall"
         return other.check in effects or never_made(other)
 
-    def _tell(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
+    def _report(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
         first = own[0]
         same = [f for f in own if f.signature == first.signature]
         ranks = tuple(sorted(f.rank.rank for f in same))
@@ -153,7 +153,7 @@ class FirstFailure(Check):
             at=first.at,
         )
 
-    def _tell_lost(self, run: Run, lost: list[Failure]) -> Finding:
+    def _report_lost(self, run: Run, lost: list[Failure]) -> Finding:
         first = lost[0]
         message = first.exception.message if first.exception else ""
         ranks = tuple(sorted(f.rank.rank for f in lost))
@@ -171,7 +171,7 @@ class FirstFailure(Check):
             at=first.at,
         )
 
-    def _tell_abort(self, run: Run, aborts: list[Failure]) -> Finding:
+    def _report_abort(self, run: Run, aborts: list[Failure]) -> Finding:
         ranks = tuple(sorted(f.rank.rank for f in aborts))
         ended = [r for r in run.ranks.values() if r.signal == "SIGTERM" and not is_done(r)]
         others = ranks_text(r.rank for r in ended)
@@ -190,7 +190,7 @@ class FirstFailure(Check):
             at=aborts[0].at,
         )
 
-    def _tell_unseen(self, first: Failure, followers: list[Failure]) -> Finding:
+    def _report_unseen(self, first: Failure, followers: list[Failure]) -> Finding:
         """A rank that left no record ended with an error before any other."""
         late = ranks_text(f.rank.rank for f in followers)
         follow = f"; what {late} reported follows from it" if followers else ""
@@ -205,7 +205,7 @@ class FirstFailure(Check):
             at=first.at,
         )
 
-    def _tell_spawned(self, raised: SpawnFailed, followers: list[Failure]) -> Finding:
+    def _report_spawned(self, raised: SpawnFailed, followers: list[Failure]) -> Finding:
         """A process that was spawned with the ranks, and is none, raised."""
         cwd = followers[0].rank.cwd
         spots = [Location(shorten(f.file, cwd), f.line, f.function, f.text) for f in raised.frames]
@@ -269,33 +269,33 @@ def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int]
 def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failure]) -> str:
     behind = _behind(run, first, ranks)
     meant = translate(first.message)
-    told = f"the text means: {meant}" if meant else ""
+    reported = f"the text means: {meant}" if meant else ""
     if first.kind_raised == "KeyboardInterrupt":
-        told = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
+        reported = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
     if first.kind_raised == QUIT:
-        told = (
+        reported = (
             f"a `breakpoint()` was reached on {ranks_text(ranks)}, and the debugger was quit: by "
             "itself, where it finds no input, since ranks have no terminal of their own"
         )
     if first.kind == "exit" and raised_exit(first.rank):
-        told = f"{EXIT_RAISED}, ended it"
+        reported = f"{EXIT_RAISED}, ended it"
     if others:
         late = ranks_text([f.rank.rank for f in others])
         follow = f"it failed first; what {late} reported came after it"
-        told = f"{told}; {follow}" if told else follow
-    if not told and behind[0]:
+        reported = f"{reported}; {follow}" if reported else follow
+    if not reported and behind[0]:
         return (
             f"an error in the program itself; {ranks_text(behind[0])} had not come {behind[1]} "
             "when the launcher ended it, and may fail here as well"
         )
-    if not told and len(ranks) > 1:
+    if not reported and len(ranks) > 1:
         where = " at the same line" if first.location else ""
         if run.world_size > len(ranks):
             do = "fail" if first.exception else "leave like this"
             return f"these ranks {do}{where}, and no other was seen to"
         does = "fails" if first.exception else "leaves like this"
         return f"every one of these ranks {does}{where}: not a fault of one rank"
-    return told or "an error in the program itself; no other rank failed before"
+    return reported or "an error in the program itself; no other rank failed before"
 
 
 def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> str:
@@ -405,7 +405,7 @@ def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
     return {"torchrun_names": f"rank {first.rank}, whose process was the first to end"}
 
 
-def _told_to_stop(failure: Failure) -> bool:
+def _reported_to_stop(failure: Failure) -> bool:
     """Whether the program ended by our `FaultFound`, or exited after it caught that."""
     if failure.exception and not failure.exception.caught:
         return failure.exception.kind == RAISED_BY_US

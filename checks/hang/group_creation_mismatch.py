@@ -70,7 +70,7 @@ class GroupCreationMismatch(Check):
         sides: dict[tuple[int, ...], list[int]] = {}
         for rank, made in divergence.made.items():
             sides.setdefault(made.signature.ranks, []).append(rank)
-        told = ", ".join(
+        reported = ", ".join(
             f"{ranks_text(r)} make{'s' if len(r) == 1 else ''} {_members(members)}"
             for members, r in sides.items()
         )
@@ -87,7 +87,7 @@ class GroupCreationMismatch(Check):
             label="other ranks make another group here",
             related=branched or related(divergence, divergence.place, divergence.location),
             summary="ranks make different process groups as their number "
-            f"{divergence.index}: {told}",
+            f"{divergence.index}: {reported}",
             cause=f"{cause}; here only its members make each" if branched else cause,
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,

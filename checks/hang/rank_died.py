@@ -43,7 +43,7 @@ UNKNOWN = (
     "(an extension, a driver), or was killed from outside (by the kernel for lack of memory, a "
     "scheduler, or a person)"
 )
-TOLD = (
+REPORTED = (
     "it wrote down its stacks, as it does at SIGTERM, and ended before those that lost it: told to "
     "end from outside (a scheduler, a time limit, `kill`)"
 )
@@ -92,10 +92,10 @@ class RankDied(Check):
             return  # told by first-failure
         if over := _time_over(run):
             if run.stall is None:  # else what it stood at took the time
-                yield self._tell_time_over(over)
+                yield self._report_time_over(over)
             return
         if silent := vanished(run):
-            yield self._tell(run, silent)
+            yield self._report(run, silent)
             return
         found = sorted([*failures(run), *unseen(run)], key=lambda f: f.at)
         died = [f for f in found if f.kind == "signal" and not at_teardown(run, f)]
@@ -105,18 +105,18 @@ class RankDied(Check):
         own = next((f for f in found if f.kind in ("exception", "exit")), None)
         if own is not None and own.at < first.at:
             return  # it died of another rank's failure
-        yield self._tell(run, [f for f in died if f.rank.signal == first.rank.signal])
+        yield self._report(run, [f for f in died if f.rank.signal == first.rank.signal])
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         effects = ("rank-missing", "rank-exited-early", "first-failure", "stall", "data-stall",
                    "rendezvous-stall")  # fmt: skip
         return other.check in effects or never_made(other)
 
-    def _tell(self, run: Run, died: list[Failure]) -> Finding:
+    def _report(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]
         rank, name = first.rank, first.rank.signal
-        told = rank.ended is not None and not rank.ended.silent and run.stall is None
-        unnamed = "was told to end" if told else "ended without a word"
+        reported = rank.ended is not None and not rank.ended.silent and run.stall is None
+        unnamed = "was told to end" if reported else "ended without a word"
         how = f"died of {name}" if name else unnamed
         ranks = tuple(sorted(f.rank.rank for f in died))
         memory = _memory(run, rank)
@@ -149,7 +149,7 @@ class RankDied(Check):
             if starved
             else _own_signal(rank, sender)
             if sender
-            else unseen or (TOLD if told and not name else _meaning(name, rank)),
+            else unseen or (REPORTED if reported and not name else _meaning(name, rank)),
             fix=f"see why {ranks_text([sender.rank])} comes to the line above"
             if sender
             else "look at the end of the output: `torch.multiprocessing.spawn` names there the "
@@ -161,10 +161,10 @@ class RankDied(Check):
             at=first.at,
         )
 
-    def _tell_time_over(self, told: list[Failure]) -> Finding:
-        rank = told[0].rank
+    def _report_time_over(self, reported: list[Failure]) -> Finding:
+        rank = reported[0].rank
         where = whereabouts(rank)
-        ranks = sorted(f.rank.rank for f in told)
+        ranks = sorted(f.rank.rank for f in reported)
         return self.finding(
             ranks=tuple(ranks),
             steps=Steps.of([rank.steps]) if rank.steps else None,
@@ -180,7 +180,7 @@ class RankDied(Check):
             "keeps what was done",
             fix_kind=FixKind.CHECK,
             evidence={"status": TIME_OVER},
-            at=told[0].at,
+            at=reported[0].at,
         )
 
 
@@ -195,10 +195,10 @@ def _time_over(run: Run) -> list[Failure]:
         return []
     if any(r.signal not in ("SIGTERM", None) for r in killed):
         return []
-    told = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
-    told += [f for f in found if f.kind == "lost"]
-    ends = [f.at for f in told]
-    return told if max(ends) - min(ends) < CLEAN_UP_S else []
+    reported = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
+    reported += [f for f in found if f.kind == "lost"]
+    ends = [f.at for f in reported]
+    return reported if max(ends) - min(ends) < CLEAN_UP_S else []
 
 
 def _spawned_unseen(run: Run, died: list[Failure]) -> str:
@@ -222,19 +222,19 @@ def _spawned_unseen(run: Run, died: list[Failure]) -> str:
 
 def _memory(run: Run, rank: Rank) -> Evidence:
     """How the rank's memory went, and whether the kernel killed for lack of it."""
-    told: Evidence = {}
+    reported: Evidence = {}
     for node in run.nodes.values():
         samples = [s for s in node.of(RankSample) if s.rank == rank.rank]
         if samples:
             last = samples[-1]
-            told["memory_first_gib"] = round(samples[0].rss_bytes / GIB, 2)
-            told["memory_last_gib"] = round((last.rss_bytes + last.children_bytes) / GIB, 2)
+            reported["memory_first_gib"] = round(samples[0].rss_bytes / GIB, 2)
+            reported["memory_last_gib"] = round((last.rss_bytes + last.children_bytes) / GIB, 2)
             left = node.latest(NodeSample)
-            told["node_available_gib"] = round(left.available_bytes / GIB, 2) if left else None
+            reported["node_available_gib"] = round(left.available_bytes / GIB, 2) if left else None
         kills = [m.oom_kills for m in node.of(MemoryLimit) if m.oom_kills is not None]
         if samples and kills and kills[-1] > kills[0]:
-            told["oom_kills"] = kills[-1] - kills[0]
-    return told
+            reported["oom_kills"] = kills[-1] - kills[0]
+    return reported
 
 
 def _own_signal(died: Rank, sender: Rank) -> str:

@@ -103,11 +103,11 @@ class RankExitedEarly(Check):
         left = [s for s in gone(now) if _well(s.rank)]
         waiting = [s for one in left for s in waiting_for(now, one)]
         if left:
-            yield self._tell(now, left, waiting)
+            yield self._report(now, left, waiting)
         elif lost := _lost(run, now):
             left = [s for s in _peers(now, lost) if _well(s.rank)]
             if left:
-                yield self._tell(now, left, lost)
+                yield self._report(now, left, lost)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rank-missing", "stall") or never_made(other):
@@ -126,7 +126,7 @@ class RankExitedEarly(Check):
             _left_of(mine) & set(other.ranks)
         )
 
-    def _tell(
+    def _report(
         self, now: Snapshot, left: list[RankSnapshot], waiting: list[RankSnapshot]
     ) -> Finding:
         ranks = tuple(s.rank.rank for s in left)

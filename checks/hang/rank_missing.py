@@ -64,14 +64,14 @@ class RankMissing(Check):
         now = scene(run)
         absent = [s for s in missing(now) if s.phase is not Phase.DATA]
         if absent and (why := overdue(run, now, absent)):
-            yield self._tell(run, now, absent, why)
+            yield self._report(run, now, absent, why)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in ("stall", "first-failure", "rank-died") and not set(mine.ranks) & set(
             other.ranks if other.check == "rank-died" else ()
         )
 
-    def _tell(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: str) -> Finding:
+    def _report(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: str) -> Finding:
         waiting = [s for a in absent for s in waiting_for(now, a)]
         first = waiting[0]
         waited = max(s.still_s for s in waiting)

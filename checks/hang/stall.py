@@ -93,13 +93,15 @@ class Stall(Check):
         self, now: Snapshot, ring: list[RankSnapshot], others: list[list[RankSnapshot]]
     ) -> Finding:
         first, more = ring[0], [s for other in others for s in other]
-        told = ", ".join(
+        reported = ", ".join(
             f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}"
             for s, o in zip(ring, [*ring[1:], ring[0]], strict=True)
         )
-        told = f"ranks wait for each other, so that none can go on: {told}"
+        reported = f"ranks wait for each other, so that none can go on: {reported}"
         if more:
-            told += f"; so do {ranks_text(sorted(s.rank.rank for s in more))}, on the same lines"
+            reported += (
+                f"; so do {ranks_text(sorted(s.rank.rank for s in more))}, on the same lines"
+            )
         evidence: Evidence = {
             "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
             "stuck": not now.failed,
@@ -108,7 +110,7 @@ class Stall(Check):
         }
         at = now.at - max(s.still_s for s in (*ring, *more))
         if missed := unsent(now, ring):
-            return self._unsent(missed, told, evidence, at)
+            return self._unsent(missed, reported, evidence, at)
         cause = "every one of them waits for a message that is only sent afterwards, or not at all"
         fix = (
             "let one side send first and the other receive first, or use `dist.batch_isend_irecv`; "
@@ -126,7 +128,7 @@ class Stall(Check):
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
             related=_waits(ring),
-            summary=told,
+            summary=reported,
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
@@ -134,7 +136,7 @@ class Stall(Check):
             at=at,
         )
 
-    def _unsent(self, missed: Unsent, told: str, evidence: Evidence, at: float) -> Finding:
+    def _unsent(self, missed: Unsent, reported: str, evidence: Evidence, at: float) -> Finding:
         """The order was right in all earlier rounds: in this one a rank left out its call, or made
         the one before that once more."""
         rank, waiting = missed.stand.rank.rank, missed.waiting.rank.rank
@@ -173,7 +175,7 @@ class Stall(Check):
             location=where,
             label=label,
             related=tuple(Related(label, spot) for label, spot in spots if spot and spot != where),
-            summary=f"{summary}: {told}",
+            summary=f"{summary}: {reported}",
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
@@ -216,8 +218,8 @@ class Stall(Check):
         unknown = _without_record(now, stands)
         together = len(calls) == 1 and all(s.blocked for s in stands)
         ranks = tuple(s.rank.rank for s in stands)
-        told = [s for s in stands if not s.unknown] or stands
-        least = min(told, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
+        reported = [s for s in stands if not s.unknown] or stands
+        least = min(reported, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
         thread = thread_waits.failed(now, least)
         again = formed_again(stands) if together and not unknown else None
         return self.finding(

@@ -143,8 +143,8 @@ def _runnable(run: Run, ranks: list[Rank]) -> float | None:
 
 def _workers(run: Run, rank: Rank) -> int:
     seen = [s.children for s in _samples(run, rank)]
-    told = max((e.workers for e in rank.of(LoaderSeen)), default=0)
-    return min(told, max(seen)) if seen else told
+    reported = max((e.workers for e in rank.of(LoaderSeen)), default=0)
+    return min(reported, max(seen)) if seen else reported
 
 
 def _spot(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:

@@ -77,11 +77,11 @@ class EnvironmentSkew(Check):
         names = [str(row["what"]) for row in rows]
         own = {name: spot for name in names if (spot := _set_by_program(ranks, name))}
         if launched := [row for row in rows if row["what"] not in own]:
-            yield self._tell(ranks, launched)
-        if told := [row for row in rows if row["what"] in own and _in_time(ranks, row)]:
-            yield self._tell_own(ranks, told, own)
+            yield self._report(ranks, launched)
+        if reported := [row for row in rows if row["what"] in own and _in_time(ranks, row)]:
+            yield self._report_own(ranks, reported, own)
 
-    def _tell(self, ranks: list[Rank], rows: list[Row]) -> Finding:
+    def _report(self, ranks: list[Rank], rows: list[Row]) -> Finding:
         minority = _minority(ranks, [str(r["what"]) for r in rows])
         odd = next((r for r in ranks if r.rank in minority), ranks[-1])
         entered = odd.first(InitEntered)
@@ -99,7 +99,9 @@ class EnvironmentSkew(Check):
             at=odd.wall(odd.started.at) if odd.started else 0.0,
         )
 
-    def _tell_own(self, ranks: list[Rank], rows: list[Row], own: Mapping[str, Location]) -> Finding:
+    def _report_own(
+        self, ranks: list[Rank], rows: list[Row], own: Mapping[str, Location]
+    ) -> Finding:
         """Settings that the program makes differ."""
         names = [str(row["what"]) for row in rows]
         odd = {
@@ -130,9 +132,9 @@ def _set_by_program(ranks: list[Rank], name: str) -> Location | None:
     spots = [
         (r, e.set_at[name]) for r in ranks if (e := r.latest(InitEntered)) and name in e.set_at
     ]
-    told = [r.started for r in ranks if r.started]
-    alike = len({s.environment.get(name) for s in told}) == 1
-    if not spots or not (alike or all(s.spawned for s in told)):
+    reported = [r.started for r in ranks if r.started]
+    alike = len({s.environment.get(name) for s in reported}) == 1
+    if not spots or not (alike or all(s.spawned for s in reported)):
         return None
     rank, site = spots[0]
     return rank.location(site)

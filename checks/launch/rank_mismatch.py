@@ -58,10 +58,10 @@ class RankMismatch(Check):
         for members in meetings(found).values():
             problem = _problem(members, run)
             if problem is not None:
-                yield self._tell(run, members, problem)
+                yield self._report(run, members, problem)
                 return  # later meetings stumble over the first
         if alone := _each_alone(found):
-            yield self._tell(run, alone[1], alone, confidence=Confidence.SUSPECTED)
+            yield self._report(run, alone[1], alone, confidence=Confidence.SUSPECTED)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rendezvous-stall", "group-never-formed"):
@@ -71,7 +71,7 @@ class RankMismatch(Check):
         # Where no group came to exist, whatever else went wrong came of it.
         return mine.evidence.get("groups formed") == 0 and other.code.startswith("DDP6")
 
-    def _tell(
+    def _report(
         self, run: Run, members: list[Claim], problem: tuple[str, list[Claim]], **more: object
     ) -> Finding:
         text, wrong = problem
@@ -111,9 +111,9 @@ def _each_alone(found: list[Claim]) -> tuple[str, list[Claim]] | None:
 
 def _started_together(found: list[Claim]) -> str:
     """Who started these processes, and how many of them at once; empty where each is on its own."""
-    told = {c.launched for c in found}
-    if len(told) > 1 and all(size > 1 for _, size in told):
-        return f"the launcher started {max(size for _, size in told)}"
+    reported = {c.launched for c in found}
+    if len(reported) > 1 and all(size > 1 for _, size in reported):
+        return f"the launcher started {max(size for _, size in reported)}"
     spawned = {c.process.started.spawned if c.process.started else 0 for c in found}
     if len(spawned) == 1 and max(spawned) > 1:
         return f"`torch.multiprocessing.spawn` started {max(spawned)} together"
@@ -196,13 +196,13 @@ def _cause(wrong: list[Claim]) -> str:
         others = "do not fit to it" if claim.world_size > 1 else "have groups of their own"
         return f"init_process_group was told so {how}, and other processes {others}"
     rank, size = claim.launched
-    told = f"the launcher had said rank {rank} of {size}"
+    reported = f"the launcher had said rank {rank} of {size}"
     if len({(c.rank, c.world_size, c.launched[1]) for c in said}) == 1:
-        told = f"the launcher had said {ranks_text({c.launched[0] for c in said})} of {size}"
+        reported = f"the launcher had said {ranks_text({c.launched[0] for c in said})} of {size}"
     local = claim.event.env_local_rank
     if claim.rank != rank and claim.rank == local and claim.world_size == size:
-        return f"the local rank ({local}) is used as the rank; {told}"
-    return f"init_process_group was told rank {claim.rank} of {claim.world_size} {how}; {told}"
+        return f"the local rank ({local}) is used as the rank; {reported}"
+    return f"init_process_group was told rank {claim.rank} of {claim.world_size} {how}; {reported}"
 
 
 def _fix(members: list[Claim]) -> str:

@@ -74,7 +74,7 @@ class RendezvousStall(Check):
         absent = [r for r in range(world) if r not in came]
         stalled, gave_up = run.stall is not None, [r for r in waiting if _gave_up(r)]
         if absent and (stalled or gave_up):
-            yield self._tell(run, waiting, absent, world)
+            yield self._report(run, waiting, absent, world)
         elif stalled and len(waiting) == len(run.ranks):
             yield self._nobody_answers(run, waiting)
 
@@ -177,7 +177,7 @@ class RendezvousStall(Check):
             at=first.wall(entered.at) if entered else 0.0,
         )
 
-    def _tell(
+    def _report(
         self,
         run: Run,
         waiting: list[Rank],
@@ -262,8 +262,8 @@ class RendezvousStall(Check):
 def _launched(run: Run, waiting: list[Rank]) -> int | None:
     """How many processes there are, as who launched them said; None where a program that starts
     them itself says no more than what its ranks wait for."""
-    told = any("WORLD_SIZE" in r.started.environment for r in waiting if r.started)
-    if run.info.launcher != "run" and not told and run.info.world_size > len(run.ranks):
+    reported = any("WORLD_SIZE" in r.started.environment for r in waiting if r.started)
+    if run.info.launcher != "run" and not reported and run.info.world_size > len(run.ranks):
         return None
     return max(len(run.ranks), run.info.world_size)
 
@@ -303,18 +303,18 @@ def _formed(rank: Rank) -> bool:
 def _same_store(rank: Rank) -> bool:
     """Whether the last two groups meet in a store that outlives them: torchrun's, or a file."""
     before, entered = rank.of(InitEntered)[-2:]
-    told = rank.started.environment if rank.started else {}
+    reported = rank.started.environment if rank.started else {}
     place = entered.rendezvous
-    lasts = place.startswith("file://") or told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    lasts = place.startswith("file://") or reported.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return lasts and before.rendezvous == place
 
 
 def _no_store(rank: Rank) -> bool:
     """Whether it is to meet the others somewhere else than at torchrun's store, which all ranks
     expect to be there."""
-    entered, told = rank.latest(InitEntered), rank.started.environment if rank.started else {}
-    own = f"tcp://{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
-    elastic = told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    entered, reported = rank.latest(InitEntered), rank.started.environment if rank.started else {}
+    own = f"tcp://{reported.get('MASTER_ADDR')}:{reported.get('MASTER_PORT')}"
+    elastic = reported.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = entered.rendezvous if entered else ""
     return elastic and place.startswith("tcp://") and place != own
 
@@ -387,8 +387,10 @@ def _left(rank: Rank) -> RankExiting | None:
 
 def _is_over(rank: Rank) -> bool:
     """Whether its process was seen to end by itself."""
-    ended, told = rank.ended, rank.stopped
-    return ended is not None and not ended.by_launcher and (told is None or ended.at < told.at)
+    ended, reported = rank.ended, rank.stopped
+    return (
+        ended is not None and not ended.by_launcher and (reported is None or ended.at < reported.at)
+    )
 
 
 def _state(run: Run, rank: Rank) -> str:

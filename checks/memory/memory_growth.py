@@ -109,7 +109,7 @@ class MemoryGrowth(Check):
         for where in ("device", "host"):
             growing = [g for r in run.ranks.values() if (g := _growth(r, where)) is not None]
             if growing:
-                yield self._tell(run, max(growing, key=lambda g: (g.held is not None, g.total)),
+                yield self._report(run, max(growing, key=lambda g: (g.held is not None, g.total)),
                                  growing)  # fmt: skip
                 return
 
@@ -119,7 +119,7 @@ class MemoryGrowth(Check):
         killed = other.check in ("rank-died", "first-failure")
         return killed and "memory" in (other.summary + str(other.evidence)).lower()
 
-    def _tell(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
+    def _report(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)
         who = "all ranks" if len(ranks) == run.world_size > 1 else ranks_text(ranks)
         most = f", that of rank {worst.rank.rank}" if len(ranks) > 1 else ""
@@ -149,13 +149,13 @@ class MemoryGrowth(Check):
         )
 
 
-def _keep_as_much(run: Run, worst: Growth, told: tuple[int, ...]) -> tuple[int, ...]:
+def _keep_as_much(run: Run, worst: Growth, reported: tuple[int, ...]) -> tuple[int, ...]:
     """Other ranks where the same container keeps the graphs of as many steps: what they gain is
     hidden by what they give back."""
     known = worst.held
     if known is None or not known.graphs:
         return ()
-    others = {n: _held(r) for n, r in run.ranks.items() if n not in told}
+    others = {n: _held(r) for n, r in run.ranks.items() if n not in reported}
     wanted = (True, known.name, known.kind)
     return tuple(
         n

@@ -59,9 +59,9 @@ class StrayCudaContext(Check):
         for stray in strays:
             by_device.setdefault((stray[0].node, stray[1]), []).append(stray)
         for (node, device), guests in by_device.items():
-            yield self._tell(node, device, guests)
+            yield self._report(node, device, guests)
 
-    def _tell(self, node: str, device: str, guests: list[tuple[Rank, str, int, int]]) -> Finding:
+    def _report(self, node: str, device: str, guests: list[tuple[Rank, str, int, int]]) -> Finding:
         ranks = tuple(sorted(r.rank for r, *_ in guests))
         total = sum(size for *_, size in guests)
         rank, touched = next(

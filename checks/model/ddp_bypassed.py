@@ -72,7 +72,7 @@ class DdpBypassed(Check):
             discarded = any(e.discarded for es in seen.values() for e in es)
             if discarded and len(seen) < 2:
                 continue  # one process that goes on alone, after the others are done
-            yield self._tell(run, model, seen)
+            yield self._report(run, model, seen)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in (
@@ -80,7 +80,7 @@ class DdpBypassed(Check):
             "optimizer-state-drift", "parameters-changed-after-wrap",
         )  # fmt: skip
 
-    def _tell(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
+    def _report(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
         rank, events = next(iter(seen.items()))
         first, last = events[0], _to_its_end(rank, events[-1])
         wrapped = models.wrap_of(rank, model)
@@ -135,11 +135,11 @@ def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
     if rank.of(RankExiting):
         return last
     mine = (last.model, last.optimizer)
-    told = [e for e in rank.of(SyncPattern) if (e.model, e.optimizer) == mine]
-    now = next((e for e in reversed(told) if e.step <= last.step), None)
+    reported = [e for e in rank.of(SyncPattern) if (e.model, e.optimizer) == mine]
+    now = next((e for e in reversed(reported) if e.step <= last.step), None)
     if now is None or not now.reason or now.synced:
         return last
-    after = [e.step - 1 for e in told if e.step > last.step]
+    after = [e.step - 1 for e in reported if e.step > last.step]
     taken = [e.step for e in rank.of(StepDone) if e.optimizer == last.optimizer]
     end = min(after) if after else max(taken, default=last.step)
     more = end - last.step

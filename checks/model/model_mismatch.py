@@ -12,7 +12,7 @@ from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, ranks_text
 
-TOLD = 12
+REPORTED = 12
 """Rows of the table of differences."""
 
 PROPERTIES = {
@@ -99,9 +99,9 @@ class ModelMismatch(Check):
                 continue
             origins = _origins(majority[0], others[0])
             if origins is None:
-                yield self._tell(run, held, majority, others)
+                yield self._report(run, held, majority, others)
             elif not origins.reordered or ranks not in turned:
-                yield self._tell_origins(held, majority, others, origins)
+                yield self._report_origins(held, majority, others, origins)
                 if origins.reordered:
                     turned.add(ranks)
 
@@ -116,7 +116,7 @@ class ModelMismatch(Check):
             "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
         )  # fmt: skip
 
-    def _tell_origins(
+    def _report_origins(
         self, held: list[Held], majority: list[Held], others: list[Held], origins: WrapOrder
     ) -> Finding:
         """Other models, or the same ones in another order."""
@@ -146,7 +146,7 @@ class ModelMismatch(Check):
             at=min(h.rank.wall(h.origin.at) for h in held),
         )
 
-    def _tell(
+    def _report(
         self, run: Run, held: list[Held], majority: list[Held], others: list[Held]
     ) -> Finding:
         here, there = majority[0], others[0]
@@ -163,7 +163,7 @@ class ModelMismatch(Check):
         return self.finding(
             ranks=tuple(h.rank.rank for h in (others if clear else held)),
             subjects=tuple(
-                dict.fromkeys(p.name for i in places[:TOLD] if (p := _at(odd.parameters, i)))
+                dict.fromkeys(p.name for i in places[:REPORTED] if (p := _at(odd.parameters, i)))
             ),
             location=_made_at(odd, first),
             label=f"differs: {what}",
@@ -201,12 +201,12 @@ def _reduced_by_hand(run: Run) -> Iterator[list[Held]]:
     found: dict[tuple[int, int], list[Held]] = {}
     for rank in run.ranks.values():
         reducing = {s.optimizer for s in rank.of(UnwrappedState) if s.exchanged == "gradients"}
-        told: Counter[int] = Counter()
+        reported: Counter[int] = Counter()
         for event in rank.of(Unwrapped):
             if event.optimizer in reducing:
                 held = Held(rank, event, event.parameters)
-                found.setdefault((event.optimizer, told[event.optimizer]), []).append(held)
-                told[event.optimizer] += 1
+                found.setdefault((event.optimizer, reported[event.optimizer]), []).append(held)
+                reported[event.optimizer] += 1
     yield from (held for held in found.values() if len(held) > 1)
 
 
@@ -246,7 +246,7 @@ def _compared(here: Held, there: Held) -> Evidence:
                 f"rank {here.rank.rank}": _told(_at(here.parameters, i)),
                 f"rank {there.rank.rank}": _told(_at(there.parameters, i)),
             }
-            for i in places[:TOLD]
+            for i in places[:REPORTED]
         ],
     }
 

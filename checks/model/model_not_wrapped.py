@@ -140,13 +140,15 @@ class ModelNotWrapped(Check):
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
         lone = {rank: event for rank, event in alike.items() if not means[rank]}
         if unused_allreduce.found(run, states):
-            plain = self._tell(run, alike, Severity.ERROR, common, common[1:])
-            yield unused_allreduce.told(plain, alike, models.on_ranks(run, (r.rank for r in alike)))
+            plain = self._report(run, alike, Severity.ERROR, common, common[1:])
+            yield unused_allreduce.reported(
+                plain, alike, models.on_ranks(run, (r.rank for r in alike))
+            )
             return
         if not lone and {m for found in means.values() for m in found} == {HOOKS}:
-            told = self._tell(run, alike, Severity.ERROR, common, common[1:])
+            reported = self._report(run, alike, Severity.ERROR, common, common[1:])
             where = models.on_ranks(run, (r.rank for r in alike))
-            if missed := partly_synced.without_hooks(told, alike, where):
+            if missed := partly_synced.without_hooks(reported, alike, where):
                 yield missed
             return
         if len(lone) < len(alike):
@@ -167,19 +169,19 @@ class ModelNotWrapped(Check):
         ):
             return  # parameter-drift tells what the exchange leaves out
         if common and len(apart) == len(common):
-            told = self._tell(run, alike, Severity.ERROR, common, moved)
+            reported = self._report(run, alike, Severity.ERROR, common, moved)
             if any(s.late for r in states for s in _states(r, optimizer)):
-                yield told
+                yield reported
                 return
             where = models.on_ranks(run, (r.rank for r in alike))
-            if part := partly_synced.left_out(told, alike, where) or partly_synced.named(
-                told, alike, where
+            if part := partly_synced.left_out(reported, alike, where) or partly_synced.named(
+                reported, alike, where
             ):
                 yield part
             elif not independent_models.searched(alike) and not independent_models.adapted(alike):
-                yield independent_models.doubted(told, alike)
+                yield independent_models.doubted(reported, alike)
         elif len(common) > 1 and not apart and not moved and not _talk(alike):
-            yield self._tell(run, alike, Severity.NOTE, common, moved)
+            yield self._report(run, alike, Severity.NOTE, common, moved)
 
     def _beside(
         self,
@@ -192,7 +194,7 @@ class ModelNotWrapped(Check):
         """Ranks that begin with the values of the others, and are in no group that averages."""
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
         if len(common) > 2 and common[0] == 0 and moved == common[1:]:
-            found = self._tell(run, lone, Severity.WARNING, common, moved)
+            found = self._report(run, lone, Severity.WARNING, common, moved)
             apart = f"; {ranks_text(r.rank for r in others)} average theirs in a group of their own"
             yield msgspec.structs.replace(
                 found,
@@ -206,18 +208,18 @@ class ModelNotWrapped(Check):
         every = [pair for each in found for pair in each.alike.items()]
         alike = dict(sorted(every, key=lambda pair: pair[0].rank))
         steps = found[0].steps
-        told = self._tell(run, alike, Severity.WARNING, steps, steps[1:])
+        reported = self._report(run, alike, Severity.WARNING, steps, steps[1:])
         groups = [sorted(r.rank for r in each.alike) for each in found]
         ranks = " and ".join(ranks_text(group) for group in groups)
         return msgspec.structs.replace(
-            told,
+            reported,
             confidence=Confidence.SUSPECTED,
             cause=f"{ranks} begin with the same parameters, which were sent over their group, and "
             "apply gradients of their own: all they exchange afterwards is less than the "
             "parameters are once; what other groups compute together does not make these equal",
             fix="average the gradients over that group before the step: `dist.all_reduce(p.grad, "
             "group=data_parallel_group)` for every parameter, divided by its size",
-            evidence=told.evidence
+            evidence=reported.evidence
             | {
                 "groups": [{"ranks": group} for group in groups],
                 "numbers exchanged in them since": max(each.exchanged for each in found),
@@ -226,9 +228,9 @@ class ModelNotWrapped(Check):
 
     def _of_parts(self, run: Run, alike: dict[Rank, Unwrapped], steps: list[int]) -> Finding:
         """Copies that work on one batch together, each with the gradients of its part."""
-        told = self._tell(run, alike, Severity.WARNING, steps, steps[1:])
+        reported = self._report(run, alike, Severity.WARNING, steps, steps[1:])
         return msgspec.structs.replace(
-            told,
+            reported,
             confidence=Confidence.SUSPECTED,
             cause="the ranks begin with the same parameters, and each applies gradients of its "
             "own: the all_to_all in forward and backward exchange what the model computes, not the "
@@ -238,7 +240,7 @@ class ModelNotWrapped(Check):
             "takes the mean of its part)",
         )
 
-    def _tell(
+    def _report(
         self,
         run: Run,
         alike: dict[Rank, Unwrapped],
@@ -256,7 +258,7 @@ class ModelNotWrapped(Check):
         steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
         where = models.on_ranks(run, (r.rank for r in alike))
         numbers = 0 if bad else max(_last(r, e).elements for r, e in alike.items())
-        beside = "" if bad else other_exchanges.told(alike, numbers)
+        beside = "" if bad else other_exchanges.reported(alike, numbers)
         agree = "exchanges its gradients: ranks agree" if beside else "is exchanged: ranks agree"
         return self.finding(
             severity=severity,

@@ -63,11 +63,11 @@ class NeedlessFindUnusedParameters(Check):
             enough = all(u is not None and u.examined >= ENOUGH and not u.unused for u in uses)
             quiet = all(not e.indices for r in ranks for e in models.sets_of(r, model))
             asked = all(e.find_unused for r in ranks for e in models.sets_of(r, model))
-            told = all(models.sets_of(r, model) for r in ranks)
-            if ranks and enough and quiet and asked and told:
-                yield self._tell(ranks, model)
+            reported = all(models.sets_of(r, model) for r in ranks)
+            if ranks and enough and quiet and asked and reported:
+                yield self._report(ranks, model)
 
-    def _tell(self, ranks: list[Rank], model: int) -> Finding:
+    def _report(self, ranks: list[Rank], model: int) -> Finding:
         rank = ranks[0]
         wrapped = models.wrap_of(rank, model)
         use = models.use_of(rank, model)

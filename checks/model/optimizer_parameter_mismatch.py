@@ -73,9 +73,9 @@ class OptimizerParameterMismatch(Check):
         for model in [*models.numbers(run), *sorted(sharded, reverse=True)]:
             seen = {r: e for r in run.ranks.values() if (e := _latest(run, r, model)) is not None}
             if seen:
-                yield self._tell(run, model, seen)
+                yield self._report(run, model, seen)
 
-    def _tell(self, run: Run, model: int, seen: dict[Rank, Ownership]) -> Finding:
+    def _report(self, run: Run, model: int, seen: dict[Rank, Ownership]) -> Finding:
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
         kind = title_of(rank, wrapped) if wrapped else event.module
@@ -141,12 +141,12 @@ class OptimizerParameterMismatch(Check):
 def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
     """What holds at the end, without what the optimizer of another rank of the group holds: it is
     sharded, and `parameter-drift` tells what does not come back."""
-    told = [e for e in rank.of(Ownership) if e.model == model]
-    if not told:
+    reported = [e for e in rank.of(Ownership) if e.model == model]
+    if not reported:
         return None
-    elsewhere = models.held_by_others(run, rank, model) if told[-1].missing else set()
-    missing = tuple(name for name in told[-1].missing if name not in elsewhere)
-    return msgspec.structs.replace(told[-1], missing=missing) if missing else None
+    elsewhere = models.held_by_others(run, rank, model) if reported[-1].missing else set()
+    missing = tuple(name for name in reported[-1].missing if name not in elsewhere)
+    return msgspec.structs.replace(reported[-1], missing=missing) if missing else None
 
 
 def _earlier(rank: Rank, event: Ownership) -> bool:
@@ -193,8 +193,8 @@ def _in_place_of_another(rank: Rank, event: Ownership) -> tuple[int, int]:
     others = {o.optimizer for o in seen if event.model in o.models} - {named.optimizer}
     steps = [e for e in rank.of(StepDone) if e.optimizer in others]
     turns = [number for number, _ in groupby(e.optimizer for e in steps)]
-    told = [e for e in rank.of(Ownership) if e.model == event.model and e.at < named.at]
-    lacked = any(not set(event.missing).isdisjoint(e.missing) for e in told)
+    reported = [e for e in rank.of(Ownership) if e.model == event.model and e.at < named.at]
+    lacked = any(not set(event.missing).isdisjoint(e.missing) for e in reported)
     if lacked or len(turns) > len(others) or any(e.at > named.at for e in steps):
         return 0, 0
     return sum(e.count for e in steps), rank.steps_of(named.optimizer) if steps else 0

@@ -72,7 +72,7 @@ class ParametersChangedAfterWrap(Check):
         for model, kind in sorted(kinds):
             seen = {r: e for r in run.ranks.values() if (e := _event(r, model, kind)) is not None}
             if seen:
-                yield self._tell(run, model, kind, seen)
+                yield self._report(run, model, kind, seen)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "first-failure":
@@ -82,7 +82,7 @@ class ParametersChangedAfterWrap(Check):
             "unsynced-step", "optimizer-state-drift", "model-not-wrapped",
         )  # fmt: skip
 
-    def _tell(
+    def _report(
         self, run: Run, model: int, kind: str, seen: dict[Rank, ParametersChanged]
     ) -> Finding:
         rank, event = min(seen.items(), key=lambda item: item[1].at)
@@ -164,11 +164,11 @@ def _were(done: str, names: tuple[str, ...]) -> str:
 
 def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
     """Steps before which more were changed."""
-    told, found = set(every[0].names), []
+    reported, found = set(every[0].names), []
     for event in every[1:]:
-        if not told.issuperset(event.names):
+        if not reported.issuperset(event.names):
             found.append(_step(rank, event))
-            told.update(event.names)
+            reported.update(event.names)
     return found
 
 

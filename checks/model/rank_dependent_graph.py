@@ -53,7 +53,7 @@ class RankDependentGraph(Check):
         for model in models.numbers(run):
             found = graphs.differing(run, model)
             if found is not None:
-                yield from self._tell(run, model, *found)
+                yield from self._report(run, model, *found)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR:
@@ -67,7 +67,7 @@ class RankDependentGraph(Check):
             return "SIGABRT" in other.subjects
         return other.check in (*hang, "gradient-drift", "parameter-drift", "unsynced-step")
 
-    def _tell(
+    def _report(
         self,
         run: Run,
         model: int,

@@ -59,7 +59,7 @@ class ReadyTwice(Check):
         for model in models.numbers(run):
             seen = {r: e for r in run.ranks.values() for e in r.of(Record)[:1] if e.model == model}
             if seen:
-                yield self._tell(run, model, seen)
+                yield self._report(run, model, seen)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "first-failure":
@@ -70,7 +70,7 @@ class ReadyTwice(Check):
             return again and _first(mine) == _first(other) and _wrap(mine) == _wrap(other)
         return other.check in ("rank-missing", "stall", "rank-exited-early")
 
-    def _tell(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
+    def _report(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None

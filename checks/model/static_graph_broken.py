@@ -68,9 +68,9 @@ class StaticGraphBroken(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for model in models.numbers(run):
-            seen = {r: told for r in run.ranks.values() if (told := _events(r, model))}
+            seen = {r: reported for r in run.ranks.values() if (reported := _events(r, model))}
             if seen:
-                yield self._tell(run, model, seen)
+                yield self._report(run, model, seen)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "first-failure":
@@ -83,7 +83,7 @@ class StaticGraphBroken(Check):
             "rank-dependent-graph", "redundant-sync",
         )  # fmt: skip
 
-    def _tell(self, run: Run, model: int, seen: dict[Rank, list[Record]]) -> Finding:
+    def _report(self, run: Run, model: int, seen: dict[Rank, list[Record]]) -> Finding:
         rank, events = next(iter(seen.items()))
         first, last = events[0], events[-1]
         wrapped = models.wrap_of(rank, model)
@@ -126,8 +126,8 @@ class StaticGraphBroken(Check):
 
 def _steps(events: list[Record], silent: int) -> Steps:
     """What torch says at a forward is about the step before."""
-    told = [e.step for e in events if e.kind != "changed"]
-    steps = told or [max(0, e.step - 1) for e in events]
+    reported = [e.step for e in events if e.kind != "changed"]
+    steps = reported or [max(0, e.step - 1) for e in events]
     first, last = min(steps), max(steps)
     return Steps(first, last, min(max(silent, 1), last - first + 1))
 
@@ -168,5 +168,5 @@ def _summary(kind: str, first: Record, silent: int) -> str:
             f"{silent} backward{'s' if silent > 1 else ''} that should have "
             "averaged its gradients did not communicate"
         )
-    told = "the graph changed" if first.kind == "changed" else "its own assertion failed"
-    return f"{kind} is wrapped with static_graph=True, and torch says that {told}"
+    reported = "the graph changed" if first.kind == "changed" else "its own assertion failed"
+    return f"{kind} is wrapped with static_graph=True, and torch says that {reported}"

@@ -133,11 +133,11 @@ class UnusedParameter(Check):
 
 def _later(rank: Rank, model: int, event: UnusedParameters) -> list[UnusedParameters]:
     """Records that tell of more than this one and those before, and of that only."""
-    found, told = [], set(event.indices)
+    found, reported = [], set(event.indices)
     for other in models.sets_of(rank, model):
-        if more := tuple(i for i in other.indices if i not in told):
+        if more := tuple(i for i in other.indices if i not in reported):
             found.append(msgspec.structs.replace(other, indices=more))
-            told.update(more)
+            reported.update(more)
     return found
 
 

@@ -56,7 +56,7 @@ class ZeroGradient(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(ZeroGradients)}
         every = [_seen(run, model, optimizer) for model, optimizer in sorted(keys)]
-        told: set[tuple[int, int]] = set()
+        reported: set[tuple[int, int]] = set()
         # One inside another, as of a sharded optimizer, tells of a part of that, on a part of them.
         for seen in sorted(every, key=len, reverse=True):
             for rank, event in list(seen.items())[:1]:
@@ -64,16 +64,16 @@ class ZeroGradient(Check):
                 if wrapped is None or not (event.weight_decay or event.moved):
                     continue
                 worth = _worth_telling(wrapped, event)
-                left = [i for i in worth if (event.model, i) not in told]
-                told.update((event.model, i) for i in left)
+                left = [i for i in worth if (event.model, i) not in reported]
+                reported.update((event.model, i) for i in left)
                 cancelled = [i for i in left if _cancels(wrapped, event, i)]
                 for some in ([i for i in left if i not in cancelled], cancelled):
                     if some:
-                        yield self._tell(
+                        yield self._report(
                             run, rank, wrapped, event, some, tuple(r.rank for r in seen)
                         )
 
-    def _tell(
+    def _report(
         self,
         run: Run,
         rank: Rank,
@@ -113,7 +113,9 @@ class ZeroGradient(Check):
 
 def _seen(run: Run, model: int, optimizer: int) -> dict[Rank, ZeroGradients]:
     """The last record of each rank, after enough steps."""
-    last = {r: told[-1] for r in run.ranks.values() if (told := _events(r, model, optimizer))}
+    last = {
+        r: reported[-1] for r in run.ranks.values() if (reported := _events(r, model, optimizer))
+    }
     return {r: event for r, event in last.items() if event.samples >= SAMPLES}
 
 

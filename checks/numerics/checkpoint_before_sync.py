@@ -84,7 +84,7 @@ class CheckpointBeforeSync(Check):
                     place = (where.file, where.line) if where else None
                     by_place.setdefault(place, []).append((write, read))
         for pairs in by_place.values():
-            yield self._tell(run, pairs)
+            yield self._report(run, pairs)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if not mine.evidence.get("the rank ended with it") or other.at < mine.at:
@@ -93,7 +93,7 @@ class CheckpointBeforeSync(Check):
             return bool(set(mine.ranks) & set(other.ranks))
         return other.code.startswith("DDP6")
 
-    def _tell(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
+    def _report(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
         # The one that failed tells the story best.
         write, read = max(pairs, key=lambda pair: bool(_failure(*pair)))
         path = shorten(read.event.path, read.rank.cwd)

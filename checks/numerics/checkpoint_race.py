@@ -79,7 +79,7 @@ class CheckpointRace(Check):
                 place = (where.file, where.line) if where else None
                 by_place.setdefault(place, []).append(racing)
         for files in _in_one_go(list(by_place.values())):
-            yield self._tell(run, files)
+            yield self._report(run, files)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "checkpoint-before-sync":
@@ -90,7 +90,7 @@ class CheckpointRace(Check):
             return False
         return any(text in message for text in torn) or _taken_away(mine, other, message)
 
-    def _tell(self, run: Run, files: list[list[Touch]]) -> Finding:
+    def _report(self, run: Run, files: list[list[Touch]]) -> Finding:
         first = files[0][0]
         paths = [_name(touches[0]) for touches in files]
         ranks = _ranks(files[0])
@@ -160,14 +160,14 @@ def _clears(touch: Touch) -> bool:
 def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:
     """The files of each place; places of one function where the same ranks write one after the
     other, with no collective between, lack the same guard and are one."""
-    told: list[list[list[Touch]]] = []
+    reported: list[list[list[Touch]]] = []
     for files in places:
-        same = next((t for t in told if _follow(t[-1], files[0])), None)
+        same = next((t for t in reported if _follow(t[-1], files[0])), None)
         if same is None:
-            told.append(list(files))
+            reported.append(list(files))
         else:
             same.extend(files)
-    return told
+    return reported
 
 
 def _follow(old: list[Touch], new: list[Touch]) -> bool:

@@ -74,9 +74,9 @@ class CommunicationBound(Check):
             step = _step(rank, times)
             least = max(NOTICEABLE_S, SHARE * step.wall_s)
             if step.exposed_s - _without_a_core(run, seen) >= least:
-                yield self._tell(seen, rank, times, step)
+                yield self._report(seen, rank, times, step)
 
-    def _tell(
+    def _report(
         self, seen: dict[Rank, SyncTimes], rank: Rank, times: SyncTimes, step: _Step
     ) -> Finding:
         wrapped = next((w for w in rank.of(Wrapped) if w.model == times.model), None)

@@ -90,9 +90,9 @@ class Straggler(Check):
             if not _starved(run.ranks[rank], found):
                 slow[found.segment].append(found)
         for segment, ranks in slow.items():
-            yield self._tell(run, segment, ranks)
+            yield self._report(run, segment, ranks)
 
-    def _tell(self, run: Run, segment: int, slow: list[_Slow]) -> Finding:
+    def _report(self, run: Run, segment: int, slow: list[_Slow]) -> Finding:
         worst = max(slow, key=lambda s: s.lag_s)
         rank = run.ranks[worst.rank]
         ranks = tuple(s.rank for s in slow)
@@ -379,37 +379,37 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
 def _cause(slow: _Slow, segment: int, words: str) -> str:
     excess = slow.excess_s
     usual = slow.usual(slow.rank, segment)
-    told = (
+    reported = (
         f"{usual * 1e3:.0f} ms {words} on rank {slow.rank}, {(usual - excess[segment]) * 1e3:.0f} "
         "ms on the others"
     )
     if excess[segment] < 0.5 * slow.lag_s:
-        told += "; the rest of the time is lost in other phases: the rank is slower as a whole"
+        reported += "; the rest of the time is lost in other phases: the rank is slower as a whole"
     if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
-        told += (
+        reported += (
             f"; the machine has more to do than cores: for {delayed * 1e3:.0f} ms of a step rank "
             f"{slow.rank} could have gone on but something else ran on its core; without that it "
             f"would still be about {slow.lag_s * 1e3:.0f} ms behind"
         )
-    return f"{told}; {_when(slow)}"
+    return f"{reported}; {_when(slow)}"
 
 
 def _when(slow: _Slow) -> str:
     """From which step on it was slow, and until which one where that is over."""
     first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
-    since, told = first.step - first.count + 1, "from the start on"
+    since, reported = first.step - first.count + 1, "from the start on"
     if since > first.count:
         seen = slow.every[slow.first - 1][slow.rank].step if slow.first else -1
-        told = f"since {_either(seen + 1, since)}"
+        reported = f"since {_either(seen + 1, since)}"
     if slow.over:
         after = slow.every[slow.end][slow.rank]
-        told += f", until {_either(last.step, after.step - after.count)}"
+        reported += f", until {_either(last.step, after.step - after.count)}"
     if slow.doubts:
-        told += (
+        reported += (
             f"; in {slow.doubts} of {slow.end - slow.first} stretches of steps it cannot be told, "
             "as ranks were without a core for a part of them"
         )
-    return told
+    return reported
 
 
 def _either(first: int, last: int) -> str:
@@ -417,8 +417,8 @@ def _either(first: int, last: int) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    told = fold_ranks(ranks)
-    return f"rank{'' if told.isdecimal() else 's'} {told}"
+    reported = fold_ranks(ranks)
+    return f"rank{'' if reported.isdecimal() else 's'} {reported}"
 
 
 _PHASES = (

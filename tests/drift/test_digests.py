@@ -164,7 +164,7 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
         model=model, optimizer=0, positions=[0], steps=lambda: 7, parameters=lambda at: [parameter]
     )
     monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
-    monkeypatch.setattr(replica_digests.edits, "tell_parameters", lambda *args: None)
+    monkeypatch.setattr(replica_digests.edits, "emit_parameters", lambda *args: None)
     replica_digests._drift.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
     known = {"rows": {}, "writes": replica_digests.writes.Writes(), "left_out": "Join"}
     vars(replica_digests._drift.watches[0, 0]).update(known, holding=holding)

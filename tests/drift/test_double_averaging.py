@@ -189,7 +189,7 @@ def test_the_last_step_of_a_line_is_told(monkeypatch):
     told = []
     recorder = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
     for recorder.step in (*range(100), 99):
-        second_reduction._tell_reduced(recorder, SimpleNamespace(number=0), "SUM", copied=False)
+        second_reduction._emit_reduced(recorder, SimpleNamespace(number=0), "SUM", copied=False)
     assert [e.call for e in told] == [*range(20), 32, 64]
     second_reduction._leaving(recorder, None)
     assert (told[-1].call, told[-1].step) == (99, 99)

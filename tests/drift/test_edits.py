@@ -86,7 +86,7 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
     now = manual_edits.Taken([0, 1, 2], grads, sampled=True)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._tell(recorder, 0, holding, "gradients", before, now)
+    manual_edits._emit(recorder, 0, holding, "gradients", before, now)
     assert manual_edits._followed(model).wanted["gradients"] == (cleared or [0])[0]
 
 
@@ -107,7 +107,7 @@ def test_the_line_that_clears_gradients_once(
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     ones, now = (manual_edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
     for after in (now, ones, now):
-        manual_edits._tell(recorder, 0, holding, "gradients", ones, after)
+        manual_edits._emit(recorder, 0, holding, "gradients", ones, after)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
@@ -212,7 +212,7 @@ def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
     before, now = (manual_edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._tell(recorder, 0, holding, "gradients", before, now)
+    manual_edits._emit(recorder, 0, holding, "gradients", before, now)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
 
 
@@ -270,7 +270,7 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     model: Any = object()
     manual_edits._followed(model).count = told
     manual_edits.look_now(model)
-    assert manual_edits.TOLD_AT_MOST - manual_edits._followed(model).count == left
+    assert manual_edits.EMITTED_AT_MOST - manual_edits._followed(model).count == left
 
 
 def late(

@@ -9,7 +9,7 @@ from recordings import steps
 from replicas import LINE, run_of
 
 from ddpdoctor.events import BatchSeen, Edited
-from ddpdoctor.probe.watchers.gradients.loss_scaling import _look, _tell_batch
+from ddpdoctor.probe.watchers.gradients.loss_scaling import _emit_batch, _look
 from ddpdoctor.report.findings import Severity, Steps
 
 
@@ -149,7 +149,7 @@ def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
         mock.Mock(emit=events.append),
         mock.Mock(leading=leading, number=0, forwards=1),
     )
-    _tell_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
+    _emit_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
     assert [(e.size, e.reduction) for e in events] == [told]
 
 

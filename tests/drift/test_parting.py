@@ -100,6 +100,6 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
         return one
 
     for step, number in ((3, 7), (4, 8)):
-        manual_edits._tell(recorder, step, holding, "parameters", taken(7, 1), taken(number, 2))
+        manual_edits._emit(recorder, step, holding, "parameters", taken(7, 1), taken(number, 2))
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
     assert followed.wanted["parameters"] == 0

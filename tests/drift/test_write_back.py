@@ -19,7 +19,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
     monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
     monkeypatch.setattr(replica_digests, "Pace", lambda *_: None)
-    monkeypatch.setattr(replica_digests, "_tell_replica", lambda *_: None)
+    monkeypatch.setattr(replica_digests, "_emit_replica", lambda *_: None)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
     model = SimpleNamespace(number=0, pending=0, forward_step=3)
     monkeypatch.setattr(exchanges.models, "live", lambda: [model])

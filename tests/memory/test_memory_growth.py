@@ -416,7 +416,7 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
         memory_holders, "census", lambda *_: {1: memory_holders.Held(kept[0], True, "list")}
     )
     monkeypatch.setattr(memory_holders, "name_of", lambda *_: None)
-    monkeypatch.setattr(memory, "_tell", lambda *told: found.append(told[3:]))
+    monkeypatch.setattr(memory, "_emit", lambda *told: found.append(told[3:]))
     for _ in range(2):
         recorder: Any = SimpleNamespace(step=steps, sites=None)
         memory._look_for_holder(recorder, everywhere=True)

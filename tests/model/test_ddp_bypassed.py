@@ -147,7 +147,7 @@ def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
     told, looks = [], iter([[1], [2], [2], [3], [4]])
     model = SimpleNamespace(parameters=[], sampled=[], ddp=lambda: model)
     known, suspect = wrapper_bypass.Bypass(), wrapper_bypass.Suspect(0, 51, {}, 0)
-    monkeypatch.setattr(wrapper_bypass, "_tell", lambda *args: told.append(args[4:]))
+    monkeypatch.setattr(wrapper_bypass, "_emit", lambda *args: told.append(args[4:]))
     monkeypatch.setattr(wrapper_bypass, "digests", lambda tensors: next(looks))
     monkeypatch.setattr(wrapper_bypass.exchanges, "values_exchanged", lambda parameters: False)
     for _ in range(5):

@@ -69,7 +69,7 @@ def test_what_had_a_gradient_was_frozen_later(
     found: list[str] = []
     monkeypatch.setattr(changes_after_wrap, "_flag_site", lambda *given: 5)
     monkeypatch.setattr(
-        changes_after_wrap, "_tell", lambda a, m, w, change, **more: found.append(change.kind)
+        changes_after_wrap, "_emit", lambda a, m, w, change, **more: found.append(change.kind)
     )
     module, made = model
     module.requires_grad_(False)

@@ -216,7 +216,7 @@ def test_whose_parameters_an_optimizer_holds_that_another_one_holds_too(monkeypa
 def test_parameters_that_are_unfrozen_later(monkeypatch):
     begun = []
     monkeypatch.setattr(
-        optimizer_coverage, "_tell", lambda _, watch, *more: begun.append(watch.begun)
+        optimizer_coverage, "_emit", lambda _, watch, *more: begun.append(watch.begun)
     )
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     net[0].requires_grad_(False)
@@ -240,7 +240,7 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
     `choose` gives the parameters of each."""
     told = []
     monkeypatch.setattr(
-        optimizer_coverage, "_tell", lambda *args: told.append((args[0].step, args[3]))
+        optimizer_coverage, "_emit", lambda *args: told.append((args[0].step, args[3]))
     )
     monkeypatch.setattr(optimizer_coverage, "_watches", {})
     monkeypatch.setattr(optimizer_coverage, "_sharded_roots", list)
@@ -320,7 +320,7 @@ def test_idle_parameters_alone_are_no_fault():
 def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     """Their values at two steps of another optimizer say nothing of what happens in between."""
     told = []
-    monkeypatch.setattr(optimizer_coverage, "_tell", lambda *args: told.append(args[3]))
+    monkeypatch.setattr(optimizer_coverage, "_emit", lambda *args: told.append(args[3]))
     monkeypatch.setattr(optimizer_coverage, "_watches", {})
     monkeypatch.setattr(optimizers, "held", dict)
     recorder = SimpleNamespace(step=0)

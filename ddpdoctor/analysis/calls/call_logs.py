@@ -348,11 +348,11 @@ def first_difference(
 def _steps(rank: Rank) -> list[tuple[int, int]]:
     """Steps of all optimizers together, and of the one that had taken the most by then; of each of
     those that follow each other."""
-    told = rank.of(StepDone)
-    last = {e.optimizer: e.at for e in told}
+    reported = rank.of(StepDone)
+    last = {e.optimizer: e.at for e in reported}
     found, every, before, most = [(0, 0)], 0, 0, 0
     begun: set[int] = set()
-    for event in told:
+    for event in reported:
         if event.optimizer not in begun and all(last[o] < event.at for o in begun):
             before, most = before + most, 0
         begun.add(event.optimizer)

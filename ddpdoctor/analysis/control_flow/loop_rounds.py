@@ -62,10 +62,10 @@ def skipped_in(leaver: Leaver, iterations: list[Iteration]) -> int:
     for iteration in iterations:
         number = iteration.began.loader, iteration.began.epoch
         read = (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number)
-        told = iteration.ended or next((e for e in read if e.at <= until), None)
-        if told is not None and told.backwards:
-            last = told is not iteration.ended  # of what came last it is not known yet
-            skipped += max(0, told.batches - told.backwards - last)
+        reported = iteration.ended or next((e for e in read if e.at <= until), None)
+        if reported is not None and reported.backwards:
+            last = reported is not iteration.ended  # of what came last it is not known yet
+            skipped += max(0, reported.batches - reported.backwards - last)
     return skipped
 
 

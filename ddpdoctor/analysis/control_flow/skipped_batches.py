@@ -52,11 +52,11 @@ class SkippedBatches:
     def before(self, ranks: Iterable[int]) -> str:
         """What came before the last iteration in which these ranks did."""
         earlier = {r: n - (r in ranks) for r, n in sorted(self.epochs.items())}
-        told = [f"{ranks_text([r])} in {n} {_epochs(n)}" for r, n in earlier.items() if n]
+        reported = [f"{ranks_text([r])} in {n} {_epochs(n)}" for r, n in earlier.items() if n]
         return (
-            f"; batches were skipped before by {' and '.join(told)}, from which on steps for "
+            f"; batches were skipped before by {' and '.join(reported)}, from which on steps for "
             "different batches met"
-            if told
+            if reported
             else ""
         )
 

@@ -44,9 +44,9 @@ def audit_table(run: Run) -> Iterator[Table]:
         for of_loader, count in alike.items()
         for name, *row in of_loader
     ]
-    told = {id(loader) for loader, _, _ in audited}
+    reported = {id(loader) for loader, _, _ in audited}
     for loader in loaders(run):
-        if id(loader) not in told and len(rows) < LOADERS * ROWS:
+        if id(loader) not in reported and len(rows) < LOADERS * ROWS:
             rows.append(_unaudited(loader))
     if rows:
         yield Table(title="What the loaders delivered", columns=COLUMNS, rows=tuple(rows))
@@ -84,12 +84,12 @@ def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
     lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
     alike = len(set(lengths)) == 1
     whose = "whatever the index" if _indexless(audit) else "each rank its own"
-    told = " / ".join(map(str, lengths[:1] if alike else lengths))
+    reported = " / ".join(map(str, lengths[:1] if alike else lengths))
     if not alike and len(lengths) > LISTED:
-        told = f"{min(lengths)} to {max(lengths)}"
+        reported = f"{min(lengths)} to {max(lengths)}"
     return (
         fold_ranks(audit.epochs),
-        f"{told} ({whose})",
+        f"{reported} ({whose})",
         "-",
         "-",
         "-",

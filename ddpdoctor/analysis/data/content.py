@@ -194,12 +194,12 @@ def held_alike(readers: Sequence[Reader]) -> list[str]:
     ]
 
 
-def told_apart(readers: Sequence[Reader]) -> bool:
+def reported_apart(readers: Sequence[Reader]) -> bool:
     """Whether the data sets are told other numbers or texts on other ranks (which of the ranks it
     is, say), and none is known to take an entry at the very index that it is given."""
-    told = {r.seen.settings for r in readers}
+    reported = {r.seen.settings for r in readers}
     tells = any(p.tells for r in readers for p in r.seen.payloads)
-    return len(told) > 1 and 0 not in told and not tells
+    return len(reported) > 1 and 0 not in reported and not tells
 
 
 def _chance(values: list[int]) -> float:

@@ -17,10 +17,10 @@ from .content import (
     held_alike,
     parts_differ,
     read_alike,
+    reported_apart,
     rows,
     same_pass,
     same_places,
-    told_apart,
     verdict,
 )
 from .epoch_audit import Audit, audits, by_chance, own_orders, pads, partitioned
@@ -158,10 +158,10 @@ def _indexed(
         return replace(fault, beneath=leak.audits)
     if loader.trains and (over := overlapping(readers, made)) is not None:
         worst = max(over.audits, key=lambda a: len(a.shared))
-        told: dict[str, object] = {SELECTED: over.told}
+        reported: dict[str, object] = {SELECTED: over.reported}
         sharing = [r for r in readers if r.rank.rank in over.ranks]
         return LoaderFault(
-            "data-overlap", loader, over.ranks, sharing, worst, "", told, (), over.audits
+            "data-overlap", loader, over.ranks, sharing, worst, "", reported, (), over.audits
         )
     if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
         return None
@@ -301,7 +301,7 @@ def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> 
     answer = verdict(readers)
     if differing and (answer == "unknown" or parts_differ(readers)):
         return "differ"
-    return "differ" if answer == "random" and told_apart(readers) else answer
+    return "differ" if answer == "random" and reported_apart(readers) else answer
 
 
 def own_data(readers: list[Reader]) -> bool:

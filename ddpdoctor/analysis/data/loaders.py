@@ -319,6 +319,6 @@ def _restarted(old: Reader, new: Reader) -> bool:
 
 def batch_size(readers: Sequence[Reader]) -> int:
     """Of the largest batch, also where it is for a batch sampler to say."""
-    told = [r.seen.batch_size for r in readers if r.seen.batch_size]
+    reported = [r.seen.batch_size for r in readers if r.seen.batch_size]
     found = (-(-e.samples // e.batches) for r in readers for e in r.epochs if e.batches)
-    return max(told) if told else max(found, default=1)
+    return max(reported) if reported else max(found, default=1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...events import Layer, Payload
 from ...events.pack import unpack
-from .content import APART, ONCE, Row, by_index, compare, told_apart
+from .content import APART, ONCE, Row, by_index, compare, reported_apart
 from .epoch_audit import Audit
 from .loaders import Epoch, Loader, Reader
 from .sharing_ranks import groups_of
@@ -66,7 +66,7 @@ class Overlap(NamedTuple):
 
     ranks: tuple[int, ...]
     audits: tuple[Audit, ...]
-    told: dict[int, str]
+    reported: dict[int, str]
 
 
 def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | None:
@@ -241,7 +241,7 @@ def _one_beneath(readers: list[Reader], depth: int) -> bool:
         tuple(p for p in r.seen.payloads if p.name.startswith("dataset." * depth)) for r in readers
     }
     lengths = {r.seen.layers[depth].length for r in readers}
-    return len(under) == len(lengths) == 1 and not told_apart(readers)
+    return len(under) == len(lengths) == 1 and not reported_apart(readers)
 
 
 def _overlap(a: Part, b: Part, world: int) -> bool:

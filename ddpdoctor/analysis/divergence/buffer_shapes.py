@@ -58,15 +58,15 @@ def apart(run: Run) -> Iterator[SkippedRound]:
 
 def _first(members: dict[int, tuple[Rank, Wrapped]]) -> SkippedRound | None:
     """The first forward in which they differ, of those that all ranks are known to have begun."""
-    told = {
+    reported = {
         n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
     }
     reached = min(_steps(rank) for rank, _ in members.values())
     root = min(members)
-    for event in sorted((e for es in told.values() for e in es), key=lambda e: e.forward):
+    for event in sorted((e for es in reported.values() for e in es), key=lambda e: e.forward):
         if event.total >= reached:
             return None
-        now = {n: _sent(w, told[n], event.forward) for n, (_, w) in members.items()}
+        now = {n: _sent(w, reported[n], event.forward) for n, (_, w) in members.items()}
         culprits = [n for n in now if _layout(now[n]) != _layout(now[root])]
         if culprits:
             rank, wrapped = members[culprits[0]]
@@ -79,9 +79,9 @@ def _steps(rank: Rank) -> int:
     return max(rank.ring.step if rank.ring else 0, rank.steps)
 
 
-def _sent(wrapped: Wrapped, told: list[SentBuffers], forward: int) -> Buffers:
+def _sent(wrapped: Wrapped, reported: list[SentBuffers], forward: int) -> Buffers:
     """What a rank hands to DDP in a forward."""
-    last = [e.buffers for e in told if e.forward <= forward]
+    last = [e.buffers for e in reported if e.forward <= forward]
     return last[-1] if last else tuple(b for b in wrapped.buffers if not b.ignored)
 
 

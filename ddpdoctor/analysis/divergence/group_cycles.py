@@ -67,7 +67,7 @@ class Beyond:
         return stay if len(stay) < len(gone) else gone
 
 
-def told(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
+def reported(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
     """The fields of the finding."""
     if skipped := left_out(now, ring):
         fields = _left_out(skipped)

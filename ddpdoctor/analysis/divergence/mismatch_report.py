@@ -42,17 +42,17 @@ def never_made(other: Finding) -> bool:
     return other.check == "group-creation-mismatch" and "groups_made" in other.evidence
 
 
-def culprits_of(told: Told) -> tuple[int, ...]:
+def culprits_of(reported: Told) -> tuple[int, ...]:
     """The ranks at fault, of all those groups."""
     return tuple(
-        sorted({rank for divergence in (told[0], *told[1]) for rank in divergence.culprits})
+        sorted({rank for divergence in (reported[0], *reported[1]) for rank in divergence.culprits})
     )
 
 
-def elsewhere(told: Told) -> str:
+def elsewhere(reported: Told) -> str:
     """`; the same in group 2 [2, 3]`."""
-    groups = " and ".join(str(divergence.key) for divergence in told[1][:3])
-    more = f", and {len(told[1]) - 3} more" if len(told[1]) > 3 else ""
+    groups = " and ".join(str(divergence.key) for divergence in reported[1][:3])
+    more = f", and {len(reported[1]) - 3} more" if len(reported[1]) > 3 else ""
     return f"; the same in {groups}{more}" if groups else ""
 
 
@@ -84,8 +84,8 @@ def related(
     found = []
     shown = {location}
     left = left_loop(divergence)
-    told = left is not None or len(divergence.culprits) == len(divergence.made)
-    heads = (h for h in (condition(place), None if told else branch(place)) if h is not None)
+    reported = left is not None or len(divergence.culprits) == len(divergence.made)
+    heads = (h for h in (condition(place), None if reported else branch(place)) if h is not None)
     branched = next((h for h in heads if not around_all(divergence, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
@@ -109,9 +109,9 @@ def related(
     return tuple(found[:4])
 
 
-def evidence(run: Run, told: Told) -> Evidence:
+def evidence(run: Run, reported: Told) -> Evidence:
     """The calls of every side at that number, and whether the run stands still because of it."""
-    mine, *others = (_evidence(run, divergence) for divergence in (told[0], *told[1]))
+    mine, *others = (_evidence(run, divergence) for divergence in (reported[0], *reported[1]))
     if not others:
         return mine
     same = [
@@ -120,7 +120,7 @@ def evidence(run: Run, told: Told) -> Evidence:
             "call_number": e["call_number"],
             "ranks": fold_ranks(divergence.culprits),
         }
-        for e, divergence in zip(others, told[1], strict=True)
+        for e, divergence in zip(others, reported[1], strict=True)
     ]
     still: Evidence = next((e for e in (mine, *others) if e["stuck"]), {})
     kept = {k: v for k, v in still.items() if k in ("stuck", "waited_s", "time_to_verdict_s")}

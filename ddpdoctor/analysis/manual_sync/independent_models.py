@@ -42,7 +42,7 @@ def adapted(alike: dict[Rank, Unwrapped]) -> bool:
     )
 
 
-def doubted(told: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
+def doubted(reported: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
     """The finding as a suspicion and a note, where the ranks begin with values of their own, which
     torch's own seed does not give them, and nothing else says that they are to train one model
     together."""
@@ -51,14 +51,14 @@ def doubted(told: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
     given = any(state is None or state.averaged for state in begins)
     beside = any(event.wrapped for event in alike.values())
     if not apart or given or beside or _divide_data(alike):
-        return told
+        return reported
     return msgspec.structs.replace(
-        told,
+        reported,
         severity=Severity.NOTE,
         confidence=Confidence.SUSPECTED,
-        cause=f"{told.cause}; the ranks begin with values of their own, and no sampler deals out "
-        "the data: they may be meant to train a model each",
-        fix=f"{told.fix}; where each rank is to train its own (an ensemble), silence this with "
+        cause=f"{reported.cause}; the ranks begin with values of their own, and no sampler deals "
+        "out the data: they may be meant to train a model each",
+        fix=f"{reported.fix}; where each rank is to train its own (an ensemble), silence this with "
         "`--ignore model-not-wrapped`",
     )
 

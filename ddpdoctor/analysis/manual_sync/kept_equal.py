@@ -330,7 +330,7 @@ def _other_options(found: ReplicaDivergence) -> tuple[int, str, str] | None:
     )
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings. Groups that part in the same steps of one line are told together."""
     together: dict[object, list[ReplicaDivergence]] = {}
     for found in partings(run):
@@ -397,7 +397,7 @@ def _told(run: Run, found: ReplicaDivergence) -> dict[str, Any]:
         "at": min(r.wall(found.differ[n].at) for n, (r, _) in found.copies.members.items()),
     }
     if found.ahead:
-        fields |= skipped_steps.told(found.ahead, kind, fields["steps"])
+        fields |= skipped_steps.reported(found.ahead, kind, fields["steps"])
         fields["evidence"] = {"last_equal_at_step": begin, **fields["evidence"]}
         fields["evidence"]["looks"] = len(found.copies.looks)
     return fields

@@ -32,14 +32,14 @@ class Look:
 
     Attributes:
         own: positions whose gradients a rank handed over by themselves, by rank; `handed` those of
-            any rank; `told` whether all that was handed over is known so.
+            any rank; `reported` whether all that was handed over is known so.
     """
 
     step: int
     gradients: list[tuple[int, ...]]
     parameters: list[tuple[int, ...]]
     own: list[frozenset[int]]
-    told: bool
+    reported: bool
 
     @property
     def handed(self) -> frozenset[int]:
@@ -60,23 +60,23 @@ def compared(run: Run) -> bool:
     return any(steady(c) or _running(c) or _agreed(c) for c in kept_equal.trained_alike(run))
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     for copies in kept_equal.trained_alike(run):
         if (differ := _running(copies)) is not None:
-            yield _told_running(copies, differ)
+            yield _reported_running(copies, differ)
             continue
         looks = close_looks(copies)
         if not steady(copies):
             if _agreed(copies) and (apart := _never_equal(copies, looks)) is not None:
-                yield _told_apart(copies, looks, apart)
+                yield _reported_apart(copies, looks, apart)
             continue
         if (mixed := _mixed(looks)) is not None:
-            yield _told_mixed(copies, *mixed)
+            yield _reported_mixed(copies, *mixed)
         elif (apart := _never_equal(copies, looks)) is not None:
-            yield _told_apart(copies, looks, apart)
+            yield _reported_apart(copies, looks, apart)
         elif (local := _left_out(copies, looks)) is not None:
-            yield _told_left_out(copies, looks, *local)
+            yield _reported_left_out(copies, looks, *local)
 
 
 def _running(copies: Copies) -> Rows | None:
@@ -128,7 +128,7 @@ def _look(rows: Mapping[int, UnwrappedState], sizes: list[int]) -> Look:
         gradients=[row[:count] for row in each],
         parameters=[row[count : 2 * count] for row in each],
         own=own,
-        told=all(s.other < min(unknown, default=1) for s in rows.values()),
+        reported=all(s.other < min(unknown, default=1) for s in rows.values()),
     )
 
 
@@ -186,7 +186,7 @@ def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] 
     agree = _agreeing(looks)
     handed = frozenset.intersection(*(look.handed for look in looks))
     shared = sorted(handed | set(agree))
-    if not agree and not all(look.told for look in looks):
+    if not agree and not all(look.reported for look in looks):
         return None
     ever = frozenset.union(*(look.handed for look in looks))
     local = [
@@ -233,7 +233,7 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _told_left_out(
+def _reported_left_out(
     copies: Copies, looks: list[Look], local: list[int], shared: list[int]
 ) -> dict[str, Any]:
     rank, event = member(copies)
@@ -314,7 +314,7 @@ def _rest_of(names: list[str], local: list[int], shared: list[int]) -> str:
     return owners.pop() if in_a_row and len(owners) == 1 and owners <= others else ""
 
 
-def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
+def _reported_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
     rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"
@@ -348,7 +348,7 @@ def _told_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
     }
 
 
-def _told_running(copies: Copies, differ: Rows) -> dict[str, Any]:
+def _reported_running(copies: Copies, differ: Rows) -> dict[str, Any]:
     rank, event = member(copies)
     begin = next(iter(differ.values())).step
     last = copies.looks[-1]
@@ -376,7 +376,7 @@ def _told_running(copies: Copies, differ: Rows) -> dict[str, Any]:
     }
 
 
-def _told_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:
+def _reported_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:
     rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"

@@ -19,10 +19,10 @@ Key = tuple[tuple[int, ...], int]
 
 def compared(run: Run) -> bool:
     """Whether there is something to tell."""
-    return any(told(run))
+    return any(reported(run))
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     members: dict[Key, list[Member]] = {}
     for rank in run.ranks.values():
@@ -56,9 +56,9 @@ def _latest(rank: Rank | None, model: int) -> Ownership | None:
 
 def _steps_on(member: Member, step: int) -> bool:
     """Whether an optimizer took the last of its steps after so many of its process, or then."""
-    told = list(member.rank.of(StepDone))
-    mine = [k for k, e in enumerate(told) if e.optimizer == member.optimizer]
-    return bool(mine) and sum(e.count for e in told[: mine[-1] + 1]) >= step
+    reported = list(member.rank.of(StepDone))
+    mine = [k for k, e in enumerate(reported) if e.optimizer == member.optimizer]
+    return bool(mine) and sum(e.count for e in reported[: mine[-1] + 1]) >= step
 
 
 def _moves(member: Member, name: str) -> bool:

@@ -27,7 +27,7 @@ def objects(rank: Rank, least: float = 0) -> int:
     )
 
 
-def told(ranks: Iterable[Rank], numbers: int) -> str:
+def reported(ranks: Iterable[Rank], numbers: int) -> str:
     """In words; `numbers` is how many floating-point numbers are among it. Empty for nothing."""
     ranks = list(ranks)
     if numbers:

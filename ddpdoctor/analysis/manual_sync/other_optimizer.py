@@ -28,7 +28,7 @@ class OtherOptimizer:
     apart: list[int]
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     for beside in _beside(run):
         yield _told(beside)
@@ -73,7 +73,9 @@ def _apart(local: Copies, shared: Copies) -> list[int]:
     ends = [local.end] if local.end else []
     if not kept_equal.same(first) or any(kept_equal.same(look) for look in [*later, *ends]):
         return []
-    if not all(k.told for k in looks) and not all(kept_equal.same(look) for look in shared.looks):
+    if not all(k.reported for k in looks) and not all(
+        kept_equal.same(look) for look in shared.looks
+    ):
         return []
     trained = [
         i

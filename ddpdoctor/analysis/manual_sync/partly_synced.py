@@ -24,7 +24,7 @@ Looks = list[list[UnwrappedState]]
 """What every rank saw before the same steps, ascending."""
 
 
-def left_out(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
+def left_out(reported: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
     """The finding as one of those that differ, where the optimizer's own step keeps others equal
     that get gradients which differ, and exchanges enough for it."""
     rank, event = next(iter(alike.items()))
@@ -41,11 +41,11 @@ def left_out(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding
     spot = rank.location(event.step_site)
     calls = (("exchanges others here", looks[-1][0].exchange_site), ("made here", event.site))
     return msgspec.structs.replace(
-        told,
+        reported,
         subjects=names,
-        location=spot or told.location,
-        label="leaves some as each rank has them" if spot else told.label,
-        related=models.related(rank, calls) if spot else told.related,
+        location=spot or reported.location,
+        label="leaves some as each rank has them" if spot else reported.label,
+        related=models.related(rank, calls) if spot else reported.related,
         summary=f"{few} of the {every} parameters of {event.kind or 'an optimizer'} {are} trained "
         f"{where}, and nothing synchronises {their} gradients: they differ",
         cause=f"{these} and {len(kept)} others begin equal and get gradients that differ between "
@@ -62,7 +62,7 @@ def left_out(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding
     )
 
 
-def without_hooks(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
+def without_hooks(reported: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
     """The finding as one of those that differ, where the backward exchanges as many numbers as the
     gradients of all the others have, which are equal: hooks do that, and nothing else."""
     rank, event = next(iter(alike.items()))
@@ -80,7 +80,7 @@ def without_hooks(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Fi
         ("stepped here", event.step_site),
     )
     return msgspec.structs.replace(
-        told,
+        reported,
         subjects=tuple(event.parameters[i].name for i in apart),
         label="some of its parameters have no hook",
         related=models.related(rank, calls),
@@ -154,7 +154,7 @@ def _exchanges(looks: Looks, size: int) -> bool:
     )
 
 
-def named(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
+def named(reported: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | None:
     """The finding as one of these parameters, where something keeps the model's others equal."""
     kept = kept_equal(alike)
     if not kept:
@@ -166,17 +166,17 @@ def named(told: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding | 
     few, theirs = len(event.parameters), "its" if len(event.parameters) == 1 else "their"
     are, these = ("is", "this one") if few == 1 else ("are", "these")
     return msgspec.structs.replace(
-        told,
-        location=place or told.location,
-        label="no gradient is exchanged for this optimizer" if place else told.label,
-        related=related if place else told.related,
+        reported,
+        location=place or reported.location,
+        label="no gradient is exchanged for this optimizer" if place else reported.label,
+        related=related if place else reported.related,
         summary=f"{few} of the {few + kept} parameters of {event.kind} {are} trained {where}, and "
         f"nothing synchronises {theirs} gradients: they differ",
         cause=f"the other {kept} stay equal on all ranks, so that something synchronises them; the "
         f"gradients of {these} were given to no collective, and every rank applies its own",
         fix=f"average {theirs} gradients before the step as well: `dist.all_reduce(p.grad); "
         "p.grad /= dist.get_world_size()`, or give them to the optimizer that exchanges the others",
-        evidence=told.evidence | {"parameters": f"{few} of {few + kept}"},
+        evidence=reported.evidence | {"parameters": f"{few} of {few + kept}"},
     )
 
 

@@ -21,7 +21,7 @@ def apart(run: Run, optimizer: int) -> tuple[dict[Rank, Unwrapped], list[int]] |
     wrapped or exchanged, or lie alone behind the first `all_to_all`: then that has no backward.
     """
     events = {rank: rank.of(Unwrapped) for rank in run.ranks.values()}
-    alike = {rank: told[0] for rank, told in events.items() if len(told) == 1}
+    alike = {rank: reported[0] for rank, reported in events.items() if len(reported) == 1}
     every = list(alike.values())
     if len(alike) < max(2, run.world_size) or any(
         e.parameters != every[0].parameters for e in every

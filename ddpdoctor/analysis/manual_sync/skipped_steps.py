@@ -70,7 +70,7 @@ def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | N
     return SkippedSteps(ranks, -1, elements, {n: s.step for n, s in ends.items()})
 
 
-def told(by: SkippedSteps, kind: str, steps: Steps | None) -> dict[str, Any]:
+def reported(by: SkippedSteps, kind: str, steps: Steps | None) -> dict[str, Any]:
     """Fields of a finding that they have in place of others."""
     taken = {n: {"steps": count} for n, count in by.taken.items()}
     more = f"step {by.step} comes after more exchanges of gradients than there"

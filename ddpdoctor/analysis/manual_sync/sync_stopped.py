@@ -33,7 +33,7 @@ class SyncStopped:
     positions: list[int]
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings, of copies that nothing else is told of."""
     known = {_optimizer(found.copies) for found in kept_equal.partings(run)}
     for copies in kept_equal.trained_alike(run):

@@ -35,7 +35,7 @@ def compared(run: Run) -> bool:
     return any(_equal_gradients(never_synced.close_looks(c)) for c in kept_equal.trained_alike(run))
 
 
-def told(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
     for copies in kept_equal.trained_alike(run):
         if not kept_equal.kept_equal(copies) and (found := _parted(copies)) is not None:

@@ -38,7 +38,7 @@ def found(run: Run, states: dict[Rank, dict[int, UnwrappedState]]) -> bool:
     )
 
 
-def told(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:
+def reported(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:
     """The finding as one of an exchange that changes nothing."""
     rank, event = next(iter(alike.items()))
     site = next((s.copied_site for s in _looks(rank, event.optimizer)), -1)

@@ -97,8 +97,8 @@ def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
 
 def _in_none(rank: Rank, model: int) -> set[str]:
     """Names of parameters that no optimizer of a rank holds in the end."""
-    told = [e for e in rank.of(Ownership) if e.model == model]
-    return set(told[-1].missing) if told else set()
+    reported = [e for e in rank.of(Ownership) if e.model == model]
+    return set(reported[-1].missing) if reported else set()
 
 
 def steps_of(rank: Rank, model: int) -> int:

@@ -13,13 +13,13 @@ SHORT_S = 600.0
 def gone_for_good(run: Run, rank: Rank) -> bool:
     """Whether nobody comes in the place of a rank: what torchrun had started ended with status 0,
     nothing that it started in its turn was left, and it is not started again."""
-    ended, told = rank.ended, rank.started.environment if rank.started else {}
+    ended, reported = rank.ended, rank.started.environment if rank.started else {}
     if run.info.launcher != "run" or run.info.nodes > 1 or ended is None:
         return False
     if ended.by_launcher or ended.status != 0:
         return False
-    restarts = told.get("TORCHELASTIC_MAX_RESTARTS")
-    if restarts is None or restarts != told.get("TORCHELASTIC_RESTART_COUNT"):
+    restarts = reported.get("TORCHELASTIC_MAX_RESTARTS")
+    if restarts is None or restarts != reported.get("TORCHELASTIC_RESTART_COUNT"):
         return False
     samples = (s for node in run.nodes.values() for s in node.of(NodeSample))
     return any(s.at > ended.at and s.orphans == 0 for s in samples)

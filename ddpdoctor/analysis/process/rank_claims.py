@@ -35,8 +35,8 @@ class Claim:
 
     def differs(self) -> bool:
         """Whether it claims something else than the launcher said."""
-        told = self.given_rank >= 0 and self.given_world > 0
-        return told and (self.rank, self.world_size) != (self.given_rank, self.given_world)
+        reported = self.given_rank >= 0 and self.given_world > 0
+        return reported and (self.rank, self.world_size) != (self.given_rank, self.given_world)
 
     @property
     def launched(self) -> tuple[int, int]:
@@ -44,14 +44,16 @@ class Claim:
         started = self.process.started
         if self.given_rank >= 0 or started is None or started.spawned:
             return self.given_rank, self.given_world
-        told = started.environment
-        pairs = ((_number(told.get(r)), _number(told.get(n))) for r, n in _SCHEDULERS)
+        reported = started.environment
+        pairs = ((_number(reported.get(r)), _number(reported.get(n))) for r, n in _SCHEDULERS)
         return next((pair for pair in pairs if min(pair) >= 0), (-1, -1))
 
     def at_launchers(self) -> bool:
         """Whether it meets the others where the launcher said."""
-        told = self.process.started.environment if self.process.started else {}
-        return self.event.rendezvous == f"{told.get('MASTER_ADDR')}:{told.get('MASTER_PORT')}"
+        reported = self.process.started.environment if self.process.started else {}
+        return (
+            self.event.rendezvous == f"{reported.get('MASTER_ADDR')}:{reported.get('MASTER_PORT')}"
+        )
 
 
 def unentered(run: Run) -> str | None:
@@ -122,6 +124,6 @@ def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
 def _awaited(claim: Claim, before: list[Claim]) -> bool:
     """Whether those who are gone were to meet this one, too, and met nobody."""
     given = {c.given_rank for c in before}
-    told = claim.given_rank >= 0 and {c.given_world for c in before} == {claim.given_world}
+    reported = claim.given_rank >= 0 and {c.given_world for c in before} == {claim.given_world}
     alone = not any(c.ready for c in before)
-    return told and alone and -1 not in given and claim.given_rank not in given
+    return reported and alone and -1 not in given and claim.given_rank not in given

@@ -105,7 +105,7 @@ def wrap_line(group: Replicas) -> Location | None:
     return group.any.rank.location(group.any.wrapped.site)
 
 
-def told(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
+def reported(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
     """What every finding about copies that differ has in common."""
     wrapped = wrap_line(group)
     if wrapped == cause.location:
@@ -147,8 +147,8 @@ def _who_was_compared(found: Divergence) -> dict[str, object]:
     facts: dict[str, object] = {}
     if found.uncompared:
         facts["not_compared_at_first"] = ranks_text(found.uncompared)
-    if found.told:
-        facts["groups_are_those_of"] = found.told
+    if found.reported:
+        facts["groups_are_those_of"] = found.reported
     return facts
 
 
@@ -217,8 +217,8 @@ def largest(group: Replicas, found: Divergence) -> str:
     percent = 100 * max(sizes.values())
     if percent <= 1e-4:
         return ROUNDING
-    told = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
-    return f" by {told} % of their norm"
+    reported = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
+    return f" by {reported} % of their norm"
 
 
 def some(names: list[str]) -> str:

@@ -16,11 +16,11 @@ Told = tuple[tuple[int, ...], Finding]
 _RANKS = re.compile(r"\branks? \d[\d,-]*")
 
 
-def united(told: Iterable[Told]) -> Iterator[Finding]:
+def united(reported: Iterable[Told]) -> Iterator[Finding]:
     """Those at one line that say the same of groups which have no rank in common, as one. Where no
     line is known, nothing tells that it is one fault."""
     together: dict[object, list[list[Told]]] = {}
-    for members, finding in told:
+    for members, finding in reported:
         what = _RANKS.sub("", finding.label)
         place = finding.code, finding.severity, finding.confidence, finding.location, what
         alike = together.setdefault(place if finding.location else id(finding), [])
@@ -34,17 +34,17 @@ def united(told: Iterable[Told]) -> Iterator[Finding]:
         yield from map(_one, alike)
 
 
-def _one(told: Sequence[Told]) -> Finding:
+def _one(reported: Sequence[Told]) -> Finding:
     """The first in time speaks for all."""
-    (_, first), *others = sorted(told, key=lambda t: t[1].at)
+    (_, first), *others = sorted(reported, key=lambda t: t[1].at)
     if not others:
         return first
-    findings = [f for _, f in told]
+    findings = [f for _, f in reported]
     ranks = tuple(sorted({r for f in findings for r in f.ranks}))
     rest = tuple(sorted({r for _, f in others for r in f.ranks}))
     rows = [
         {"ranks": fold_ranks(members)} | ({"from_step": f.steps.first} if f.steps else {})
-        for members, f in sorted(told, key=lambda t: t[0])
+        for members, f in sorted(reported, key=lambda t: t[0])
     ]
     return msgspec.structs.replace(
         first,

@@ -71,8 +71,8 @@ def _sides(other: Finding) -> tuple[dict[int, int], dict[int, int]]:
             into = waiting if side["call"].startswith(BACKWARD) else ahead
             into.update(dict.fromkeys(unfolded(side["ranks"]), side.get("step", -1)))
     elif other.check == "rank-exited-early" and other.subjects == (BACKWARD,):
-        told = other.evidence.get("left")
-        left = unfolded(told) if isinstance(told, str) else {*other.ranks}
+        reported = other.evidence.get("left")
+        left = unfolded(reported) if isinstance(reported, str) else {*other.ranks}
         for number, count in steps.items() if isinstance(steps, dict) else ():
             (ahead if int(number) in left else waiting)[int(number)] = count
     return ahead, waiting

@@ -91,8 +91,8 @@ def _at(events: Sequence[ScalerStep], backwards: int) -> Call | None:
     calls, rest = divmod(backwards - last.backwards, last.each or 1)
     if rest or (calls and not last.each):
         return None
-    told = place + 1 < len(events)
-    if told and last.call + calls >= events[place + 1].call:
+    reported = place + 1 < len(events)
+    if reported and last.call + calls >= events[place + 1].call:
         return None
     step = last.step + calls - (last.skipped and calls > 0)
     skipped = last.skipped and not calls

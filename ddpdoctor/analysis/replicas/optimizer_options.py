@@ -33,8 +33,8 @@ def at(table: dict[int, Groups], step: int) -> Groups:
 def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
     """The steps, up to the last that all ranks began, at which any rank told a change and the
     values are not equal."""
-    told = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
-    begun = [s for s in told if all(min(t, default=1 << 60) <= s for t in tables.values())]
+    reported = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
+    begun = [s for s in reported if all(min(t, default=1 << 60) <= s for t in tables.values())]
     found = []
     for step in begun:
         now = {n: at(table, step) for n, table in tables.items()}

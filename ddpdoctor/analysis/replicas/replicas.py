@@ -82,7 +82,7 @@ class Divergence:
     minority: tuple[int, ...] = ()
     split: Split = field(default_factory=list)
     uncompared: tuple[int, ...] = ()
-    told: str = ""
+    reported: str = ""
     at: float = 0.0
     healed: int = -1
     before: int = -1
@@ -138,32 +138,32 @@ def each_model(
         mine = by_model.setdefault((group.any.model, tuple(group.members)), [])
         mine += [(group, finding) for finding in judge(run, group)]
     together: dict[object, list[Told]] = {}
-    for model, told in by_model.items():
-        if told:
-            group, first = told[0][0], _joined(told)
+    for model, reported in by_model.items():
+        if reported:
+            group, first = reported[0][0], _joined(reported)
             wrapped = group.any.rank.location(group.any.wrapped.site)
             place = (wrapped, first.location, first.severity, tuple(group.members))
             together.setdefault(place if wrapped else model, []).append((group, first))
     yield from united((tuple(t[0][0].members), _of_models(t)) for t in together.values())
 
 
-def _joined(told: Sequence[Told]) -> Finding:
+def _joined(reported: Sequence[Told]) -> Finding:
     """The worst of them, the first in time, with the ranks, subjects and optimizers of all."""
-    findings = sorted((f for _, f in told), key=lambda f: (f.severity.rank, f.at))
+    findings = sorted((f for _, f in reported), key=lambda f: (f.severity.rank, f.at))
     ranks = tuple(sorted({r for f in findings for r in f.ranks}))
     subjects = tuple(dict.fromkeys(s for f in findings for s in f.subjects))
-    numbers = {n for group, f in told for n in (*f.optimizers, group.any.optimizer)}
+    numbers = {n for group, f in reported for n in (*f.optimizers, group.any.optimizer)}
     held = tuple(sorted(numbers - {UNHELD}))
     return msgspec.structs.replace(findings[0], ranks=ranks, subjects=subjects, optimizers=held)
 
 
-def _of_models(told: Sequence[Told]) -> Finding:
-    finding, more = _joined(told), len(told) - 1
+def _of_models(reported: Sequence[Told]) -> Finding:
+    finding, more = _joined(reported), len(reported) - 1
     if not more:
         return finding
     rows = [
         {"model": group.any.wrapped.kind, "concerned": ", ".join(f.subjects[:4])}
-        for group, f in told
+        for group, f in reported
     ]
     return msgspec.structs.replace(
         finding,
@@ -261,8 +261,8 @@ def _divide(group: Replicas, found: Divergence, sides: Mapping[int, Split]) -> N
         later = {f"{what} at step {k}": s for k, s in sides.items() if k != found.first}
         if found.kind != "buffers":
             later |= _of_parameters(group, found)
-        found.told = settles(found.split, later, len(group.members))
-        found.split = later.get(found.told, found.split)
+        found.reported = settles(found.split, later, len(group.members))
+        found.split = later.get(found.reported, found.split)
     found.minority = odd_ones(found.split)
 
 
@@ -333,8 +333,8 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
     for event in _events(member, kind, point):
         values = unpack(event.values)
         begin = 0
-        told = event.backwards or (0,) * len(event.keys)
-        moments = zip(event.keys, event.strides, event.counts, told, strict=False)
+        reported = event.backwards or (0,) * len(event.keys)
+        moments = zip(event.keys, event.strides, event.counts, reported, strict=False)
         for key, stride, count, made in moments:
             mine = values[begin : begin + count]
             if kind == "parameters" and point in ("eval", "again"):  # those of the whole model

@@ -33,20 +33,20 @@ def stepped(run: Run) -> Iterator[Inside]:
     """Models whose ranks part in such steps: their parameters differ at every look, or cannot be
     digested, and the program does not exchange as much as these are by itself."""
     for group, model in sorted(_places(run)):
-        told: dict[Rank, dict[int, SteppedInside]] = {}
+        reported: dict[Rank, dict[int, SteppedInside]] = {}
         for rank in run.ranks.values():
             records = {e.count: e for e in rank.of(SteppedInside) if e.model == model}
             if records and _group(rank, model) == group:
-                told[rank] = records
-        tables = list(told.values())
+                reported[rank] = records
+        tables = list(reported.values())
         common = sorted(set.intersection(*(set(table) for table in tables)))
         compared = [n for n in common if all(t[n].parameters != ABSENT for t in tables)]
         differ = [n for n in compared if len({t[n].parameters for t in tables}) > 1]
-        last = {rank: table[max(table)] for rank, table in told.items()}
-        wrapped = next(w for w in next(iter(told)).of(Wrapped) if w.model == model)
+        last = {rank: table[max(table)] for rank, table in reported.items()}
+        wrapped = next(w for w in next(iter(reported)).of(Wrapped) if w.model == model)
         size = sum(prod(p.shape) for p in wrapped.parameters if p.trainable)
         exchanged = any(e.carried >= ENOUGH * size for e in last.values())
-        if len(told) > 1 and common and compared == differ and not exchanged:
+        if len(reported) > 1 and common and compared == differ and not exchanged:
             yield Inside(wrapped, last, compared, differ)
 
 

@@ -14,8 +14,8 @@ def uncompared(run: Run, kind: str = "parameters") -> str | None:
     """Of each model all of it, or its tensors of this kind that DDP does not keep equal; None where
     all is compared."""
     groups = {(g.any.model, tuple(g.members)): g for g in replicas(run)}
-    told = dict.fromkeys(text for group in groups.values() for text in _reasons(group, kind))
-    return "; ".join(told) or None
+    reported = dict.fromkeys(text for group in groups.values() for text in _reasons(group, kind))
+    return "; ".join(reported) or None
 
 
 def left_out(run: Run) -> str | None:

@@ -292,13 +292,13 @@ def _cleaned_up(run: Run, ended: Failure, found: list[Failure]) -> bool:
 def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
     """Why `torch.multiprocessing.spawn` told ranks to end, and these: another process that it made
     with them, and that is no rank, had raised by itself."""
-    told = [e for node in run.nodes.values() for e in node.of(SpawnFailed)]
-    killed = [r for r in run.ranks.values() if r.state == "killed" and r.ended] if told else []
+    reported = [e for node in run.nodes.values() for e in node.of(SpawnFailed)]
+    killed = [r for r in run.ranks.values() if r.state == "killed" and r.ended] if reported else []
     ended = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
     if not ended or stopped(run) or any(r.signal not in ("SIGTERM", None) for r in killed):
         return None
     spawned = {r.started.spawned if r.started else 0 for r in killed}
-    found = min((e for e in told if {e.count} == spawned), key=lambda e: e.wall, default=None)
+    found = min((e for e in reported if {e.count} == spawned), key=lambda e: e.wall, default=None)
     first = min(f.at for f in ended)
     if found is None or not 0 <= first - found.wall < _JUST_BEFORE_S:
         return None

@@ -367,8 +367,8 @@ def _looked(run: Run, wall: float) -> float:
     times = [wall]
     if run.now is not None:
         times += [r.wall(run.now) for r in run.ranks.values()]
-    told = (_stopped(node, run.attempt) for node in run.nodes.values())
-    return max([*times, *(at for at in told if at is not None)])
+    reported = (_stopped(node, run.attempt) for node in run.nodes.values())
+    return max([*times, *(at for at in reported if at is not None)])
 
 
 def _left(rank: Rank, at: float) -> float | None:

@@ -72,8 +72,8 @@ def torch_loaded() -> None:
         if recorder := current_recorder():
             recorder.trouble("hooks", error, "training: torch is not watched")
         raise
-    guarded("hooks", _tell_missing)
-    guarded("torch-loaded", _tell_torch)
+    guarded("hooks", _emit_missing)
+    guarded("torch-loaded", _emit_torch)
 
 
 def wait_for_torch() -> Finder:
@@ -168,7 +168,7 @@ def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
                 rank if rank >= 0 else number_in_environment("RANK"),
                 world_size if world_size >= 0 else number_in_environment("WORLD_SIZE"),
             )
-            guarded("torch-loaded", _tell_torch)
+            guarded("torch-loaded", _emit_torch)
 
 
 def _place(rank: int, world_size: int) -> Place | None:
@@ -185,8 +185,8 @@ def _become(rank: int, world_size: int) -> None:
     with startup_cost.counted():
         _begin_record(rank, world_size, place)
     guarded("process", exits.install, lost="exceptions and exits of this rank")
-    guarded("hooks", _tell_missing)
-    guarded("start", lambda recorder: recorder.tell_cost(anyway=True))
+    guarded("hooks", _emit_missing)
+    guarded("start", lambda recorder: recorder.emit_cost(anyway=True))
 
 
 def _begin_record(rank: int, world_size: int, place: Place) -> None:
@@ -227,13 +227,13 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
     )
 
 
-def _tell_missing(recorder: Recorder) -> None:
+def _emit_missing(recorder: Recorder) -> None:
     """Parts of the probe that could not be put in place, maybe before this was a rank."""
     for part, error, lost in _state.missing:
         recorder.trouble(part, error, lost)
 
 
-def _tell_torch(recorder: Recorder) -> None:
+def _emit_torch(recorder: Recorder) -> None:
     import torch
 
     nccl = ""

@@ -29,7 +29,7 @@ BLOCK = 256
 RUNS_KEPT = 20_000
 """Records of runs, at most (about a megabyte); beyond it only the ring goes on."""
 BLOCKS_KEPT = 2_000
-TOLD_EVERY_S = 5.0
+EMITTED_EVERY_S = 5.0
 
 Key = tuple[Any, ...]
 
@@ -220,7 +220,7 @@ class CallLog:
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)
-        if now - self._told > TOLD_EVERY_S:
+        if now - self._told > EMITTED_EVERY_S:
             self._told = now
             self.flush()
 
@@ -229,7 +229,7 @@ class CallLog:
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)
-            self._tell_run(group, log)
+            self._emit_run(group, log)
 
     def _fold(self, group: int, log: _GroupLog) -> None:
         codes, log.codes = log.codes, []
@@ -240,7 +240,7 @@ class CallLog:
             if apart == log.repeat * log.every:
                 log.repeat += 1
                 return
-        self._tell_run(group, log)
+        self._emit_run(group, log)
         key = tuple(codes)
         block = self._blocks.get(key)
         if block is None:
@@ -251,7 +251,7 @@ class CallLog:
         log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
         log.run_codes, log.every = codes, 1
 
-    def _tell_run(self, group: int, log: _GroupLog) -> None:
+    def _emit_run(self, group: int, log: _GroupLog) -> None:
         if not log.repeat:
             return
         self._runs += 1
@@ -327,7 +327,7 @@ class CallLog:
         key = tuple(stack)
         known = self._stacks.get(key)
         if known is None:
-            known = self._stacks[key] = self._tell_stack(frame)
+            known = self._stacks[key] = self._emit_stack(frame)
         return known[0]
 
     def _of_thread(self) -> int:
@@ -340,7 +340,7 @@ class CallLog:
             self._threads.site = known
         return known
 
-    def _tell_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
+    def _emit_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
         frames = self._users(frame)
         lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         number = self._sites.get(lines)

@@ -109,9 +109,9 @@ def adopt(recorder: Recorder) -> None:
     if _groups.created or not dist.is_available() or not dist.is_initialized():
         return
     groups = dict(live_groups())
-    _tell_ready(recorder, groups.pop("", dist.group.WORLD))
+    _emit_ready(recorder, groups.pop("", dist.group.WORLD))
     for group in groups.values():
-        _tell_ready(recorder, group)
+        _emit_ready(recorder, group)
 
 
 def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _init_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | 
     if error is None:
         import torch.distributed as dist
 
-        _tell_ready(recorder, dist.group.WORLD)
+        _emit_ready(recorder, dist.group.WORLD)
 
 
 def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -221,15 +221,15 @@ def _new_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 def _new_ready(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
         ranks, local, description = token
-        _tell_ready(recorder, result, ranks, local, description)
+        _emit_ready(recorder, result, ranks, local, description)
 
 
 def _split_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
     if error is None and result is not None:
-        _tell_ready(recorder, result)
+        _emit_ready(recorder, result)
 
 
-def _tell_ready(
+def _emit_ready(
     recorder: Recorder,
     group: Any,
     ranks: tuple[int, ...] | None = None,

@@ -66,16 +66,16 @@ def _serve(ears: _Ears, address: str, pid: int) -> None:
             return
         try:
             stack_file.keep()
-            stack_file.tell()
+            stack_file.emit()
         except Exception as error:
             recorder.trouble("stacks", error, "where threads are in a hang")
         try:
-            _tell(recorder)
+            _emit(recorder)
         except Exception as error:
             recorder.trouble("flight-recorder", error, "what DDP communicated in a hang")
 
 
-def _tell(recorder: Recorder) -> None:
+def _emit(recorder: Recorder) -> None:
     text = flight_recorder()
     if text is None:
         return

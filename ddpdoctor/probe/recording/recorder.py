@@ -68,7 +68,7 @@ class Recorder:
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._began = startup_cost.before(self.started, self.start_ns)
-        self._cost_told = self.started
+        self._cost_emitted = self.started
         self._cost_every = COST_FIRST_S
         # Re-entrant: a signal handler of the user's may open a file while an event is written.
         self.lock = threading.RLock()
@@ -79,7 +79,7 @@ class Recorder:
             if self.before_events is not None:
                 self.before_events(self)
             self.writer.write(event, vital=vital)
-            self.tell_cost()
+            self.emit_cost()
             if self.after_events is not None:
                 self.after_events()
 
@@ -120,11 +120,11 @@ class Recorder:
         elapsed_ns = (time.monotonic() - self.started) * 1e9
         return self.own_ns < elapsed_ns * self.budget_percent / 100
 
-    def tell_cost(self, *, anyway: bool = False) -> None:
+    def emit_cost(self, *, anyway: bool = False) -> None:
         """Record the doctor's own time now and then."""
         now = time.monotonic()
-        if anyway or now - self._cost_told > self._cost_every:
-            self._cost_told = now
+        if anyway or now - self._cost_emitted > self._cost_every:
+            self._cost_emitted = now
             self._cost_every = min(2 * self._cost_every, COST_EVERY_S)
             self.start_ns += startup_cost.taken()
             self.emit(

@@ -112,7 +112,7 @@ def keep() -> None:
         stacks.busy = False
 
 
-def tell() -> None:
+def emit() -> None:
     """Write where every thread but this one is, the main one last."""
     if (file := _stacks.file) is None:
         return

@@ -15,7 +15,7 @@ class _Startup:
     since: int | None = time.perf_counter_ns()
     """When what is going on began: here the imports of the probe. None where nothing is."""
     spent_ns = 0
-    told = False
+    emitted = False
     """Whether the time since the process began is accounted for."""
 
 
@@ -50,8 +50,8 @@ def before(now: float, spent_ns: int) -> float:
     """When the time began of which a record that begins now tells the doctor's share: with the
     process, or later in it with what the doctor did just before. Monotonic seconds."""
     spent_s = spent_ns / 1e9
-    age_s = 0.0 if _startup.told else _age_s()
-    _startup.told = True
+    age_s = 0.0 if _startup.emitted else _age_s()
+    _startup.emitted = True
     return now - max(age_s, spent_s)
 
 
@@ -74,7 +74,7 @@ def _count() -> None:
 
 def _forked() -> None:
     _startup.since, _startup.spent_ns = None, 0  # it was the parent's time
-    _startup.told = False
+    _startup.emitted = False
 
 
 os.register_at_fork(after_in_child=_forked)

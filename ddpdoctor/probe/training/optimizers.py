@@ -142,10 +142,10 @@ def _begins(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
     known = _optimizers.known.get(optimizer)
     if known is None:
         with recorder.lock:
-            _tell_steps(recorder)
+            _emit_steps(recorder)
         known = _optimizers.known[optimizer] = Optimizer(_optimizers.count, optimizer)
         _optimizers.count += 1
-        _tell_seen(recorder, optimizer, known, _has_closure(args, kwargs))
+        _emit_seen(recorder, optimizer, known, _has_closure(args, kwargs))
         if not _optimizers.last_step_at:
             _optimizers.last_step_at = recorder.started
     known.began = time.monotonic()
@@ -201,7 +201,7 @@ def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
     assert known.step is not None
     site, joined = known.step.site, known.joined
     if joined is not None and joined.site != site:
-        _tell_steps(recorder)
+        _emit_steps(recorder)
         joined = None
     if joined is None:
         joined = known.joined = Joined(site)
@@ -216,9 +216,9 @@ def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
     _optimizers.last_step_at = now
     within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
     if step < FIRST_STEPS or now - known.told_at >= within:
-        _tell_steps(recorder)
+        _emit_steps(recorder)
     else:
-        recorder.before_events = _tell_steps
+        recorder.before_events = _emit_steps
 
 
 def _take_seconds(joined: Joined) -> None:
@@ -228,7 +228,7 @@ def _take_seconds(joined: Joined) -> None:
     joined.backward_s += backwards.take_seconds()
 
 
-def _tell_steps(recorder: Recorder) -> None:
+def _emit_steps(recorder: Recorder) -> None:
     """Write the steps that wait, before anything that happened after them is."""
     recorder.before_events = None
     waiting, _optimizers.waiting = _optimizers.waiting, []
@@ -258,10 +258,10 @@ def _tell_steps(recorder: Recorder) -> None:
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    _tell_steps(recorder)
+    _emit_steps(recorder)
 
 
-def _tell_seen(recorder: Recorder, optimizer: Any, known: Optimizer, closure: bool) -> None:
+def _emit_seen(recorder: Recorder, optimizer: Any, known: Optimizer, closure: bool) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     owners = []
     owned: set[int] = set()
@@ -306,7 +306,7 @@ def _ends(recorder: Recorder, optimizer: Any) -> None:
         if now >= _optimizers.pulse_at or recorder.step <= lifecycle.PULSES_FIRST:
             _beat(recorder, known.step, now)
     if known.steps == FIRST_STEPS + 1:  # what it cost to look at each of them is told apart
-        recorder.tell_cost(anyway=True)
+        recorder.emit_cost(anyway=True)
 
 
 def _ends_as_usual(recorder: Recorder, optimizer: Any, _: None) -> None:
@@ -343,7 +343,7 @@ def _beat(recorder: Recorder, step: Step, now: float) -> None:
     _optimizers.pulses += 1
     _optimizers.pulse_at = now + lifecycle.until_pulse(_optimizers.pulses)
     lifecycle.pulse.fire(recorder, step)
-    recorder.tell_cost()
+    recorder.emit_cost()
 
 
 _usual = FastPath(PART, LOST, _begins_as_usual, _ends_as_usual)

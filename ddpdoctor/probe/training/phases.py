@@ -26,8 +26,8 @@ def install() -> None:
         (lifecycle.step_begins, Phase.OPTIMIZER),
         (hooks.leaving, Phase.LEAVING),
     ):
-        told = phase is not Phase.OPTIMIZER  # see `optimizers`
-        moment.subscribe(_enters(phase), routine=told, lost=LOST)
+        emitted = phase is not Phase.OPTIMIZER  # see `optimizers`
+        moment.subscribe(_enters(phase), routine=emitted, lost=LOST)
     around(process_groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
     around(process_groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
     around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)

@@ -95,10 +95,10 @@ def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     module = given.get("module")
     if module is None:
         return None
-    return _tell(recorder, module, given), weakref.ref(args[0])
+    return _emit(recorder, module, given), weakref.ref(args[0])
 
 
-def _tell(
+def _emit(
     recorder: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False
 ) -> Model:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
@@ -235,6 +235,6 @@ def adopted(recorder: Recorder, wrapper: Any) -> Model:
         "broadcast_buffers",
     )  # fmt: skip
     given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
-    model = _tell(recorder, wrapper.module, given, adopted=True)
+    model = _emit(recorder, wrapper.module, given, adopted=True)
     _join(recorder, model, wrapper)
     return model

@@ -17,7 +17,7 @@ from .records import OptimizerModel
 PER_STEP = 128
 """Parameters that are asked, at most, for each step since the last time."""
 
-TOLD_AT_MOST = 300
+EMITTED_AT_MOST = 300
 
 
 class Writes:
@@ -35,7 +35,7 @@ class Writes:
         self.versions: list[int] = []
         self.usual: list[int | None] = []
         self.each: list[int | None] = []
-        self.told = 0
+        self.emitted = 0
 
     def since(self, step: int, versions: list[int]) -> dict[int, list[int]]:
         """Which were written to more often than usual, by how often; by index."""
@@ -71,7 +71,7 @@ def look(
 ) -> None:
     """Before a step of the optimizer, or after its `last`: tell what else has written since."""
     since, due = writes.step, 0 if last else len(holding.positions) // PER_STEP
-    if step <= since or step - since < due or writes.told >= TOLD_AT_MOST:
+    if step <= since or step - since < due or writes.emitted >= EMITTED_AT_MOST:
         return
     parameters = holding.parameters(holding.positions)
     try:
@@ -79,7 +79,7 @@ def look(
     except (AttributeError, RuntimeError):  # some are gone, or torch does not count theirs
         versions = [version(p) for p in parameters]
     for times, found in writes.since(step, versions).items():
-        writes.told += 1
+        writes.emitted += 1
         recorder.emit(
             Rewritten(
                 at=time.monotonic(),

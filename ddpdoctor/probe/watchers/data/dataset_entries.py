@@ -107,10 +107,10 @@ def settings(dataset: Any) -> int:
     """A number for the numbers and texts that a data set and the objects beneath it keep, the same
     in every process: where its files lie, which part of them it is. 0 where that cannot be read."""
     try:
-        told = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
+        emitted = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
     except Exception:  # of the user's classes
         return 0
-    return zlib.crc32("\n".join(told).encode()) or 1
+    return zlib.crc32("\n".join(emitted).encode()) or 1
 
 
 def _plain(dataset: Any) -> Iterator[tuple[str, object]]:

@@ -184,8 +184,8 @@ def _begin(recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
         _data.epochs_begun[number] = 0
         sampler, made_of = innermost(loader), None
         if kept(nth, halvings(nth, IDENTIFIED)):
-            told = "data.made_of", LOST_ENTRIES
-            made_of = run_hook(recorder, *told, samplers.made_of, loader.dataset)
+            emitted = "data.made_of", LOST_ENTRIES
+            made_of = run_hook(recorder, *emitted, samplers.made_of, loader.dataset)
         seen = samplers.loader_seen(
             loader,
             sampler,
@@ -214,7 +214,7 @@ def _begin(recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
     _data.readings[identifier] = reading
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
     if recorded:
-        _tell_began(recorder, iterator, loader, reading, site)
+        _emit_began(recorder, iterator, loader, reading, site)
     reading.notes = worker_rng.share(loader.num_workers if count < WATCHED else 0)
 
 
@@ -239,7 +239,7 @@ def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
     _data.sequence = _sequence()
 
 
-def _tell_began(
+def _emit_began(
     recorder: Recorder, iterator: Any, loader: Any, reading: Reading, site: int
 ) -> None:
     sampler = innermost(loader)

@@ -155,7 +155,7 @@ def _look_at_part(recorder: Recorder, module: Any, model: Model, site: int) -> N
     if waiting is not None:
         row = Row(key, 1, model.synced_backwards, waiting)
         _Known.trials.append(Trial(row, model.number, "buffers", "part", recorder.step, site))
-    _tell(recorder)
+    _emit(recorder)
 
 
 def _inner(recorder: Recorder, model: Model) -> None:
@@ -197,10 +197,10 @@ def _look(recorder: Recorder, model: Model, site: int) -> None:
         if waiting is not None:
             row = Row(key, 1, model.synced_backwards, waiting)
             _Known.trials.append(Trial(row, model.number, kind, point, recorder.step, site))
-    _tell(recorder)
+    _emit(recorder)
 
 
-def _tell(recorder: Recorder, *, wait: bool = False) -> None:
+def _emit(recorder: Recorder, *, wait: bool = False) -> None:
     trials = _Known.trials
     while trials and trials[0].row.waiting.ready(wait=wait):
         row, model, kind, point, step, site = trials.pop(0)
@@ -209,11 +209,11 @@ def _tell(recorder: Recorder, *, wait: bool = False) -> None:
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
-    _tell(recorder)
+    _emit(recorder)
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    _tell(recorder, wait=True)
+    _emit(recorder, wait=True)
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:

@@ -26,7 +26,7 @@ LOST = "which backwards synchronised"
 
 NOT_REDUCED = "not reduced"
 INSIDE = "inside forward"
-TOLD_AT_MOST = 2000
+EMITTED_AT_MOST = 2000
 AGAIN_AT = (9, 99, 999)
 """Steps at which an unchanged pattern is told again, with what DDP has measured by then."""
 
@@ -72,7 +72,7 @@ class Sync:
         self.stepped: set[int] = set()
         self.after: list[tuple[int, int]] = []
         self.backward_s = 0.0
-        self.told: dict[int, tuple[Any, ...]] = {}
+        self.emitted: dict[int, tuple[Any, ...]] = {}
         self.count = 0
 
 
@@ -332,10 +332,10 @@ def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
     averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
     late = max((c.late for c in made), default=-1)
     pattern = (int(averaged), len(made) - averaged, reason, blame, line, late)
-    unchanged = sync.told.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
-    if unchanged or sync.count >= TOLD_AT_MOST:
+    unchanged = sync.emitted.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
+    if unchanged or sync.count >= EMITTED_AT_MOST:
         return
-    sync.told[holding.optimizer] = pattern
+    sync.emitted[holding.optimizer] = pattern
     sync.count += 1
     held = holding.parameters(holding.positions) if reason else []
     parameters = [p for p in held if p is not None]

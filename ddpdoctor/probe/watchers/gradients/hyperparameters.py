@@ -40,7 +40,7 @@ class Scaled:
 
     def __init__(self) -> None:
         self.calls = self.backwards = 0
-        self.told: tuple[Any, ...] = ()
+        self.emitted: tuple[Any, ...] = ()
 
 
 class Told:
@@ -95,14 +95,14 @@ def _step_due(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None:
         return
-    told = step.known.notes.get(Told)
-    if told is None:
-        told = step.known.notes[Told] = Told()
+    emitted = step.known.notes.get(Told)
+    if emitted is None:
+        emitted = step.known.notes[Told] = Told()
     now = _groups(optimizer)
-    if told.groups == now:
+    if emitted.groups == now:
         return
-    set_sites = _set_sites(recorder, told.groups or _known.made.pop(optimizer, []), now)
-    told.groups = now
+    set_sites = _set_sites(recorder, emitted.groups or _known.made.pop(optimizer, []), now)
+    emitted.groups = now
     recorder.emit(
         Hyperparameters(
             at=time.monotonic(),
@@ -141,9 +141,9 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
         if kind is bool or (kind is float and isfinite(value)):  # nearly all of them
             values[name] = value
         elif (several := _several(value)) is not None:
-            told = [v if type(v) is str or v is None else _number(v) for v in several]
-            if all(t is not None or v is None for t, v in zip(told, several, strict=True)):
-                values[name] = ", ".join(map(str, told))
+            emitted = [v if type(v) is str or v is None else _number(v) for v in several]
+            if all(t is not None or v is None for t, v in zip(emitted, several, strict=True)):
+                values[name] = ", ".join(map(str, emitted))
         elif (number := _number(value)) is not None:
             values[name] = number
     return values
@@ -226,9 +226,9 @@ def _scaler_ends(recorder: Recorder, token: Any, result: Any, error: BaseExcepti
     skipped = (known.steps if known else 0) == before
     set_site = _known.set_sites.pop(scaler, -1)
     now = scale, set_site, each
-    if (now == mine.told and not skipped) or call >= SCALER_CALLS_AT_MOST:
+    if (now == mine.emitted and not skipped) or call >= SCALER_CALLS_AT_MOST:
         return
-    mine.told = now
+    mine.emitted = now
     recorder.emit(
         ScalerStep(
             at=time.monotonic(),

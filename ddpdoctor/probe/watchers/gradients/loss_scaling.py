@@ -65,10 +65,10 @@ class _Losses:
         self.cleared: dict[int, set[tuple[float, ...]]] = {}
         self.suspected: dict[int, int] = {}
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
-        self.told: set[int] = set()
+        self.emitted: set[int] = set()
         self.following = False
         self.batches: dict[Model, tuple[int, str, float]] = {}
-        self.batches_told = 0
+        self.batches_emitted = 0
         self.idle = 0
         self.last = 0
         self.followed = 0
@@ -89,7 +89,7 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
     if not forward.grad_enabled:
         return
-    wanted = _losses.suspected.keys() - _losses.told and _losses.followed < FOLLOWED_AT_MOST
+    wanted = _losses.suspected.keys() - _losses.emitted and _losses.followed < FOLLOWED_AT_MOST
     if wanted and not _losses.following:
         _losses.following = anomaly_mode(True)
         _losses.followed += 1
@@ -104,7 +104,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
         anomaly_mode(False)
         _losses.following = False
     looked = _losses.looked.get(backward.site, 0)
-    suspected = backward.site in _losses.suspected and backward.site not in _losses.told
+    suspected = backward.site in _losses.suspected and backward.site not in _losses.emitted
     due = backward.number >= _losses.last + LOOKED_AT_AGAIN
     due |= _made_anew(backward)
     if looked >= LOOKED_AT and not suspected and not due:
@@ -127,7 +127,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
         if node is not None:
             reduction, weight, rows = _look(recorder, backward, node, pending)
             for model in pending:
-                _tell_batch(recorder, backward, model, reduction, weight, rows)
+                _emit_batch(recorder, backward, model, reduction, weight, rows)
 
 
 def _made_anew(backward: Backward) -> bool:
@@ -232,7 +232,7 @@ def _suspect(
     `averaging` as in `_averaging`."""
     cleared = _losses.cleared.setdefault(backward.site, set())
     divisors = tuple(divisor for _, divisor, _ in divided)
-    if backward.site in _losses.told or divisors in cleared:
+    if backward.site in _losses.emitted or divisors in cleared:
         return
     known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
     if not any(text for text, _, _ in known):
@@ -272,11 +272,11 @@ def _suspect(
                     expression=expression,
                 )
             )
-            _losses.told.add(backward.site)
+            _losses.emitted.add(backward.site)
             return
     cleared.add(divisors)
     if len(cleared) >= WAYS_AT_MOST:
-        _losses.told.add(backward.site)
+        _losses.emitted.add(backward.site)
     _losses.suspected.pop(backward.site, None)
     _losses.unclear.pop(backward.site, None)
 
@@ -284,7 +284,7 @@ def _suspect(
 def _leaving(recorder: Recorder, _: None) -> None:
     """No backward came that could tell which line divides: what the function says that called."""
     for site, (code, number, event) in _losses.unclear.items():
-        if site not in _losses.told:
+        if site not in _losses.emitted:
             line, expression = loss_divided(code, number)
             place = recorder.sites.number(code, line) if expression else -1
             recorder.emit(msgspec.structs.replace(event, site=place, expression=expression))
@@ -297,7 +297,7 @@ def _group_size(model: Model) -> int:
     return int(group.size()) if group is not None else 0
 
 
-def _tell_batch(
+def _emit_batch(
     recorder: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
 ) -> None:
     if not model.leading or not reduction:
@@ -308,10 +308,10 @@ def _tell_batch(
     now = size, reduction, weight
     if _losses.batches.get(model) == now or not isfinite(weight):
         return
-    if _losses.batches_told >= BATCHES_AT_MOST:
+    if _losses.batches_emitted >= BATCHES_AT_MOST:
         return
     _losses.batches[model] = now
-    _losses.batches_told += 1
+    _losses.batches_emitted += 1
     recorder.emit(
         BatchSeen(
             at=time.monotonic(),

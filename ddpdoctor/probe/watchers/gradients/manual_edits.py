@@ -39,8 +39,8 @@ SHARE, LEAST = 0.15, 0.05
 APART, OVERDUE, WITHIN = 100, 400, 16
 """Steps between looks whatever they cost, where a step is due and else; and how long one stands."""
 
-TOLD_AT_MOST = 300
-TOLD_ON_DEMAND = 20
+EMITTED_AT_MOST = 300
+EMITTED_ON_DEMAND = 20
 TRACED_AT_MOST = 6
 """Times that the lines between two moments are followed to find the one that edits; after that
 only where the next edit is due, if they come as regularly as the last two."""
@@ -66,7 +66,7 @@ class Followed:
         self.gradients: Taken | None = None
         self.parameters: dict[int, Taken] = {}
         self.states: dict[int, Taken] = {}
-        self.told: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self.emitted: dict[tuple[str, int], tuple[Any, ...]] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
         self.searched = 0
@@ -201,7 +201,7 @@ def look_now(model: Model) -> None:
     costs, for as long as at the start."""
     followed = _followed(model)
     followed.moments, followed.next_at = 0, 0.0
-    followed.count = min(followed.count, TOLD_AT_MOST - TOLD_ON_DEMAND)
+    followed.count = min(followed.count, EMITTED_AT_MOST - EMITTED_ON_DEMAND)
     _looking.enable()
 
 
@@ -283,30 +283,30 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         if holding.optimizer not in followed.parameters and followed.gradients is None:
             continue
         began = time.perf_counter_ns()
-        tell_parameters(recorder, step.number, holding)
+        emit_parameters(recorder, step.number, holding)
         if (before := followed.states.pop(holding.optimizer, None)) is not None:
             after = _state(step, holding, before.positions)
             if after.numbers != before.numbers:
                 _find_state_edit(recorder, followed, step)
-            _tell(recorder, step.number, holding, "state", before, after)
+            _emit(recorder, step.number, holding, "state", before, after)
         taken = followed.gradients
         followed.gradients = None
         if taken is not None:
             mine = taken.only(holding.held)
             if mine.positions and not step.closure:
                 now = Taken(mine.positions, _gradients(holding.model, mine.positions), sampled=True)
-                _tell(recorder, step.number, holding, "gradients", mine, now)
+                _emit(recorder, step.number, holding, "gradients", mine, now)
             if rest := set(taken.positions).difference(mine.positions):
                 followed.whole, followed.gradients = False, taken.only(rest)
         _edits.spent_ns += time.perf_counter_ns() - began
 
 
-def tell_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> None:
+def emit_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> None:
     """Before a step, or when none is to come."""
     before = _followed(holding.model).parameters.pop(holding.optimizer, None)
     if before is not None:
         now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
-        _tell(recorder, step, holding, "parameters", before, now)
+        _emit(recorder, step, holding, "parameters", before, now)
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
@@ -354,7 +354,7 @@ def _clearing(recorder: Recorder, followed: Followed) -> tuple[int, ...]:
     return followed.clears
 
 
-def _tell(
+def _emit(
     recorder: Recorder, step: int, holding: OptimizerModel, kind: str, before: Taken, now: Taken
 ) -> None:
     followed = _followed(holding.model)
@@ -397,10 +397,10 @@ def _tell(
         sites = _clearing(recorder, followed) if {after[p] for p in differing} <= CLEARED else ()
     how = (beside, bool(undone), bool(counted))
     state = (changed, share, besides, sites, how, functions, changers)
-    if followed.told.get(key, NOTHING) == state or followed.count >= TOLD_AT_MOST:
+    if followed.emitted.get(key, NOTHING) == state or followed.count >= EMITTED_AT_MOST:
         return
     followed.count += 1
-    followed.told[key] = state
+    followed.emitted[key] = state
     recorder.emit(
         Edited(
             at=time.monotonic(),

@@ -99,11 +99,11 @@ def _watch(recorder: Recorder, holding: OptimizerModel) -> Watch:
     watch = _drift.watches.get(key)
     if watch is None or watch.holding is not holding:
         watch = _drift.watches[key] = Watch(recorder, holding)
-        _tell_replica(recorder, watch)
+        _emit_replica(recorder, watch)
     return watch
 
 
-def _tell_replica(recorder: Recorder, watch: Watch) -> None:
+def _emit_replica(recorder: Recorder, watch: Watch) -> None:
     holding = watch.holding
     wrapper = holding.model.ddp()
     if wrapper is None:
@@ -178,7 +178,7 @@ def _look_for_join(recorder: Recorder, watch: Watch) -> None:
     """Whether the ranks take different numbers of steps: they are not to be compared then."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
-        _tell_replica(recorder, watch)
+        _emit_replica(recorder, watch)
 
 
 def _called(recorder: Recorder, call: Call) -> None:
@@ -211,7 +211,7 @@ def _look_for_local_steps(recorder: Recorder, watch: Watch, *, last: bool = Fals
             _look_at_hooks(recorder, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
-        _tell_replica(recorder, watch)
+        _emit_replica(recorder, watch)
 
 
 def _look_at_hooks(recorder: Recorder, watch: Watch) -> None:
@@ -220,7 +220,7 @@ def _look_at_hooks(recorder: Recorder, watch: Watch) -> None:
     ranks = () if wrapper is None else group_ranks(wrapper.process_group)
     if exchanges.in_smaller_groups(ranks):
         watch.left_out = "its communication hook exchanges within smaller groups"
-        _tell_replica(recorder, watch)
+        _emit_replica(recorder, watch)
     elif watch.write_back.unchanged >= ENOUGH_UNCHANGED:
         exchanges.hooks_spare_parameters()
 
@@ -384,7 +384,7 @@ def _finish(recorder: Recorder) -> None:
         if not alive:
             continue
         if (steps := optimizer_models.steps_taken(holding)) > 0:
-            manual_edits.tell_parameters(recorder, steps, holding)
+            manual_edits.emit_parameters(recorder, steps, holding)
             write_counts.look(recorder, holding, watch.writes, steps, last=True)
             if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
                 _sketch(recorder, watch, "parameters", steps)

@@ -20,7 +20,7 @@ LOST = "collectives on gradients"
 LOOKED_AT = 6
 """Steps of a line in which what it makes of the gradients is looked at, whatever that costs."""
 
-TOLD = 20
+EMITTED = 20
 """Steps of a line that are told of one by one, later ones each time their number doubles."""
 
 OWN, COPY = "own", "copy"
@@ -58,7 +58,7 @@ def _called(recorder: Recorder, call: Call) -> None:
         found = {kind for t in call.tensors if (kind := _is_gradient(model, t))}
         if found:
             operation = str(call.reduction).rpartition(".")[2]
-            _tell_reduced(recorder, model, operation, copied=found == {COPY})
+            _emit_reduced(recorder, model, operation, copied=found == {COPY})
             return
 
 
@@ -72,7 +72,7 @@ def _sizes(model: Model) -> frozenset[int]:
     return found
 
 
-def _tell_reduced(recorder: Recorder, model: Model, operation: str, *, copied: bool) -> None:
+def _emit_reduced(recorder: Recorder, model: Model, operation: str, *, copied: bool) -> None:
     site = recorder.site()
     last = _summed.latest.get(site)
     if last is not None and last.step == recorder.step:
@@ -89,7 +89,7 @@ def _tell_reduced(recorder: Recorder, model: Model, operation: str, *, copied: b
         call=number,
         copied=copied,
     )
-    if number < TOLD or number & (number - 1) == 0:
+    if number < EMITTED or number & (number - 1) == 0:
         recorder.emit(event)
         _summed.untold.pop(site, None)
     else:

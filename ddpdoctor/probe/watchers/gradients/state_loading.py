@@ -17,7 +17,7 @@ from . import replica_digests
 
 LOST = "loads of weights and optimizer states"
 
-TOLD_AT_MOST = 1000
+EMITTED_AT_MOST = 1000
 
 
 EARLY_AT_MOST = 50
@@ -28,7 +28,7 @@ class _Loads:
     evens out weights at the wrap, not these; `taken`: how often the state was, by line."""
 
     depth = 0
-    told = 0
+    emitted = 0
     saving = 0
     taken: Counter[int] = Counter()
     early: list[tuple[str, weakref.ref[Any], float, int]] = []
@@ -42,7 +42,7 @@ def install() -> None:
     import torch.nn
     from torch.optim import Optimizer, lr_scheduler
 
-    _loads.depth = _loads.told = _loads.saving = 0
+    _loads.depth = _loads.emitted = _loads.saving = 0
     _loads.taken = Counter()
     _loads.early = []
     around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
@@ -121,8 +121,8 @@ def _done(recorder: Recorder, token: Any, result: Any, error: BaseException | No
     for model in owners:
         if model is not None:
             replica_digests.look_whole(model)
-        _loads.told += 1
-        if _loads.told <= TOLD_AT_MOST:
+        _loads.emitted += 1
+        if _loads.emitted <= EMITTED_AT_MOST:
             recorder.emit(
                 Loaded(
                     at=time.monotonic(),

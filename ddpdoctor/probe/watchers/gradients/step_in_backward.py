@@ -32,7 +32,7 @@ class Inside:
 
     def __init__(self) -> None:
         self.backward = self.backward_site = -1
-        self.count = self.told = self.carried = 0
+        self.count = self.emitted = self.carried = 0
         self.first = self.site = -1
 
 
@@ -55,8 +55,8 @@ def install() -> None:
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     for model, inside in _known.items():
-        if inside.count != inside.told and _due(inside.count):
-            _tell(recorder, model, inside)
+        if inside.count != inside.emitted and _due(inside.count):
+            _emit(recorder, model, inside)
     _began.clear()
     for look in backward.looks:
         _began[look.model] = look.sequence, backward.site
@@ -97,12 +97,12 @@ def _within(step: Step) -> Within:
 
 def _leaving(recorder: Recorder, _: None) -> None:
     for model, inside in _known.items():
-        if inside.count != inside.told:
-            _tell(recorder, model, inside)
+        if inside.count != inside.emitted:
+            _emit(recorder, model, inside)
 
 
-def _tell(recorder: Recorder, model: Model, inside: Inside) -> None:
-    inside.told = inside.count
+def _emit(recorder: Recorder, model: Model, inside: Inside) -> None:
+    inside.emitted = inside.count
     alive = model.live_parameters()
     each = digests([alive[position] for position in model.expected]) if alive else []
     recorder.emit(

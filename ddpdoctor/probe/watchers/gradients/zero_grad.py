@@ -18,7 +18,7 @@ from ...training.records import Backward, Step
 
 LOST = "whether gradients are cleared"
 
-TOLD_AT_MOST = 200
+EMITTED_AT_MOST = 200
 
 ENOUGH = 4
 """Looks in a row, of which each found cleared gradients, and then as many of which none did: a
@@ -53,7 +53,7 @@ class Watched:
         self.clears = self.old = 0
         self.latest: Carried | None = None
         self.first: Carried | None = None
-        self.told: bool | None = None
+        self.emitted: bool | None = None
         self.count = 0
 
     def state(self) -> list[tuple[int, int]]:
@@ -172,14 +172,14 @@ def _judge(recorder: Recorder, step: Step, watched: Watched) -> None:
         if watched.old == 1:
             watched.first = event
         if not watched.clears:
-            _tell(recorder, watched, event)
+            _emit(recorder, watched, event)
         elif watched.clears < ENOUGH:
             _let_go(watched)
         elif watched.old == ENOUGH and watched.first is not None and watched.latest is not None:
             recorder.emit(watched.latest)  # steps between the two need not have been looked at
-            _tell(recorder, watched, watched.first)
+            _emit(recorder, watched, watched.first)
     else:
-        _tell(recorder, watched, event)
+        _emit(recorder, watched, event)
         watched.latest = event
         watched.clears += 1
         if watched.old:
@@ -200,8 +200,8 @@ def _rest() -> None:
     _Watching.subscriptions.enable(any(w.awake for _, w in _Watching.watched))
 
 
-def _tell(recorder: Recorder, watched: Watched, event: Carried) -> None:
-    if event.carried != watched.told and watched.count < TOLD_AT_MOST:
-        watched.told = event.carried
+def _emit(recorder: Recorder, watched: Watched, event: Carried) -> None:
+    if event.carried != watched.emitted and watched.count < EMITTED_AT_MOST:
+        watched.emitted = event.carried
         watched.count += 1
         recorder.emit(event)

@@ -33,7 +33,7 @@ class Zeros:
         self.always: set[int] | None = None
         self.alive: set[int] = set()
         self.changed: set[int] = set()
-        self.told: set[int] = set()
+        self.emitted: set[int] = set()
         self.samples = 0
         self.before: dict[int, int] = {}
 
@@ -61,8 +61,8 @@ def _step_due(recorder: Recorder, step: Step) -> None:
             zeros.alive = {position for position, zero in seen.items() if not zero}
         zeros.always = {position for position, zero in seen.items() if zero}
         zeros.samples += 1
-        if zeros.told - zeros.always:
-            _tell(recorder, holding, zeros, step)
+        if zeros.emitted - zeros.always:
+            _emit(recorder, holding, zeros, step)
         if rare and zeros.always:
             zeros.before = _digests(holding, sorted(zeros.always))
             _ends.enable()
@@ -76,7 +76,7 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
         after = _digests(holding, list(before))
         zeros.changed |= {p for p, old in before.items() if ABSENT != old != after[p] != ABSENT}
         if before and zeros.samples >= SAMPLES:
-            _tell(recorder, holding, zeros, step)
+            _emit(recorder, holding, zeros, step)
     _ends.enable(any(z.before for k in optimizers.known() for z in k.notes.get(Zeros, {}).values()))
 
 
@@ -84,11 +84,11 @@ def _leaving(recorder: Recorder, _: None) -> None:
     """What the last backward left may say otherwise."""
     for known in optimizers.known():
         for holding, zeros in known.notes.get(Zeros, {}).items():
-            seen = _look(holding, zeros.told) or {}
+            seen = _look(holding, zeros.emitted) or {}
             ended = {position for position, zero in seen.items() if not zero}
             if ended and zeros.always and known.step is not None:
                 zeros.always -= ended
-                _tell(recorder, holding, zeros, known.step)
+                _emit(recorder, holding, zeros, known.step)
 
 
 def _look(holding: OptimizerModel, before: set[int] | None) -> dict[int, bool] | None:
@@ -112,11 +112,11 @@ def _digests(holding: OptimizerModel, positions: list[int]) -> dict[int, int]:
     return dict(zip(positions, digests(holding.parameters(positions)), strict=True))
 
 
-def _tell(recorder: Recorder, holding: OptimizerModel, zeros: Zeros, step: Step) -> None:
+def _emit(recorder: Recorder, holding: OptimizerModel, zeros: Zeros, step: Step) -> None:
     now = zeros.changed & (zeros.always or set())
-    if not now and not zeros.told:
+    if not now and not zeros.emitted:
         return
-    zeros.told = now
+    zeros.emitted = now
     optimizer, indices = step.optimizer(), sorted(now)
     groups = () if optimizer is None else optimizer.param_groups
     decays = {id(p): float(g.get("weight_decay") or 0) for g in groups for p in g["params"]}

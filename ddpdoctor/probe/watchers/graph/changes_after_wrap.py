@@ -58,7 +58,7 @@ class Watch:
 
     registrations: int = -1
     found: list[Change] = field(default_factory=list)
-    told: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    emitted: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
     sites: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
 
 
@@ -157,7 +157,7 @@ def _look_at_flags(recorder: Recorder, forward: Forward, watch: Watch) -> None:
         ]
         names = tuple(model.names[i] for i in changed)
         kind = "unfrozen" if flag else "frozen"
-        if names and (kind, names) not in watch.told:
+        if names and (kind, names) not in watch.emitted:
             place = (kind, names, forward.site)
             if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
                 watch.sites[place] = _flag_site(recorder, model, changed, flag)
@@ -202,7 +202,7 @@ def _look_whole(recorder: Recorder, forward: Forward, watch: Watch) -> None:
         kinds.setdefault(kind, []).append((name, parameter))
     for kind, listed in (kinds or _lost(model, inner)).items():
         names = tuple(n for n, _ in listed)
-        if (kind, names) in watch.told or any(c.names == names for c in watch.found):
+        if (kind, names) in watch.emitted or any(c.names == names for c in watch.found):
             continue
         owner, _, last = names[0].rpartition(".")
         module = owners.get(owner)
@@ -233,7 +233,7 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
         for change in list(watch.found):
             # What had a gradient then was frozen later: a GAN does so between its two backwards.
             if change.kind != "frozen" or without.issuperset(change.names):
-                _tell(recorder, model, watch, change, communicated=False)
+                _emit(recorder, model, watch, change, communicated=False)
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
@@ -244,10 +244,10 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
             continue
         for change in list(watch.found):
             if reached or change.kind not in WITHOUT_GRADIENT:
-                _tell(recorder, model, watch, change, model.number in backward.synced)
+                _emit(recorder, model, watch, change, model.number in backward.synced)
 
 
-def _tell(
+def _emit(
     recorder: Recorder, model: Model, watch: Watch, change: Change, communicated: bool
 ) -> None:
     live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
@@ -255,7 +255,7 @@ def _tell(
     if change.kind not in WITHOUT_GRADIENT and not trained:
         return  # not yet in any loss
     watch.found.remove(change)
-    watch.told.add((change.kind, change.names))
+    watch.emitted.add((change.kind, change.names))
     recorder.emit(
         ParametersChanged(
             at=time.monotonic(),

@@ -33,7 +33,7 @@ class Known:
         self.number = number
         self.devices = devices
         self.forwards = 0
-        self.told_bytes = 0
+        self.emitted_bytes = 0
         self.site = -1
 
 
@@ -132,9 +132,9 @@ def _gathered(recorder: Recorder, token: Any, result: Any, error: BaseException 
     known, where = token
     tensors = tuple(_tensors(result, ""))[:MOST_TENSORS]
     size = sum(t.size_bytes for t in tensors)
-    if known.told_bytes and size < 1.25 * known.told_bytes:
+    if known.emitted_bytes and size < 1.25 * known.emitted_bytes:
         return
-    known.told_bytes = size
+    known.emitted_bytes = size
     recorder.emit(
         Gathered(
             at=time.monotonic(),
@@ -174,15 +174,15 @@ def _pulse(recorder: Recorder, step: Step) -> None:
         return
     now = time.monotonic()
     if recorder.step <= 3 or now - _state.looked >= MEMORY_EVERY_S:
-        _tell_memory(recorder, now)
+        _emit_memory(recorder, now)
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
     if len(_state.devices) > 1:
-        _tell_memory(recorder, time.monotonic())
+        _emit_memory(recorder, time.monotonic())
 
 
-def _tell_memory(recorder: Recorder, now: float) -> None:
+def _emit_memory(recorder: Recorder, now: float) -> None:
     """What the allocator has counted; the devices themselves are not asked."""
     import torch
 

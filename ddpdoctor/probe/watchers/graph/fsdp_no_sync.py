@@ -31,7 +31,7 @@ class Waiting:
 
     def __init__(self, shards: list[Any]) -> None:
         self.shards = [weakref.ref(shard) for shard in shards]
-        self.told = False
+        self.emitted = False
 
 
 def install() -> None:
@@ -62,9 +62,9 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     if applied:
         del step.known.notes[Waiting]
         _following.enable(any(Waiting in known.notes for known in optimizers.known()))
-    kept = not given and not waiting.told and any(map(kept_back, every))
-    if kept or (applied and waiting.told):
-        waiting.told = True
+    kept = not given and not waiting.emitted and any(map(kept_back, every))
+    if kept or (applied and waiting.emitted):
+        waiting.emitted = True
         recorder.emit(
             KeptBack(
                 at=time.monotonic(),

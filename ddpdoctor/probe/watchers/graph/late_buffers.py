@@ -24,7 +24,7 @@ from ...training.wrapped_models import buffer_of
 
 LOST = "buffers that came after the wrap"
 
-TOLD_AT_MOST = 500
+EMITTED_AT_MOST = 500
 
 FIRST, OFTEN = 16, 64
 """Forwards whose broadcast is looked at: the first ones, powers of two, and one in so many."""
@@ -78,7 +78,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     if not full(step.number) or capturing():
         return
     for holding in step.holdings:
-        found = list(_late(holding.model))[:TOLD_AT_MOST]
+        found = list(_late(holding.model))[:EMITTED_AT_MOST]
         if not found:
             continue
         state = LateBuffers(

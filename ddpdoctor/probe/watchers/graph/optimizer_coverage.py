@@ -47,7 +47,7 @@ class Watch:
         self.missing: dict[str, tuple[int, int]] = {}
         self.first: dict[str, tuple[int, int]] = {}
         self.begun: dict[str, int] = {}
-        self.told: tuple[object, ...] = ((), 0, False)
+        self.emitted: tuple[object, ...] = ((), 0, False)
 
     @property
     def new(self) -> bool:
@@ -173,10 +173,10 @@ def _compare(
         stale = [p for p in stale if not in_some_module(p)] if unchanged else []
         unchanged = unchanged if stale else []
     outer = bool(unchanged) and _outer(watch.number, trained, set(unchanged))
-    told = (tuple(unchanged), len(stale), outer)
-    if told != watch.told:
-        watch.told = told
-        _tell(recorder, watch, inner, unchanged, len(trained), holder, stale, outer)
+    emitted = (tuple(unchanged), len(stale), outer)
+    if emitted != watch.emitted:
+        watch.emitted = emitted
+        _emit(recorder, watch, inner, unchanged, len(trained), holder, stale, outer)
 
 
 def _trained(inner: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _arrival(number: int) -> list[str]:
     return []
 
 
-def _tell(
+def _emit(
     recorder: Recorder,
     watch: Watch,
     inner: Any,
@@ -310,7 +310,7 @@ def _leaving(recorder: Recorder, _: None) -> None:
     held = optimizers.held()
     watched = [(model.inner(), watch) for model, watch in _watches.items()]
     for inner, watch in [*watched, *_sharded.items()]:
-        if inner is None or not watch.told[0]:
+        if inner is None or not watch.emitted[0]:
             continue
         still = {n for n, p in inner.named_parameters() if id(p) not in held}
         if held and not still.intersection(watch.missing):

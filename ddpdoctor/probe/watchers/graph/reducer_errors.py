@@ -85,7 +85,7 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
 def _backward_failed(recorder: Recorder, backward: Backward) -> None:
     text = str(backward.error)
     if TWICE in text:
-        _tell_twice(recorder, backward, text)
+        _emit_twice(recorder, backward, text)
     for model in wrapped_models.live():
         _judge_static(recorder, model, text, backward.site)
 
@@ -104,15 +104,15 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
             if _silent[model] & (_silent[model] - 1) == 0:
                 untouched = backward.untouched.get(model.number, ())
                 promised = untouched if _hollow.get(model, set()).issuperset(untouched) else ()
-                _tell_static(recorder, model, "silent", backward.site, promised)
+                _emit_static(recorder, model, "silent", backward.site, promised)
 
 
 def _judge_static(recorder: Recorder, model: Model, text: str, site: int) -> None:
     if model.static_graph and (CHANGED in text or ASSERTED in text):
-        _tell_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
+        _emit_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
 
 
-def _tell_static(
+def _emit_static(
     recorder: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
 ) -> None:
     recorder.emit(
@@ -135,7 +135,7 @@ def _tell_static(
     )
 
 
-def _tell_twice(recorder: Recorder, backward: Backward, text: str) -> None:
+def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
     model = _whose(backward, text)
     if model is None:
         return

@@ -27,7 +27,7 @@ WATCHES = 30
 BRANCHES = 20
 """Unused modules whose deciding `if` is looked up."""
 
-TOLD_IN_FULL = 50
+EMITTED_IN_FULL = 50
 """Changes of the set that get a record each; later ones are only counted."""
 
 
@@ -52,7 +52,7 @@ class Watched:
         self.watch: CallWatch | None = None
         self.due = WATCHED_FORWARDS
         self.watches = WATCHES
-        self.told = 0
+        self.emitted = 0
         self.shared: set[tuple[int, ...]] = set()
         self.examined = 0
         self.counts: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
             watched.called |= called
             watched.seeing |= watch.seeing
         if forward.error is None:
-            _tell_skipped(recorder, forward.model, watched, watch.owners - called)
+            _emit_skipped(recorder, forward.model, watched, watch.owners - called)
 
 
 def _forward_failed(recorder: Recorder, forward: Forward) -> None:
@@ -127,7 +127,7 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
         _learn_from_error(recorder, forward)
 
 
-def _tell_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
+def _emit_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
     """Before the backward, in which this rank may hang for the others."""
     names = tuple(sorted(skipped))
     if names != watched.skipped:
@@ -178,7 +178,7 @@ def _learn_from_error(recorder: Recorder, forward: Forward) -> None:
         watched.examined += 1
         _count(watched, unused)
         watched.called = None
-        _tell(recorder, model, unused, model.synced_backwards, by_torch=True)
+        _emit(recorder, model, unused, model.synced_backwards, by_torch=True)
 
 
 def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
@@ -192,7 +192,7 @@ def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
     unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
     if unused and unused != watched.unused and unused not in watched.shared:
         model.left = unused
-        _tell(recorder, model, unused, model.synced_backwards, site)
+        _emit(recorder, model, unused, model.synced_backwards, site)
 
 
 def _gradients_ready(recorder: Recorder, moment: tuple[Backward, Model]) -> None:
@@ -200,7 +200,7 @@ def _gradients_ready(recorder: Recorder, moment: tuple[Backward, Model]) -> None
     if model.unfinished:
         _continued(recorder, model, (), backward.site)
     elif _watched[model].unused != ():
-        _tell(recorder, model, (), model.synced_backwards + 1, backward.site)
+        _emit(recorder, model, (), model.synced_backwards + 1, backward.site)
 
 
 def _backward_examined(recorder: Recorder, backward: Backward) -> None:
@@ -236,12 +236,12 @@ def _found(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: i
     watched = _watched[model]
     _count(watched, untouched)
     if untouched != watched.unused:
-        _tell(recorder, model, untouched, model.synced_backwards, site)
+        _emit(recorder, model, untouched, model.synced_backwards, site)
 
 
 def _use_seen(recorder: Recorder, model: Model, watched: Watched) -> None:
     if watched.examined & (watched.examined - 1) == 0:
-        _tell_use(recorder, model, watched)
+        _emit_use(recorder, model, watched)
 
 
 def _count(watched: Watched, unused: tuple[int, ...]) -> None:
@@ -249,7 +249,7 @@ def _count(watched: Watched, unused: tuple[int, ...]) -> None:
         watched.counts[position] = watched.counts.get(position, 0) + 1
 
 
-def _tell(
+def _emit(
     recorder: Recorder,
     model: Model,
     unused: tuple[int, ...],
@@ -259,10 +259,10 @@ def _tell(
 ) -> None:
     watched = _watched[model]
     watched.unused = unused
-    watched.told += 1
-    if watched.told > TOLD_IN_FULL:
+    watched.emitted += 1
+    if watched.emitted > EMITTED_IN_FULL:
         return
-    if unused or watched.told > 1:
+    if unused or watched.emitted > 1:
         watched.due = max(watched.due, 2)
         _calls.enable()
     called, seeing = watched.so_far()
@@ -294,7 +294,7 @@ def _tell(
     )
 
 
-def _tell_use(recorder: Recorder, model: Model, watched: Watched) -> None:
+def _emit_use(recorder: Recorder, model: Model, watched: Watched) -> None:
     recorder.emit(
         ParameterUse(
             at=time.monotonic(),
@@ -310,7 +310,7 @@ def _tell_use(recorder: Recorder, model: Model, watched: Watched) -> None:
 def _leaving(recorder: Recorder, _: None) -> None:
     for model, watched in _watched.items():
         if watched.examined:
-            _tell_use(recorder, model, watched)
+            _emit_use(recorder, model, watched)
 
 
 class CallWatch:

@@ -63,10 +63,10 @@ def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | No
         searches, seconds = searches + 1, seconds + time.perf_counter() - began
         _Searches.seconds[model] = searches, seconds
         if searches & (searches - 1) == 0:
-            _tell(recorder, model)
+            _emit(recorder, model)
 
 
-def _tell(recorder: Recorder, model: Model) -> None:
+def _emit(recorder: Recorder, model: Model) -> None:
     searches, seconds = _Searches.seconds[model]
     recorder.emit(
         SearchCost(at=time.monotonic(), model=model.number, searches=searches, seconds=seconds)
@@ -75,4 +75,4 @@ def _tell(recorder: Recorder, model: Model) -> None:
 
 def _leaving(recorder: Recorder, _: None) -> None:
     for model in list(_Searches.seconds):
-        _tell(recorder, model)
+        _emit(recorder, model)

@@ -63,7 +63,7 @@ class Bypass:
 
     Attributes:
         calls: by line of such a backward, that of the forward before it: one that was seen, else
-            one that was found in the source of what was running. `told`: those on record.
+            one that was found in the source of what was running. `emitted`: those on record.
         passed: the line of the first forward that was seen since the last such backward, -1 for
             none; `armed` times the probe waited to see one.
         by_hand: digests of a few parameters at the last such backward, where no optimizer holds the
@@ -77,7 +77,7 @@ class Bypass:
         self.looks = 0
         self.armed = 0
         self.count = 0
-        self.told: set[int] = set()
+        self.emitted: set[int] = set()
         self.on_record: Bypassed | None = None
         self.last: Bypassed | None = None
         self.by_hand: list[int] = []
@@ -157,7 +157,7 @@ def _follow_by_hand(recorder: Recorder, model: Model, known: Bypass, suspect: Su
         return
     known.moved += 1
     if known.moved >= MOVED_AT_LEAST:
-        _tell(recorder, model, known, suspect, UNHELD, known.moved)
+        _emit(recorder, model, known, suspect, UNHELD, known.moved)
 
 
 def _meant_to_synchronise(model: Model) -> bool:
@@ -232,7 +232,7 @@ def _judge(recorder: Recorder, step: Step) -> None:
             continue
         if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
             continue
-        _tell(recorder, model, known, suspect, step.known.number, step.number)
+        _emit(recorder, model, known, suspect, step.known.number, step.number)
 
 
 def _still_there(model: Model, suspect: Suspect) -> bool:
@@ -247,7 +247,7 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
     return False
 
 
-def _tell(
+def _emit(
     recorder: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
 ) -> None:
     known.count += 1
@@ -270,8 +270,8 @@ def _tell(
         call_site=call,
         discarded=model.wrapper is None or model.wrapper() is None,
     )
-    if call not in known.told or known.count & (known.count - 1) == 0:
-        known.told.add(call)
+    if call not in known.emitted or known.count & (known.count - 1) == 0:
+        known.emitted.add(call)
         known.on_record = known.last
         recorder.emit(known.last, vital=True)
 

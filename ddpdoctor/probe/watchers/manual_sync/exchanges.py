@@ -300,14 +300,14 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
             sizes[place, size] -= 1
         found.append(i)
     total = sum(held.values())
-    told = sum(gradients[i].numel() for i in found)
+    emitted = sum(gradients[i].numel() for i in found)
     other = sum(size * count for (place, size), count in sizes.items() if not place)
     flat = other if other <= FLAT[1] * total else 0
     used = {e.group for e in exchanges if e.elements > 1 or e.memory in held}  # no loss, no norm
     used = used or {e.group for e in exchanges}
-    whole = told == total or total - told <= other <= total - told + (FLAT[1] - 1) * total
+    whole = emitted == total or total - emitted <= other <= total - emitted + (FLAT[1] - 1) * total
     group = used.pop() if total and whole and len(used) == 1 else -1
-    return Handed(tuple(found), other, group, bool(total) and told + flat >= ENOUGH * total)
+    return Handed(tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH * total)
 
 
 def apply(parameters: Sequence[Reference]) -> bool:

@@ -30,7 +30,7 @@ from . import exchanges, parallelism, pending_works, unused_allreduce
 LOST = "models that are trained without a wrapper"
 
 LOOK_AGAIN = 32
-TOLD_AT_MOST = 5000
+EMITTED_AT_MOST = 5000
 """Parameters of one optimizer that are listed."""
 
 SMALL = 64
@@ -182,7 +182,7 @@ def _look(
     every = [ref() for ref in known.parameters]
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
-    closely = not last and step & (step - 1) == 0 and len(every) <= TOLD_AT_MOST
+    closely = not last and step & (step - 1) == 0 and len(every) <= EMITTED_AT_MOST
     running, running_site = pending_works.steps(optimizer)
     copied, copied_site = unused_allreduce.share(recorder, every) if closely else (0.0, -1)
     state = UnwrappedState(
@@ -239,7 +239,7 @@ def _known(recorder: Recorder, optimizer: Any, step: Step) -> Loose:
     known = step.known.notes[Loose] = Loose(mine)
     known.held, known.models = held, wrapped_models.count()
     if mine:
-        _tell(recorder, step, mine)
+        _emit(recorder, step, mine)
     return known
 
 
@@ -266,7 +266,7 @@ def _made_at(recorder: Recorder, root: Any) -> int:
     return recorder.sites.number(found.code, found.line) if found is not None else birth_site(root)
 
 
-def _tell(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
+def _emit(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
     names, roots = named_roots(parameters)
     alone = roots or (parameters if len(parameters) == 1 else [])
     one = name_of(id(alone[0]), sys._getframe(1), recorder.sites) if alone else None
@@ -277,7 +277,7 @@ def _tell(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
             kind=type(roots[0]).__name__ if roots else "",
             parameters=tuple(
                 tensor_of(names.get(id(p), f"parameter {i}"), p)
-                for i, p in enumerate(parameters[:TOLD_AT_MOST])
+                for i, p in enumerate(parameters[:EMITTED_AT_MOST])
             ),
             wrapped=wrapped_models.count(),
             root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
@@ -307,13 +307,13 @@ def _write(recorder: Recorder, known: Loose, *, wait: bool) -> None:
         if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
             return
         known.waiting.pop(0)
-        told = msgspec.structs.replace(
+        emitted = msgspec.structs.replace(
             state,
             gradients=_one(gradients.values),
             parameters=_one(values.values),
             each=state.each and pack([*gradients.values, *values.values]),
         )
-        recorder.emit(told, vital=True)
+        recorder.emit(emitted, vital=True)
 
 
 def _one(numbers: list[int]) -> int:
@@ -343,7 +343,7 @@ def _finish(recorder: Recorder, *, wait: bool) -> None:
             if (before, known.exchanged) == ("", "parameters"):
                 changed = exchanges.values_exchanged(alive, gathered=False)
                 known.exchanged = "parameters" if changed else "gathered"
-            told = known.completed or known.inside or known.spread > 0
-            if told or known.exchanged != before:
+            emitted = known.completed or known.inside or known.spread > 0
+            if emitted or known.exchanged != before:
                 _look(recorder, optimizer.number, known, optimizer.steps, last=True)
             _write(recorder, known, wait=wait)

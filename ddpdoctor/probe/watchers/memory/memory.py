@@ -65,7 +65,7 @@ class _Memory:
         self.censuses = 0
         self.census: dict[int, memory_holders.Held] = {}
         self.census_at = (-1, -1)
-        self.told = False
+        self.emitted = False
         self.gpu: Any = None
 
 
@@ -158,11 +158,11 @@ def _sample(recorder: Recorder, now: float) -> None:
     _memory.samples.append(device or resident)
     if len(_memory.samples) > 2 * SAMPLES_PER_PACE:
         del _memory.samples[::2]
-    if _memory.told:
+    if _memory.emitted:
         return
     if _memory.taken % CHAIN_EVERY == 0:
         _look_for_chain(recorder)
-    if not _memory.told:
+    if not _memory.emitted:
         kept = _alive() >= SUSPICIOUS_LOSSES
         if kept or _grows():
             _look_for_holder(recorder, everywhere=kept or recorder.affordable())
@@ -224,7 +224,7 @@ def _look_for_holder(recorder: Recorder, *, everywhere: bool) -> None:
         one = names_in_frames.name_of(
             key, sys._getframe(1), recorder.sites, names_in_frames.DEEPEST_NAME
         )
-        _tell(recorder, one, now[key], grown[key], steps)
+        _emit(recorder, one, now[key], grown[key], steps)
 
 
 def _look_for_chain(recorder: Recorder) -> None:
@@ -232,11 +232,11 @@ def _look_for_chain(recorder: Recorder) -> None:
     one, length = memory_holders.long_chain(sys._getframe(1), recorder.sites)
     if one is not None and length > _memory.chain > 0:
         grown = length - _memory.chain
-        _tell(recorder, one, memory_holders.Held(length, True, "graph"), grown, grown)
+        _emit(recorder, one, memory_holders.Held(length, True, "graph"), grown, grown)
     _memory.chain = length
 
 
-def _tell(
+def _emit(
     recorder: Recorder,
     one: names_in_frames.NamedObject | None,
     held: memory_holders.Held,
@@ -249,7 +249,7 @@ def _tell(
         if one is None
         else sites.place(*memory_holders.place_that_grows(one, sites))
     )
-    _memory.told = held.graphs
+    _memory.emitted = held.graphs
     recorder.emit(
         MemoryHeld(
             at=time.monotonic(),

@@ -37,7 +37,7 @@ from .nonfinite_origin import Origin
 
 LOST = "where NaN and infinity come from"
 
-MOST_TOLD = 8
+MOST_EMITTED = 8
 MOST_INPUTS = 16
 ALWAYS = 128
 """So many backwards have their own gradients looked at whatever it costs, in many parameters; later
@@ -71,7 +71,7 @@ class _Numerics:
         self.hooks = GradientHooks()
         self.flags: list[tuple[Flag, NonFinite]] = []
         self.waiting: list[tuple[Flag, NonFinite]] = []
-        self.told = 0
+        self.emitted = 0
         self.plain: Any = None
         self.backwards = 0
         self.returned: dict[Model, tuple[int, Any, list[tuple[int | str, Any]]]] = {}
@@ -103,14 +103,14 @@ def install() -> None:
 
 def _forward_due(recorder: Recorder, forward: Forward) -> None:
     made = forward.model.forwards
-    if _state.told < MOST_TOLD and made & (made - 1) == 0:
+    if _state.emitted < MOST_EMITTED and made & (made - 1) == 0:
         given = (ref() for _, ref in _inputs(forward))
         if not all(finite(tensor) for tensor in given):
             _state.marked.add(forward.model)
 
 
 def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    if forward.grad_enabled and _state.told < MOST_TOLD:
+    if forward.grad_enabled and _state.emitted < MOST_EMITTED:
         output = forward.output
         kept = Reference(output) if type(output) is _state.plain else None
         _state.returned[forward.model] = graph.next_number(), kept, _inputs(forward)
@@ -160,7 +160,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     _state.flags.clear()
     _state.hooks.alone = False
     marked, _state.marked = _state.marked, set()
-    if _state.told >= MOST_TOLD:
+    if _state.emitted >= MOST_EMITTED:
         return
     for root in backward.roots:
         if type(root) is _state.plain and root.is_floating_point():
@@ -207,8 +207,8 @@ def _lasts(recorder: Recorder, suspect: NonFinite, root: Any) -> None:
     if not overflow:
         first, count = first or suspect, count + 1
         if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
-            told = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
-            _tell(recorder, told)
+            emitted = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
+            _emit(recorder, emitted)
     _state.lasting = first, count
 
 
@@ -401,7 +401,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         if (
             first := _state.spared.add(suspect, hooks, step=number, total=recorder.step)
         ) is not None:
-            _tell(recorder, first)
+            _emit(recorder, first)
     if bad:
         if suspect.kind == "gradient":
             known = _names()
@@ -413,7 +413,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
                 count=len(bad),
                 module=found[0].rpartition(".")[0] if found else "",
             )
-        _tell(recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step))
+        _emit(recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step))
 
 
 def _skips_itself(optimizer: Any) -> bool:
@@ -428,13 +428,13 @@ def _read_flags(recorder: Recorder) -> None:
         if answer is None:
             still.append((flag, event))
         elif answer:
-            _tell(recorder, event)
+            _emit(recorder, event)
     _state.waiting = still[-20:]
 
 
-def _tell(recorder: Recorder, event: NonFinite) -> None:
-    if _state.told < MOST_TOLD:
-        _state.told += 1
+def _emit(recorder: Recorder, event: NonFinite) -> None:
+    if _state.emitted < MOST_EMITTED:
+        _state.emitted += 1
         if event.kind in ("loss", "gradient"):
             largest = nonfinite_origin.largest(optimizers.held().values())
             event = msgspec.structs.replace(event, largest=largest)
@@ -446,4 +446,4 @@ def _leaving(recorder: Recorder, _: None) -> None:
     if (spared := _state.spared.first) is not None and spared.spared > 1:
         recorder.emit(spared)
     if _state.suspect is not None:  # the program ended over it, or left it out
-        _tell(recorder, msgspec.structs.replace(_state.suspect, applied=False))
+        _emit(recorder, msgspec.structs.replace(_state.suspect, applied=False))

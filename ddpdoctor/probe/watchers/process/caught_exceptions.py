@@ -25,12 +25,12 @@ from .worker_exceptions import relayed
 
 LOST = "exceptions that the program catches"
 
-TOLD_AT_MOST = 50
+EMITTED_AT_MOST = 50
 MESSAGE_LIMIT = 300
 
 
 class _Passing:
-    told = 0
+    emitted = 0
     logged: ExceptionPassed | None = None
     unwinding = 0
     """The identity of what was being handled as the last collective was called."""
@@ -40,7 +40,7 @@ _passing = _Passing()
 
 
 def install() -> None:
-    _passing.told, _passing.logged, _passing.unwinding = 0, None, 0
+    _passing.emitted, _passing.logged, _passing.unwinding = 0, None, 0
     around(logging.Logger, "handle", before=_told, lost=LOST)
     for name in ("print_exception", "format_exception"):  # others call these
         around(traceback, name, before=_told, lost=LOST)
@@ -97,7 +97,7 @@ def passed(
 ) -> None:
     """Record an exception; `site` is told where no line of the user's raised it or called what
     did."""
-    if _passing.told >= TOLD_AT_MOST or not isinstance(error, Exception):
+    if _passing.emitted >= EMITTED_AT_MOST or not isinstance(error, Exception):
         return
     text = str(error)
     other = relayed(text, recorder.sites, MESSAGE_LIMIT)
@@ -120,7 +120,7 @@ def passed(
         last, _passing.logged = _passing.logged, event
         if last is not None and msgspec.structs.replace(event, at=last.at) == last:
             return  # a handler may log in several lines
-    _passing.told += 1
+    _passing.emitted += 1
     recorder.emit(event)
 
 

@@ -60,7 +60,7 @@ class _Ending:
     """On its way."""
     passed = -1
     """The line that raised the last `SystemExit` to come out of a forward or a backward."""
-    told = False
+    emitted = False
     stays = False
 
 
@@ -157,7 +157,7 @@ def _wrap_exits() -> None:
         leave(status)
 
     def _exit(status: int) -> NoReturn:
-        if current_recorder() is not None and not _ending.told:
+        if current_recorder() is not None and not _ending.emitted:
             caller = sys._getframe().f_back
             if guarded("os._exit", lambda _: _by_starter(caller)):
                 _ending.status = status
@@ -209,9 +209,9 @@ def _note_exit(recorder: Recorder, status: Any) -> None:
 
 def _note_raised(error: SystemExit, site: int) -> None:
     """It came out of the program; where `sys.exit` raised it, that has told the rest."""
-    told = (_ending.how, _ending.site) == ("sys.exit", site)
+    emitted = (_ending.how, _ending.site) == ("sys.exit", site)
     _note_status(error.code, site)
-    if not told:
+    if not emitted:
         _note_handled(_ending.status, error.__context__)
 
 
@@ -380,12 +380,12 @@ def _cut_short() -> bool:
 
 
 def _leaving() -> None:
-    if _ending.told or current_recorder() is None:
+    if _ending.emitted or current_recorder() is None:
         return
-    _ending.told = True
+    _ending.emitted = True
     guarded("exception", _look_at_the_last, lost="the exception that ended this rank")
     guarded("leaving", lambda recorder: hooks.leaving.fire(recorder, None))
-    guarded("leaving", _tell_end)
+    guarded("leaving", _emit_end)
 
 
 def _look_at_the_last(recorder: Recorder) -> None:
@@ -410,8 +410,8 @@ def _left_the_program(trace: TracebackType | None) -> bool:
     return False
 
 
-def _tell_end(recorder: Recorder) -> None:
-    recorder.tell_cost(anyway=True)
+def _emit_end(recorder: Recorder) -> None:
+    recorder.emit_cost(anyway=True)
     if (raised := _behind_the_exit(recorder)) is not None:
         recorder.emit(raised, vital=True)
     recorder.emit(

@@ -150,14 +150,14 @@ def _opened(recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> No
     if kind == os.O_RDONLY:
         text = os.fsdecode(name)
         if text.endswith(_PRODUCED) and (path := _path(text)):
-            _tell_read(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
+            _emit_read(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
         return
     # Only what replaces the content: appending and writing in place are shared on purpose, and
     # of several exclusive creations one succeeds.
     if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
         if os.path.isdir(path):  # a temporary file without a name
             return
-        _tell_written(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks())
+        _emit_written(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks())
 
 
 def _renamed(recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
@@ -165,7 +165,7 @@ def _renamed(recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
         if os.path.isdir(os.fsdecode(source)):
             return
         now = time.monotonic()
-        _tell_written(recorder, path, "rename", now, now, sync_points.marks())
+        _emit_written(recorder, path, "rename", now, now, sync_points.marks())
 
 
 def _path(name: str) -> str:
@@ -222,7 +222,7 @@ def _saves(
     recorder: Recorder, path: str, began: float, marks: dict[str, int]
 ) -> FileWritten | None:
     # On record before it is over: a reader that fails meanwhile brings the writer down, too.
-    return _tell_written(recorder, path, "save", began, 0.0, marks)
+    return _emit_written(recorder, path, "save", began, 0.0, marks)
 
 
 def _saved(recorder: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
@@ -238,10 +238,10 @@ def _loads(recorder: Recorder, *begun: Any) -> tuple[Any, ...]:
 def _loaded(recorder: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
     path, began, marks = begun
     failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
-    _tell_read(recorder, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
+    _emit_read(recorder, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
 
 
-def _tell_written(
+def _emit_written(
     recorder: Recorder,
     path: str,
     how: str,
@@ -299,7 +299,7 @@ def _library(recorder: Recorder, writer: FrameType | None) -> str:
     return str(writer.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _tell_read(
+def _emit_read(
     recorder: Recorder,
     path: str,
     how: str,

@@ -106,10 +106,10 @@ def _step_due(recorder: Recorder, step: Step) -> None:
     _alone.asked = True
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
         _alone.since = time.monotonic()
-        _tell(recorder, step.site, _other_layers(step.optimizer()))
+        _emit(recorder, step.site, _other_layers(step.optimizer()))
 
 
-def _tell(recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
+def _emit(recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
     event = TrainsAlone(at=time.monotonic(), step=recorder.step, site=site, layers=layers)
     recorder.emit(event, vital=True)
     _following.enable(not layers)
@@ -167,7 +167,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     elif not step.closure and _gradients_changed():
         found = GRADIENTS
     if found:
-        _tell(recorder, step.site, (found,))
+        _emit(recorder, step.site, (found,))
     elif step.known not in _alone.optimizers and len(_alone.optimizers) < OPTIMIZERS_AT_MOST:
         _alone.optimizers.append(step.known)
         held = [p for p in _held(step.optimizer()) if p.requires_grad and p.is_floating_point()]
@@ -242,6 +242,6 @@ def _leaving(recorder: Recorder, _: None) -> None:
     """Some is loaded, or used, only later."""
     last = _alone.optimizers[-1] if _alone.optimizers else None
     if layers := _other_layers(last.reference() if last is not None else None):
-        _tell(
+        _emit(
             recorder, last.step.site if last is not None and last.step is not None else -1, layers
         )

@@ -27,7 +27,7 @@ LARGEST_FILE = 4 * 1024 * 1024
 
 
 class _Surroundings:
-    program_told = False
+    program_emitted = False
     threads = -1
     looked = 0.0
     asked_at = -1
@@ -47,9 +47,9 @@ def install() -> None:
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    if _state.program_told:
+    if _state.program_emitted:
         return
-    _state.program_told = True
+    _state.program_emitted = True
     recorder.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
 

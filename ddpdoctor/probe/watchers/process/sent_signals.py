@@ -12,19 +12,19 @@ from ...recording.patching import around
 from ...recording.recorder import Recorder
 
 LOST = "signals that ranks send"
-MOST_TOLD = 16
+MOST_EMITTED = 16
 """Signals to other processes; one to its own that nothing handles is the last."""
 
 
 class _Signals:
-    told = 0
+    emitted = 0
 
 
 _signals = _Signals()
 
 
 def install() -> None:
-    _signals.told = 0
+    _signals.emitted = 0
     watched = (os, "kill", _kills), (os, "killpg", _kills_group), (signal, "raise_signal", _raises)
     for owner, name, before in watched:
         around(owner, name, before=before, lost=LOST)
@@ -34,28 +34,28 @@ def install() -> None:
 
 def _kills(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     pid, number = args
-    _tell(recorder, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
+    _emit(recorder, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
 
 
 def _kills_group(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     group, number = args
     if group in (0, os.getpgrp()):
-        _tell(recorder, os.getpid(), number)
+        _emit(recorder, os.getpid(), number)
 
 
 def _raises(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    _tell(recorder, os.getpid(), *args)
+    _emit(recorder, os.getpid(), *args)
 
 
-def _tell(recorder: Recorder, pid: int, number: int) -> None:
+def _emit(recorder: Recorder, pid: int, number: int) -> None:
     if pid <= 0 or not number:  # 0 only asks whether it is there
         return
     if pid == os.getpid():
         if signal.getsignal(number) not in (signal.SIG_DFL, None):
             return  # the program handles it, and goes on
-    elif _signals.told >= MOST_TOLD:
+    elif _signals.emitted >= MOST_EMITTED:
         return
     else:
-        _signals.told += 1
+        _signals.emitted += 1
     sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site())
     recorder.emit(sent, vital=True)

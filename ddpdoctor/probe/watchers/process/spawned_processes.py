@@ -65,7 +65,7 @@ def _see_ends(module: Any) -> None:
         try:
             return original(self, *args, **kwargs)
         except exited as error:
-            _tell_end(self.processes, error)
+            _emit_end(self.processes, error)
             unframe(error)
             raise
 
@@ -91,12 +91,12 @@ class _Noted:
             if current_recorder() is not None:
                 exits.note_exception(error, error.__traceback__)
             else:
-                _tell(args, error)
+                _emit(args, error)
             unframe(error)
             raise
 
 
-def _tell(args: tuple[Any, ...], error: BaseException) -> None:
+def _emit(args: tuple[Any, ...], error: BaseException) -> None:
     """What a process raised that is no rank goes to the record of the node, where that is known."""
     try:
         _write(
@@ -115,11 +115,11 @@ def _tell(args: tuple[Any, ...], error: BaseException) -> None:
         complain(trouble)
 
 
-def _tell_end(processes: Iterable[Any], error: Any) -> None:
+def _emit_end(processes: Iterable[Any], error: Any) -> None:
     """Which of these ended first, as torch's error says; all are gone by now."""
     try:
         code, first = error.exit_code, error.error_pid
-        told = (p.pid for p in processes if p.exitcode == -signal.SIGTERM and p.pid != first)
+        emitted = (p.pid for p in processes if p.exitcode == -signal.SIGTERM and p.pid != first)
         _write(
             SpawnEnded(
                 at=time.monotonic(),
@@ -127,7 +127,7 @@ def _tell_end(processes: Iterable[Any], error: Any) -> None:
                 pid=first,
                 status=code if code >= 0 else None,
                 signal=-code if code < 0 else None,
-                told=tuple(told),
+                told=tuple(emitted),
             )
         )
     except Exception as trouble:

@@ -257,7 +257,7 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
         _time.look(now)
     if place == 0:
         if len(_time.rows) == WINDOW:
-            _tell(recorder, step)
+            _emit(recorder, step)
         usual, _time.window_at = (now - _time.window_at) / WINDOW, now
         _time.rows = []
         due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
@@ -269,7 +269,7 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
             _time.delayed_s = _delayed()
 
 
-def _tell(recorder: Recorder, step: Step) -> None:
+def _emit(recorder: Recorder, step: Step) -> None:
     wall, waiting, *own = (
         round(median_high(column), 6) for column in zip(*_time.rows, strict=True)
     )
