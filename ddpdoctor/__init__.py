@@ -3,22 +3,23 @@
     ddpdoctor run train.py
 
 or, under any launcher, from inside the program: `@ddpdoctor.checkup` on the function that takes a
-step, `with ddpdoctor.examine():` around the training. `ddpdoctor.run.load(folder)` reads a report.
+step, `with ddpdoctor.examine():` around the training. `ddpdoctor.load(folder)` reads a report.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ._version import __version__
+
 if TYPE_CHECKING:
     from .embedded import FaultFound, checkup, examine, load
     from .report.findings import Check, Finding
 
-from ._version import __version__
 
 __all__ = ["Check", "FaultFound", "Finding", "__version__", "checkup", "examine", "load"]
 
-_HOMES = {"Check": "findings", "Finding": "findings"}
+_HOMES = {"Check": "report.findings", "Finding": "report.findings"}
 
 
 def __getattr__(name: str) -> object:

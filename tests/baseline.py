@@ -49,7 +49,7 @@ def keep(folder: Path, jobs: int) -> None:
 
 def findings(run: Path) -> list[dict[str, Any]]:
     """What the doctor says of one run folder, as plain JSON values."""
-    report = ddpdoctor.run.load(run)
+    report = ddpdoctor.load(run)
     kept = []
     for finding in report.findings:
         place = finding.location

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.recording import current_recorder, debug_level, patching
+from ddpdoctor.probe.recording import debug_level, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.storage.run_folder import EventWriter
 
@@ -18,11 +18,11 @@ OFF, INFO = dist.DebugLevel.OFF, dist.DebugLevel.INFO
 @pytest.fixture(params=["INFO", None])
 def set_by_us(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     level = dist.get_debug_level()
-    recorder = Recorder(
+    mine = Recorder(
         EventWriter(tmp_path / "r.jsonl"), tmp_path, "r", {"debug_level": request.param}
     )
     dist.set_debug_level(INFO)
-    monkeypatch.setattr(current_recorder.current, "recorder", recorder)
+    monkeypatch.setattr(recorder.current, "recorder", mine)
     debug_level.install()
     yield request.param is not None
     patching.restore()

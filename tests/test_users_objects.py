@@ -229,7 +229,7 @@ def test_objects_behave(watched: bool, tmp_path: Path) -> None:
         text = (tmp_path / "run" / "rank-0.jsonl").read_text()
         assert "probe-trouble" not in text, text
         assert '"name":"default_hooks.fp16_compress_hook"' in text
-        assert ddpdoctor.run.load(tmp_path / "run").to_dict()["run"]["outcome"] == "completed"
+        assert ddpdoctor.load(tmp_path / "run").to_dict()["run"]["outcome"] == "completed"
 
 
 def test_modes_of_the_users_do_not_see_what_hooks_do(tmp_path: Path) -> None:

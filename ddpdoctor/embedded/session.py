@@ -202,7 +202,7 @@ def load(*folders: str | os.PathLike[str]) -> Report:
         ddpdoctor.storage.run_folder.FolderError: a folder cannot be used.
     """
     if not folders:
-        raise TypeError("load() needs a run folder: ddpdoctor.run.load('ddpdoctor-runs/...')")
+        raise TypeError("load() needs a run folder: ddpdoctor.load('ddpdoctor-runs/...')")
     from ..report.postmortem import open_run
     from ..report.registry import all_checks
 

@@ -27,7 +27,7 @@ def reported(folder: Path) -> Report:
     while list(folder.glob(".monitor-*")) or not (folder / "findings.json").exists():
         assert time.monotonic() < deadline, "the monitor never ended"
         time.sleep(0.1)
-    return ddpdoctor.run.load(folder)
+    return ddpdoctor.load(folder)
 
 
 @pytest.mark.parametrize("launch", [torchrun, srun, lambda *w: alone("spawn", *w)])
@@ -237,7 +237,7 @@ def test_the_monitor_killed_costs_the_report_and_nothing_else(tmp_path: Path) ->
     status, printed = run(torchrun("raise"), cwd=tmp_path)
     assert status == 0, printed[-3000:]
     assert printed.count("ends with") == 2
-    assert ddpdoctor.run.load(tmp_path / "run").run.world_size == 2
+    assert ddpdoctor.load(tmp_path / "run").run.world_size == 2
 
 
 def test_a_folder_that_cannot_be_written_is_not_the_run_s_problem(tmp_path: Path) -> None:

@@ -121,4 +121,4 @@ def test_what_can_be_called_like_a_function_is_decorated(counted: Nothing) -> No
 
 def test_load_needs_a_folder() -> None:
     with pytest.raises(TypeError, match="needs a run folder"):
-        ddpdoctor.run.load()
+        ddpdoctor.load()
