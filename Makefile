@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test samples no-harm torch-tests frameworks chaos lint format readme clean
+.PHONY: help demo test golden samples no-harm torch-tests frameworks chaos lint format readme clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -15,6 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo         install into .venv and examine a faulty sample"
 	@echo "make test         run the tests"
+	@echo "make golden       write what checks say in tests anew, after a change of words"
 	@echo "make samples      every sample, also those that show a fault in other clothes"
 	@echo "make no-harm      all clean samples with and without the doctor, bit by bit; the doctor broken"
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
@@ -44,6 +45,10 @@ demo: $(INSTALLED)
 WORKERS ?= 2
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# What checks say, word for word, in tests/golden/: read the difference before you commit it.
+golden: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) --golden -m "not slow"
 
 samples: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "exhaustive or not exhaustive" tests/test_samples.py

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import golden
 import pytest
 
 REAL = {
@@ -27,3 +32,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [i for i in items if i not in left]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="write the golden reports anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    golden.watch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """After each test: what checks found in it is what its golden report says."""
+    golden.collected.clear()
+    result = yield
+    if pyfuncitem.get_closest_marker("flaky") is None:
+        folder = pyfuncitem.funcargs.get("tmp_path", "/no/folder")
+        said = golden.said(golden.collected, str(folder))
+        path = golden.file_of(pyfuncitem)
+        if pyfuncitem.config.getoption("golden"):
+            golden.results.setdefault(str(path), {})[pyfuncitem.name] = said
+        else:
+            before = golden.kept(path).get(pyfuncitem.name, "")
+            assert said == before, "the words changed: read them, then type `make golden`"
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:  # a worker of xdist: the controller writes
+        output["golden"] = golden.results
+        return
+    for path, found in golden.results.items():
+        golden.write(Path(path), found)
+
+
+def pytest_testnodedown(node: Any, error: object) -> None:
+    for path, found in getattr(node, "workeroutput", {}).get("golden", {}).items():
+        golden.results.setdefault(path, {}).update(found)

@@ -98,7 +98,7 @@ def test_a_rank_that_was_killed_in_its_first_second(tmp_path: Path) -> None:
 def test_the_share_is_of_the_time_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it becomes a rank late; a second examination in it has its own time."""
     monkeypatch.setattr(startup_cost, "_age_s", lambda: 30.0)
-    monkeypatch.setattr(startup_cost._startup, "told", False)
+    monkeypatch.setattr(startup_cost._startup, "emitted", False)
     assert startup_cost.before(100.0, 2 * 10**9) == 70.0
     assert startup_cost.before(100.0, 2 * 10**9) == 98.0
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.recording.recorder import Recorder
-from ddpdoctor.probe.training import forwards, lifecycle, module_origins, records, steady_state
+from ddpdoctor.probe.training import forwards, module_origins, records, steady_state
 from ddpdoctor.probe.training.steady_state import ALIKE, Routine, Seen, Stage
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.report.findings import Report
@@ -422,7 +422,7 @@ def test_who_was_left_out_is_told_what_has_passed(
     told: list[list[steady_state.PlannedCall]] = []
     interrupted: hooks.Hook[steady_state.Plan] = hooks.Hook("interrupted")
     interrupted.subscribe(lambda recorder, step: told.append(step.passed()))
-    monkeypatch.setattr(lifecycle, "interrupted", interrupted)
+    monkeypatch.setattr(steady_state, "interrupted", interrupted)
     watched = Routine()
     steps(watched, ALIKE + 1)
     expected = watched.expected

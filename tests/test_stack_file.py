@@ -61,7 +61,7 @@ def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
         over.wait(30)
 
     waiting = threading.Thread(target=waits_for_the_end)
-    telling = threading.Thread(target=stack_file.tell)
+    telling = threading.Thread(target=stack_file.dump)
     try:
         waiting.start()
         assert begun.wait(30)
@@ -80,7 +80,7 @@ def test_a_thread_tells_of_all_others(tmp_path: Path) -> None:
 
 def test_nothing_is_written_where_there_is_no_file() -> None:
     stack_file.drop()
-    stack_file.tell()
+    stack_file.dump()
 
 
 @pytest.mark.parametrize("head", ["Stack", "Thread 0x00007f0a1", "Current thread 0x00007f0a1 [x]"])

@@ -68,9 +68,9 @@ def now(run: Run, folder: str, width: int, *, gone: bool = False) -> str:
 
 def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
     """What changed between two runs."""
-    from . import comparison
+    from . import comparison_tables
 
-    return comparison.render(change, width, styled=styled)
+    return comparison_tables.render(change, width, styled=styled)
 
 
 def page_of(check: Check, width: int, *, styled: bool = False) -> str:
@@ -89,16 +89,16 @@ def index_of(checks: Sequence[Check], width: int, *, styled: bool = False) -> st
 
 def html(report: Report) -> str:
     """The report as a self-contained page."""
-    from . import html
+    from . import html_report
 
-    return html.render(report)
+    return html_report.render(report)
 
 
 def markdown(report: Report) -> str:
     """The report as Markdown, for a pull request or a job summary."""
-    from . import markdown
+    from . import markdown_report
 
-    return markdown.render(report)
+    return markdown_report.render(report)
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:

@@ -95,8 +95,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
         evidence: the figures that prove it.
-        rule: which rule of the check decided, in kebab-case; a name for life, empty where the check
-            has one rule only.
+        rule: which rule of the check decided, in kebab-case; a name for life, the check's own where
+            it has one rule only.
         attempt: the earlier attempt (`--max-restarts`) it was made in, and that found it alone;
             None for the last one.
         at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
@@ -158,8 +158,10 @@ class Check(ABC):
         return False
 
     def finding(self, **fields: object) -> Finding:
-        """A finding of this check; `code`, `check` and `severity` are filled in."""
+        """A finding of this check; `code`, `check`, and where they are left out `severity` and
+        `rule`, are filled in."""
         fields.setdefault("severity", self.severity)
+        fields.setdefault("rule", self.name)
         return Finding(code=self.code, check=self.name, **fields)  # type: ignore[arg-type]
 
 

@@ -84,7 +84,7 @@ def test_a_batch_that_is_given_twice_comes_from_its_loader_both_times(
     batch = torch.arange(12.0).view(3, 4)
     monkeypatch.setattr(forward_inputs, "delivered_by", lambda memory: (5,) if memory & own else ())
     own = memories(batch)
-    monkeypatch.setattr(forward_inputs.data, "delivered", lambda: 1)
+    monkeypatch.setattr(forward_inputs.loaders, "delivered", lambda: 1)
     assert [(e.fed, e.loaders) for e in (fed(batch), fed(batch))] == [(True, (5,))] * 2
     made = fed(batch + 1)
     assert (made.fed, made.loaders) == (False, ())

@@ -88,7 +88,7 @@ def test_a_data_set_that_cannot_be_looked_into(
     def broken(dataset: object) -> None:
         raise TypeError("unhashable type")
 
-    monkeypatch.setattr(loaders.samplers.identity, "payloads", broken)
+    monkeypatch.setattr(loaders.samplers.dataset_parts, "payloads", broken)
     list(utils.DataLoader(utils.TensorDataset(torch.arange(32)), 8))
     loaders._close_all(recorder, None)
     events = list(Lines(tmp_path / "rank-0.jsonl").events())

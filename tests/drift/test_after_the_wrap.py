@@ -91,7 +91,7 @@ def steps_after(
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
     monkeypatch.setattr(edits_after_wrap, "_fresh", {})
-    monkeypatch.setattr(edits_after_wrap.models, "live", lambda: [model])
+    monkeypatch.setattr(edits_after_wrap.wrapped_models, "live", lambda: [model])
     edits_after_wrap._wrapped(recorder, model)
     edit(parameters[2])
     forward: Any = SimpleNamespace(model=model)

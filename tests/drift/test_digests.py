@@ -161,12 +161,13 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
         number=0, wrapper=lambda: parameter, forwards=7, synced_backwards=7, inner=lambda: None
     )
     holding = SimpleNamespace(
-        model=model, optimizer=0, positions=[0], steps=lambda: 7, parameters=lambda at: [parameter]
+        model=model, optimizer=0, positions=[0], parameters=lambda at: [parameter]
     )
     monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
-    monkeypatch.setattr(replica_digests.edits, "emit_parameters", lambda *args: None)
+    monkeypatch.setattr(replica_digests.manual_edits, "emit_parameters", lambda *args: None)
+    monkeypatch.setattr(replica_digests.optimizer_models, "steps_taken", lambda holding: 7)
     replica_digests._drift.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
-    known = {"rows": {}, "writes": replica_digests.writes.Writes(), "left_out": "Join"}
+    known = {"rows": {}, "writes": replica_digests.write_counts.Writes(), "left_out": "Join"}
     vars(replica_digests._drift.watches[0, 0]).update(known, holding=holding)
     replica_digests._finish(recorder)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
@@ -184,7 +185,7 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
     looked = []
     for name in ("_look_for_join", "_flush", "_record"):
         monkeypatch.setattr(replica_digests, name, lambda *_, **__: 0)
-    monkeypatch.setattr(replica_digests.writes, "look", lambda *_: None)
+    monkeypatch.setattr(replica_digests.write_counts, "look", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_kind_of_gradients", lambda _: "gradients")
     monkeypatch.setattr(
         replica_digests,

@@ -123,7 +123,7 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
-    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
     manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
@@ -229,7 +229,7 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
-    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
     manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     writing(parameters)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
@@ -298,9 +298,9 @@ def late(
         parameters=lambda positions: [parameters[p] for p in positions],
     )  # fmt: skip
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
-    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
     monkeypatch.setattr(
-        manual_edits, "_looking", SimpleNamespace(wake=lambda: None, rest=lambda: None)
+        manual_edits, "_looking", SimpleNamespace(enable=lambda: None, disable=lambda: None)
     )
     looks = []
     for number in range(steps):

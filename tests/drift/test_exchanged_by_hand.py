@@ -38,8 +38,8 @@ def handed(tensor, group=0):
 def test_what_is_exchanged_in_a_backward_are_no_parameters(
     window, monkeypatch, hooks, kept, parameters
 ):
-    monkeypatch.setattr(exchanges.autograd, "running", lambda: True)
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.backwards, "running", lambda: True)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     made = trained(8, 3)
     for average in hooks:
@@ -52,11 +52,11 @@ def test_what_is_exchanged_in_a_backward_are_no_parameters(
 
 
 def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     made = trained(8, 3)
     model = SimpleNamespace(pending=0, forward_step=3)
-    monkeypatch.setattr(exchanges.models, "live", lambda: [model])
+    monkeypatch.setattr(exchanges.wrapped_models, "live", lambda: [model])
 
     def exchanged(*tensors, pending=0):
         window.earlier, model.pending = [], pending
@@ -70,7 +70,7 @@ def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
 
 
 def test_all_that_is_handed_over_counts(window, monkeypatch):
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     for op, p2p, tensor in (
         ("all_reduce", False, torch.zeros(3, 4)),
@@ -138,7 +138,7 @@ def test_who_gathers_parameters_may_only_look_at_them(window):
 
 def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
     _, head = trained(8, 3)
-    monkeypatch.setattr(exchanges.models, "live", list)
+    monkeypatch.setattr(exchanges.wrapped_models, "live", list)
     window.recent = [handed(torch.zeros(7)), handed(torch.zeros(4))]
     exchanges._step_ends(SimpleNamespace(step=1), None)
     assert exchanges.handed([head]).positions == ()
@@ -166,7 +166,9 @@ def test_point_to_point_is_another_scheme(window):
 def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch):
     made = trained(8, 3)
     others = {1: frozenset({2}), 2: frozenset({1, 3})}
-    monkeypatch.setattr(parallelism.groups, "others", lambda group: others.get(group, frozenset()))
+    monkeypatch.setattr(
+        parallelism.process_groups, "others", lambda group: others.get(group, frozenset())
+    )
     parallelism.seen("point-to-point", (1,))
 
     def group_of(*groups):
@@ -211,8 +213,8 @@ def test_steps_are_complete_in_one_group(groups, told):
 def test_a_gradient_in_the_memory_of_the_last_one_is_not_late_in_the_backward(
     window, monkeypatch, running
 ):
-    monkeypatch.setattr(exchanges.autograd, "running", lambda: running)
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.backwards, "running", lambda: running)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     (parameter,) = trained(8)
     exchanges.apply([exchanges.Reference(parameter)])
@@ -306,8 +308,8 @@ def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
 @pytest.mark.parametrize("of_parameters", [True, False])
 def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
-    monkeypatch.setattr(exchanges.models, "live", list)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.wrapped_models, "live", list)
     made = trained(8, 3)
     recorder = SimpleNamespace(step=3, site=lambda: 1)
     exchanges.derives(recorder, made if of_parameters else [torch.zeros(11, requires_grad=True)])
@@ -322,8 +324,8 @@ def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
 
 def test_who_is_on_the_other_side(monkeypatch):
     told = []
-    happens = SimpleNamespace(happens=lambda _, call: told.append((call.op, call.peers)))
-    monkeypatch.setattr(collectives.moments, "called", happens)
+    happens = SimpleNamespace(fire=lambda _, call: told.append((call.op, call.peers)))
+    monkeypatch.setattr(collectives.call_hooks, "called", happens)
     monkeypatch.setattr(collectives, "tape", lambda _: None)
     x = torch.zeros(2)
     for op, args in (("send", (x, 3)), ("recv", (x,)), ("all_reduce", (x,)), ("broadcast", (x, 1))):

@@ -84,7 +84,7 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
     told = []
     recorder = SimpleNamespace(emit=told.append, every=0, step=0)
     monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
-    monkeypatch.setattr(manual_edits.sync, "averaged", lambda model: True)
+    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
     models, steps = [], []
     for number in range(2):
         parameter = torch.nn.Parameter(torch.ones(2))

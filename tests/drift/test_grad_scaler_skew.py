@@ -188,7 +188,7 @@ class Any:
 def test_steps_of_two_optimizers_are_numbered_each_by_itself(monkeypatch):
     told, made = [], iter([1, 2, 3, 4, 6, 7])
     monkeypatch.setattr(hyperparameters, "_known", hyperparameters._Known())
-    monkeypatch.setattr(hyperparameters.autograd, "synced", lambda: next(made))
+    monkeypatch.setattr(hyperparameters.backwards, "synced", lambda: next(made))
     known = {Any(): SimpleNamespace(number=n, steps=0) for n in range(2)}
     monkeypatch.setattr(hyperparameters, "known_optimizer", known.get)
     recorder, scaler = SimpleNamespace(emit=told.append), Any()

@@ -24,7 +24,7 @@ class Active:
 def loaded(monkeypatch, held, wrapped):
     monkeypatch.setattr(state_loading._loads, "early", [])
     monkeypatch.setattr(state_loading._loads, "depth", 0)
-    monkeypatch.setattr(state_loading.models, "count", lambda: 0)
+    monkeypatch.setattr(state_loading.wrapped_models, "count", lambda: 0)
     recorder, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
     token = state_loading._into_optimizer(recorder, (optimizer, {}), {})
     state_loading._done(recorder, token, None, None)
@@ -47,9 +47,9 @@ def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(2))
     model = SimpleNamespace(number=3, parameters=[lambda: weight])
     monkeypatch.setattr(state_loading._loads, "depth", 0)
-    monkeypatch.setattr(state_loading.models, "count", lambda: 1)
-    monkeypatch.setattr(state_loading.models, "live", lambda: [model])
-    monkeypatch.setattr(state_loading.drift, "look_whole", lambda model: None)
+    monkeypatch.setattr(state_loading.wrapped_models, "count", lambda: 1)
+    monkeypatch.setattr(state_loading.wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(state_loading.replica_digests, "look_whole", lambda model: None)
     recorder, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     outer = state_loading._into_scheduler(recorder, (scheduler, {}), {})
@@ -66,7 +66,7 @@ def test_every_kind_of_load_is_told_once():
         patch.setattr(
             state_loading, "around", lambda owner, name, **_: patched.append((owner, name))
         )
-        patch.setattr(state_loading.moments.wrapped, "subscribe", lambda *args, **kwargs: None)
+        patch.setattr(state_loading.lifecycle.wrapped, "subscribe", lambda *args, **kwargs: None)
         state_loading.install()
     assert len(patched) == len(set(patched))
     kinds = {owner for owner, name in patched if name == "load_state_dict"}

@@ -16,13 +16,13 @@ def watch(monkeypatch):
     monkeypatch.setattr(exchanges, "_window", exchanges._Window())
     monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    monkeypatch.setattr(exchanges.autograd, "since", lambda step: False)
+    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
     monkeypatch.setattr(replica_digests, "Pace", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_emit_replica", lambda *_: None)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
     model = SimpleNamespace(number=0, pending=0, forward_step=3)
-    monkeypatch.setattr(exchanges.models, "live", lambda: [model])
+    monkeypatch.setattr(exchanges.wrapped_models, "live", lambda: [model])
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0, 1], parameters=lambda at: [made[i] for i in at]
     )
@@ -147,7 +147,7 @@ def test_nothing_waits_for_a_device(watch, monkeypatch):
 def in_a_hook(watch, monkeypatch, write, group=0):
     """A step in whose backward a hook exchanges as much as there are parameters, all at once."""
     with monkeypatch.context() as inside:
-        inside.setattr(exchanges.autograd, "running", lambda: True)
+        inside.setattr(exchanges.backwards, "running", lambda: True)
         call = Call("all_reduce", group, False, (torch.ones(watch.size),))
         replica_digests._called(recorder, call)
         exchanges._called(recorder, call)
@@ -159,7 +159,9 @@ def in_a_hook(watch, monkeypatch, write, group=0):
 @pytest.fixture
 def hooked(watch, monkeypatch):
     exchanges.hook_seen(False)
-    monkeypatch.setattr(exchanges.groups, "others", lambda group: {0: {1, 2, 3}, 1: {1}}[group])
+    monkeypatch.setattr(
+        exchanges.process_groups, "others", lambda group: {0: {1, 2, 3}, 1: {1}}[group]
+    )
     monkeypatch.setattr(replica_digests, "group_ranks", lambda _: (0, 1, 2, 3))
     watch.holding.model.ddp = lambda: SimpleNamespace(process_group=None)
     return watch

@@ -61,7 +61,7 @@ def seen(
     """The layers told of, of a loop with something after each step, or before it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(no_process_group, "OTHER_LAYERS", ())
-    monkeypatch.setattr(no_process_group, "_following", SimpleNamespace(wake=lambda awake: None))
+    monkeypatch.setattr(no_process_group, "_following", SimpleNamespace(enable=lambda awake: None))
     monkeypatch.setattr(no_process_group, "_alone", no_process_group._Alone())
     monkeypatch.setattr(sync_points, "_meetings", sync_points._Meetings())
     told: list[Any] = []

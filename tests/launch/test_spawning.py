@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sampling import run
 
+from ddpdoctor import load
 from ddpdoctor.launch import starts_its_own_ranks
-from ddpdoctor.run import load
 
 SPAWNS = """
 import os

@@ -415,7 +415,7 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
     monkeypatch.setattr(
         memory_holders, "census", lambda *_: {1: memory_holders.Held(kept[0], True, "list")}
     )
-    monkeypatch.setattr(memory_holders, "name_of", lambda *_: None)
+    monkeypatch.setattr(memory.names_in_frames, "name_of", lambda *_: None)
     monkeypatch.setattr(memory, "_emit", lambda *told: found.append(told[3:]))
     for _ in range(2):
         recorder: Any = SimpleNamespace(step=steps, sites=None)

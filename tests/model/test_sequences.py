@@ -81,7 +81,7 @@ def test_all_to_all_is_counted_inside_and_outside_of_backwards(monkeypatch):
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     assert parallelism.swaps() == ()
     for running, kind in ((False, torch.float), (True, torch.float), (False, torch.long)):
-        monkeypatch.setattr(exchanges.autograd, "running", lambda value=running: value)
+        monkeypatch.setattr(exchanges.backwards, "running", lambda value=running: value)
         tensors = (torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind))
         exchanges._called(SimpleNamespace(step=9), exchanges.Call("all_to_all", 0, False, tensors))
     assert parallelism.swaps() == (1, 1)

@@ -100,7 +100,7 @@ def test_parameters_that_were_handed_to_a_group(monkeypatch):
 def test_numbers_are_counted_by_group(monkeypatch):
     window = exchanges._Window()
     monkeypatch.setattr(exchanges, "_window", window)
-    monkeypatch.setattr(exchanges._following, "wake", lambda: None)
+    monkeypatch.setattr(exchanges._following, "enable", lambda: None)
     for group, op in ((1, "barrier"), (2, "barrier"), (1, "send")):
         call = exchanges.Call(
             op=op, group=group, p2p=op == "send", tensors=(torch.ones(5, dtype=int),)

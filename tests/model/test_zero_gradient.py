@@ -41,7 +41,7 @@ def seen(monkeypatch, optimizer, weight, *, steps, alive=()):
     step: Any = SimpleNamespace(holdings=[holding], optimizer=weakref.ref(optimizer))
     step.known = SimpleNamespace(notes={}, step=step)
     monkeypatch.setattr(optimizers, "known", lambda: [step.known])
-    monkeypatch.setattr(watcher, "_ends", SimpleNamespace(wake=lambda awake=True: None))
+    monkeypatch.setattr(watcher, "_ends", SimpleNamespace(enable=lambda awake=True: None))
     for step.number in range(steps):
         for n, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, 1.0 if n in alive else weight(step.number))

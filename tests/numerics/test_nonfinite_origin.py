@@ -64,7 +64,7 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
 
     inputs = torch.ones(4, 2)
     inputs[3, 1] = float(value)
-    monkeypatch.setattr(numerics.models, "live", list)
+    monkeypatch.setattr(numerics.wrapped_models, "live", list)
     monkeypatch.setattr(
         numerics, "_started_from", lambda live: [("input", [("argument 0", inputs)])]
     )
@@ -217,7 +217,7 @@ def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
 
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan)
-    monkeypatch.setattr(numerics.models, "live", list)
+    monkeypatch.setattr(numerics.wrapped_models, "live", list)
     monkeypatch.setattr(numerics.optimizers, "held", lambda: {id(weight): weight})
     monkeypatch.setattr(numerics, "compiling", lambda: False)
     numerics._state.__init__()  # type: ignore[misc]
@@ -276,7 +276,7 @@ def test_own_gradients_are_looked_at_in_every_branch(
     named = dict(net.named_parameters())
     model = Model(0, net, list(named.values()), list(range(len(named))))
     model.names, model.pending = list(named), 1
-    monkeypatch.setattr(numerics.models, "live", lambda: [model])
+    monkeypatch.setattr(numerics.wrapped_models, "live", lambda: [model])
     numerics._state.__init__()  # type: ignore[misc]
     recorder, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
     numerics._watch_gradients(recorder, backward, whole)  # type: ignore[arg-type]

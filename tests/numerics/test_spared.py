@@ -35,7 +35,7 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
     model = Model(0, net, list(named.values()), list(range(len(named))))
     model.names, model.pending = list(named), 1
     optimizer = torch.optim.SGD(net.parameters())
-    monkeypatch.setattr(numerics.models, "live", lambda: [model])
+    monkeypatch.setattr(numerics.wrapped_models, "live", lambda: [model])
     told: list[Any] = []
     sites = SimpleNamespace(user_frame=lambda frame: None, line=lambda site, code: -1)
     emit = lambda event, vital=False: told.append(event)  # noqa: E731

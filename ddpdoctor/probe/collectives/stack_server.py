@@ -66,7 +66,7 @@ def _serve(ears: _Ears, address: str, pid: int) -> None:
             return
         try:
             stack_file.keep()
-            stack_file.emit()
+            stack_file.dump()
         except Exception as error:
             recorder.trouble("stacks", error, "where threads are in a hang")
         try:

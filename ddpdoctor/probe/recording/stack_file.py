@@ -112,7 +112,7 @@ def keep() -> None:
         stacks.busy = False
 
 
-def emit() -> None:
+def dump() -> None:
     """Write where every thread but this one is, the main one last."""
     if (file := _stacks.file) is None:
         return
