@@ -30,15 +30,13 @@ from ddpdoctor.analysis.data.phrases import (
     no_loader,
     related,
     since,
-    some,
     steps_from,
     use,
-    whom,
 )
 from ddpdoctor.analysis.data.rng_state import in_step
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps, Table
-from ddpdoctor.run import Location, Rank, Run, ranks_text
+from ddpdoctor.run import Location, Rank, Run, ranks_text, some, whom
 
 
 class DataOverlap(Check):
@@ -131,7 +129,7 @@ class DataOverlap(Check):
         note = bool(fault.doubt) or not fault.loader.trains
         first = fault.evidence.get(FROM_EPOCH, 0)
         number = first if isinstance(first, int) else 0
-        who = _sets(fault.parts) if len(fault.parts) > 1 else whom(run, fault.ranks)
+        who = _sets(fault.parts) if len(fault.parts) > 1 else whom(fault.ranks, run.world_size)
         who = f"the workers of {who}" if workers else who
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
@@ -175,8 +173,9 @@ class DataOverlap(Check):
             subjects=(work.kind,),
             location=rank.location(work.event.site),
             label="the same inputs on these ranks",
-            summary=f"{whom(run, work.ranks)} compute the same gradients of {work.kind}, bit for "
-            f"bit, in each of {count} steps compared, before they exchange them"
+            summary=f"{whom(work.ranks, run.world_size)} compute the same gradients of "
+            f"{work.kind}, bit for bit, in each of {count} steps compared, before they "
+            "exchange them"
             + (" (from random numbers, drawn alike on all of them)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
             cause="every rank does the work of one: it takes the same samples from the same data",
@@ -204,7 +203,7 @@ class DataOverlap(Check):
             location=rank.location(same.event.site),
             steps=_steps(rank, given, same) if same.late else None,
             label="the same inputs on these ranks",
-            summary=f"{_sets(parts) if len(parts) > 1 else whom(run, same.ranks)} feed "
+            summary=f"{_sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)} feed "
             f"{given.kind} the same inputs at each of {len(same.forwards)} forwards compared"
             + (f" from number {same.forwards[0]} on" if same.late else "")
             + (" (random numbers, drawn alike on all of them)" if same.drawn else "")
@@ -264,7 +263,7 @@ def _cause(fault: LoaderFault, *, workers: bool) -> str:
     if isinstance(moving, list):
         return (
             f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
-            f"epoch ({some(moving)}): the ranks seem to shuffle in different orders"
+            f"epoch ({some(moving, 6)}): the ranks seem to shuffle in different orders"
         )
     if not seen.iterable and not fault.parts:
         return f"the shares that {seen.sampler} hands out overlap"

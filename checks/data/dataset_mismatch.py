@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_faults import HELD_OUT, TWICE, LoaderFault, of_check
-from ddpdoctor.analysis.data.phrases import SHORTEST, datasets, figures, no_loader, related, whom
+from ddpdoctor.analysis.data.phrases import SHORTEST, datasets, figures, no_loader, related
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
-from ddpdoctor.run import Location, Run
+from ddpdoctor.run import Location, Run, ranks_do, whom
 
 KINDS = {
     "indices": "indices of a Subset",
@@ -107,10 +107,9 @@ class DatasetMismatch(Check):
             else _twice(run, fault)
             if TWICE in fault.evidence
             else (
-                f"{whom(run, fault.ranks)} {'divides' if len(fault.ranks) == 1 else 'divide'} "
-                "another data set than the other ranks"
+                f"{ranks_do(fault.ranks, 'divide')} another data set than the other ranks"
                 if alone
-                else f"{whom(run, fault.ranks)} divide different data sets among them"
+                else f"{whom(fault.ranks, run.world_size)} divide different data sets among them"
             )
             + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
@@ -133,15 +132,16 @@ class DatasetMismatch(Check):
 def _leaks(run: Run, fault: LoaderFault) -> str:
     rank, count = next(iter(fault.evidence[HELD_OUT].items()))  # type: ignore[attr-defined]
     return (
-        f"{whom(run, fault.ranks)} split one data set, each for itself: {count} samples that "
-        f"rank {rank} holds out are trained on by other ranks"
+        f"{whom(fault.ranks, run.world_size)} split one data set, each for itself: {count} "
+        f"samples that rank {rank} holds out are trained on by other ranks"
     )
 
 
 def _twice(run: Run, fault: LoaderFault) -> str:
+    sampler = fault.readers[0].seen.sampler
     return (
-        f"{whom(run, fault.ranks)} select shares of their own, and {fault.readers[0].seen.sampler} "
-        f"divides each of them once more: an epoch reads {fault.evidence[TWICE]} samples"
+        f"{whom(fault.ranks, run.world_size)} select shares of their own, and {sampler} divides "
+        f"each of them once more: an epoch reads {fault.evidence[TWICE]} samples"
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
-from ddpdoctor.analysis.data.phrases import no_loader, related, whom
+from ddpdoctor.analysis.data.phrases import no_loader, related
 from ddpdoctor.analysis.data.rng_state import NAMES, in_step, noted
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import WorkerRandom
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, whom
 
 
 class IdenticalAugmentation(Check):
@@ -69,7 +69,7 @@ class IdenticalAugmentation(Check):
             location=reader.made_at,
             label="draws the same random numbers on these ranks",
             related=related(reader),
-            summary=f"{whom(run, [r.rank.rank for r in readers])} share {what} while "
+            summary=f"{whom([r.rank.rank for r in readers], run.world_size)} share {what} while "
             f"{'their workers' if names and workers else 'they'} load {reader.seen.dataset}, so "
             "they augment alike",
             cause="the workers seed their generators with numbers that are the same on every rank, "

@@ -8,10 +8,10 @@ from ddpdoctor.analysis.data.epoch_audit import Audit, audits
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, some, spelled, use
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, spelled, use
 from ddpdoctor.events import LoaderSeen
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, some
 
 SMALL_TAIL = 0.1
 """Share of the data that shuffled training may leave out of an epoch."""
@@ -92,7 +92,7 @@ class SamplerDropsTail(Check):
             label="drops what does not fill up",
             related=related(reader, sampler=bool(by_sampler) and not mostly_sampler),
             summary=f"{count} of {dataset(reader)} are never seen in "
-            f"an epoch of {use(loader)}" + (f" (indices {some(missing)})" if missing else ""),
+            f"an epoch of {use(loader)}" + (f" (indices {some(missing, 6)})" if missing else ""),
             cause=made,
             fix=_fix_training(audit) if loader.trains else _fix_evaluation(reader, by_loader),
             evidence={**figures(audit), "never seen, for example": spelled(missing)},

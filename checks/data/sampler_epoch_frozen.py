@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders
-from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled, steps_from, whom
+from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled, steps_from
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, counted, whom
 
 FEWEST = 4
 """Samples in an epoch whose order can hardly repeat by chance."""
@@ -99,7 +99,8 @@ class SamplerEpochFrozen(Check):
             if reader.seen.shuffle
             else "its sampler goes by the epoch, which never changes",
             related=related(reader, sampler=False),
-            summary=f"{reported} epochs over {dataset(reader)} {what} on {whom(run, frozen)}",
+            summary=f"{reported} epochs over {dataset(reader)} {what} on "
+            f"{whom(frozen, run.world_size)}",
             cause=f"{why}, so it shuffles alike every time",
             fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
             "at the top of every epoch, before the loader is iterated",
@@ -126,8 +127,8 @@ class SamplerEpochFrozen(Check):
             label="keeps the batches of the first epoch, and repeats these",
             related=related(reader, loop=False),
             summary=f"the {first.batches} batches of the first epoch over {dataset(reader)} are "
-            f"trained on again and again on {whom(run, kept)}, in the same order, for {later} "
-            f"step{'s' * (later > 1)} more",
+            f"trained on again and again on {whom(kept, run.world_size)}, in the same order, for "
+            f"{counted(later, 'step')} more",
             cause="`itertools.cycle` keeps all that it was handed: the loader is read once only, "
             "so nothing is shuffled or augmented again, and every batch stays in memory",
             fix="iterate the loader itself in every epoch: `while True:` around "

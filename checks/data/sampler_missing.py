@@ -14,10 +14,9 @@ from ddpdoctor.analysis.data.phrases import (
     since,
     steps_from,
     use,
-    whom,
 )
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
-from ddpdoctor.run import Location, Run
+from ddpdoctor.run import Location, Run, whom
 
 
 class SamplerMissing(Check):
@@ -88,8 +87,8 @@ class SamplerMissing(Check):
             location=spot,
             label="no distributed sampler" if _plain(fault) else "every rank gets the same samples",
             related=related(reader, sampler=False),
-            summary=f"{whom(run, fault.ranks)} read the same {share} of {len(audit.total)} "
-            f"samples of {dataset(reader)} in one epoch of {use(fault.loader)}"
+            summary=f"{whom(fault.ranks, run.world_size)} read the same {share} of "
+            f"{len(audit.total)} samples of {dataset(reader)} in one epoch of {use(fault.loader)}"
             f"{since(reader)}{doubt}",
             cause=f"the loader's {reader.seen.sampler} hands out {_what(fault, audit)} on every "
             "rank" + (", in the same order" if audit.same_order else ""),

@@ -8,9 +8,9 @@ from ddpdoctor.analysis.data.data_calls import gathered
 from ddpdoctor.analysis.data.epoch_audit import Audit, audits
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.loaders import Loader, Reader
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, some
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
-from ddpdoctor.run import Location, Run, ranks_text
+from ddpdoctor.run import Location, Run, ranks_text, some
 
 
 class SamplerPaddingDuplicates(Check):
@@ -78,7 +78,7 @@ class SamplerPaddingDuplicates(Check):
         note = loader.trains or gathered
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
-        named = some(repeated) if audit.sampled == 1 else "not all on record"
+        named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
         yield self.finding(
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.data.loader_faults import LoaderFault, of_check
 from ddpdoctor.analysis.data.loaders import Reader
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since, whom
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since
 from ddpdoctor.events import GroupReady, SamplerRefused
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.run import Rank, Run, ranks_text, whom
 
 FIX = "leave both out (torch asks the group), or name them: `DistributedSampler(dataset, \
 num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
@@ -125,7 +125,7 @@ class SamplerRankMismatch(Check):
             label="divides the data over other ranks than there are",
             related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
             summary=f"the sampler of {dataset(reader)} {_share(reader)} as {_places(fault)} "
-            f"on {whom(run, fault.ranks)}: "
+            f"on {whom(fault.ranks, run.world_size)}: "
             f"{among}{len(audit.shared)} samples read by several ranks"
             + (f", {audit.never} by none" if audit.complete else "")
             + since(reader),

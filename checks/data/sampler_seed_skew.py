@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.analysis.data.loader_faults import LoaderFault, of_check
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, steps_from, whom
+from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, steps_from
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run, equal_ranks, odd_ones
+from ddpdoctor.run import Run, equal_ranks, odd_ones, whom
 
 
 class SamplerSeedSkew(Check):
@@ -73,7 +73,8 @@ class SamplerSeedSkew(Check):
             related=related(reader, sampler=False),
             summary=f"the samplers of {dataset(reader)} shuffle by different {what}s ({listed}): "
             f"{len(audit.shared)} samples read by {'several of ' * (len(fault.ranks) > 2)}"
-            f"{whom(run, fault.ranks)}" + (f", {audit.never} by none" if audit.complete else ""),
+            f"{whom(fault.ranks, run.world_size)}"
+            + (f", {audit.never} by none" if audit.complete else ""),
             cause=f"every rank takes its share of an order of its own{why}",
             fix=fix,
             fix_kind=kind,

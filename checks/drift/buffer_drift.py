@@ -17,7 +17,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run
+from ddpdoctor.run import Location, Rank, Run, some
 
 LATE = "differ_and_came_after_the_wrap"
 
@@ -100,7 +100,7 @@ class BufferDrift(Check):
             location=wrapped,
             label="copies only the buffers of that time",
             related=tuple(Related("they matter here", s) for s in (spot or saved,) if s),
-            summary=f"buffer{'s' if len(late.names) > 1 else ''} {causes.some(late.names)} of "
+            summary=f"buffer{'s' if len(late.names) > 1 else ''} {some(late.names)} of "
             f"{group.any.wrapped.kind}, which came after the wrap, "
             f"{'differ' if len(late.names) > 1 else 'differs'} between ranks, seen at step "
             f"{late.steps[0]}",
@@ -184,7 +184,7 @@ class BufferDrift(Check):
             location=location,
             label=label,
             related=related,
-            summary=f"buffer{'s' if len(found.names) > 1 else ''} {causes.some(found.names)} of "
+            summary=f"buffer{'s' if len(found.names) > 1 else ''} {some(found.names)} of "
             f"{group.any.wrapped.kind} "
             f"{causes.differ(len(found.names), found.split, run)} {when}",
             cause=cause,

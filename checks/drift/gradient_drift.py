@@ -20,7 +20,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run, ranks_text, some
 
 
 class GradientDrift(Check):
@@ -89,7 +89,7 @@ class GradientDrift(Check):
         apart, since = _size(group, found, cause)
         yield self.finding(
             **causes.reported(group, found, cause),
-            summary=f"gradients of {causes.some(found.names)} differ "
+            summary=f"gradients of {some(found.names)} differ "
             f"{causes.between(found.split, run)}{apart} when the optimizer steps, "
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
             evidence=causes.evidence(group, found) | cause.evidence,

@@ -19,7 +19,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text, some
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
@@ -121,7 +121,7 @@ class OptimizerStateDrift(Check):
         }
         yield self.finding(
             **causes.reported(group, first, cause),
-            summary=f"the optimizer's {what} of {causes.some(first.names)} "
+            summary=f"the optimizer's {what} of {some(first.names)} "
             f"{causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}{causes.of_optimizer(group)}",
             evidence={

@@ -36,7 +36,7 @@ from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import OptimizerSeen, StepDone
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, ranks_do, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text, some
 
 
 class ParameterDrift(Check):
@@ -235,7 +235,7 @@ class ParameterDrift(Check):
         return self.finding(
             **reported,
             severity=severity,
-            summary=f"{causes.some(found.names)} of {group.any.wrapped.kind} "
+            summary=f"{some(found.names)} of {group.any.wrapped.kind} "
             f"{causes.differ(len(found.names), found.split, run)}{causes.largest(group, found)}, "
             f"{when[found.point]}",
             evidence=causes.evidence(group, found) | cause.evidence,

@@ -25,7 +25,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, ranks_text
+from ddpdoctor.run import Location, Rank, Run, ranks_text, some
 
 CAUSES = {
     "no_sync": "synchronisation was switched off for the last backward before the step, so that "
@@ -204,7 +204,7 @@ class UnsyncedStep(Check):
                     min(steps.first, part.first), max(steps.last, part.keys[-1]),
                     count + len(part.keys),
                 )  # fmt: skip
-                names = causes.some(part.names)
+                names = some(part.names)
                 in_part = f", and in {len(part.keys)} of the others those of {names}"
                 cause += f"; in the others it gives back unlike gradients of {names}"
         elif full:

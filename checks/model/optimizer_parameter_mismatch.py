@@ -11,7 +11,7 @@ import msgspec
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, some, title_of
 
 MOST = 0.5
 """Where more than this share is left out, the rest may be meant to stay as it is."""
@@ -228,7 +228,7 @@ def _are(count: int) -> str:
 
 
 def _summary(event: Ownership, kind: str) -> str:
-    names = f"{models.some(event.missing)} of {kind}"
+    names = f"{some(event.missing)} of {kind}"
     text = f"{names} got gradients in every step looked at and never changed: no optimizer holds"
     return f"{text} {'them' if len(event.missing) > 1 else 'it'},"
 

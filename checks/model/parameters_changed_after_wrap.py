@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, some, title_of
 
 DONE = {
     "added": ("was added after the wrap", "the wrapper does not know what was added, and never "
@@ -101,7 +101,7 @@ class ParametersChangedAfterWrap(Check):
             location=spot or rank.location(event.forward_site),
             label=done if spot else "first forward after the change",
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
-            summary=f"{models.some(names)} of {title} {_were(done, names)} "
+            summary=f"{some(names)} of {title} {_were(done, names)} "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=f"DDP registered the parameters of {title} when it was wrapped: {why}",
             fix="change the model before it is wrapped, or wrap it again after the change: "

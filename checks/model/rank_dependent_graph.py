@@ -8,7 +8,7 @@ from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Location, Rank, Run, equal_ranks, ranks_text, title_of
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, ranks_text, some, title_of
 
 
 class RankDependentGraph(Check):
@@ -102,7 +102,7 @@ class RankDependentGraph(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "use": [_row(wrapped, part, left) for part in parts],
-                **({"unused_on_all_ranks": models.some(idle, 4)} if idle else {}),
+                **({"unused_on_all_ranks": some(idle, 4)} if idle else {}),
                 "backward": event.backward,
                 **graphs.seen_by(rank, model, event),
                 "find_unused_parameters": event.find_unused,
@@ -122,13 +122,13 @@ def _summary(
 ) -> str:
     if len(without) < len(left):
         return (
-            f"{models.some(names)} of {title} got no gradient at step {step} "
+            f"{some(names)} of {title} got no gradient at step {step} "
             f"{models.on_ranks(run, without)}, but did on the others"
         )
     common = set.intersection(*left.values())
     groups = equal_ranks({r: tuple(sorted(missing - common)) for r, missing in left.items()})
     own = [
-        f"{models.some(models.names_of(wrapped, sorted(left[g[0]] - common)))} on {ranks_text(g)}"
+        f"{some(models.names_of(wrapped, sorted(left[g[0]] - common)))} on {ranks_text(g)}"
         for g in groups
     ]
     more = f"; and so on, {len(own)} different sets" if len(own) > 3 else ""
@@ -162,7 +162,7 @@ def _spot(
 
 def _name(wrapped: Wrapped, part: models.Part) -> str:
     if not part.whole:
-        return models.some(models.names_of(wrapped, part.positions))
+        return some(models.names_of(wrapped, part.positions))
     return part.module or "(root)"
 
 
@@ -188,7 +188,7 @@ def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str)
     if allowed:
         return "nothing to change, as long as that is meant"
     alone = len({part.module for part in parts}) == 1 and not idle
-    also = f" (also {models.some(idle)}, which no rank used)" if idle else ""
+    also = f" (also {some(idle)}, which no rank used)" if idle else ""
     what, where = ("it", "it is") if alone else ("them all", "they are")
     return (
         f"use {what} on every rank{also}, with weight zero where {where} not wanted: "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import ReadyTwice as Record
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, title_of
+from ddpdoctor.run import Location, Rank, Run, some, title_of
 
 CHECKPOINT = "re-entrant checkpoint"
 SECOND = "second backward"
@@ -75,7 +75,7 @@ class ReadyTwice(Check):
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
         why = _why(rank, event)
-        name = event.parameter or models.some(event.twice, 1)
+        name = event.parameter or some(event.twice, 1)
         return self.finding(
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(e.step for e in seen.values()),

@@ -8,7 +8,7 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.events import Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, some, title_of
 
 ACCUMULATES = (
     "`no_sync` and `static_graph=True` exclude each other at the start of a run: DDP learns its "
@@ -136,7 +136,7 @@ def _beside_the_loss(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -> t
     """Cause and help where a part of the output does not reach the loss."""
     parts = models.parts_of(wrapped, promised)
     _, inner = models.names_in_code(rank, wrapped)
-    titles = models.some(part.title for part in parts)
+    titles = some(part.title for part in parts)
     code = parts[0].code(inner)
     return (
         f"what {titles} returned does not reach the loss; in the first iteration of a static graph "

@@ -12,7 +12,7 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Part
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, some, title_of
 
 
 class UnusedParameter(Check):
@@ -98,7 +98,7 @@ class UnusedParameter(Check):
             location=models.made_at(rank, wrapped, parts[0]),
             label=why,
             related=_related(rank, wrapped, event, parts[0]),
-            summary=f"{models.some(names)} of {title_of(rank, wrapped)} got no gradient "
+            summary=f"{some(names)} of {title_of(rank, wrapped)} got no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(reasons, allowed),
@@ -220,7 +220,7 @@ def _cause(reasons: dict[Part, str], allowed: bool) -> str:
 def _of_parts(parts: list[Part], why: str) -> str:
     """Why the first gets no gradient, and that it is the same with others."""
     part, *others = parts
-    more = f", and so it is with {models.some(p.title for p in others)}" if others else ""
+    more = f", and so it is with {some(p.title for p in others)}" if others else ""
     return {
         NEVER: f"{part.title} was never called in the forward",
         OUTPUT: f"{part.title} was called, but no gradient comes back through what it returned: "
@@ -239,7 +239,7 @@ def _of_parts(parts: list[Part], why: str) -> str:
 def _freeze(rank: Rank, wrapped: Wrapped, parts: list[Part]) -> str:
     """Code that freezes them."""
     inner = models.names_in_code(rank, wrapped)[1]
-    return models.some(dict.fromkeys(_freezing(wrapped, p, inner) for p in parts), 3)
+    return some(dict.fromkeys(_freezing(wrapped, p, inner) for p in parts), 3)
 
 
 def _freezing(wrapped: Wrapped, part: Part, inner: str) -> str:
@@ -259,7 +259,7 @@ def _fix(parts: list[Part], why: str, allowed: bool, called: str, freeze: str, w
         return "nothing to change; `find_unused_parameters=True` is needed for this model"
     if why == LEFT_OUT or (why == SOMETIMES and called == "yes"):
         first = parts[0].code(f"{wrapper}.module")
-        others = f" (and so {models.some(p.title for p in parts[1:])})" if parts[1:] else ""
+        others = f" (and so {some(p.title for p in parts[1:])})" if parts[1:] else ""
         return (
             "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
             f"sum(p.sum() for p in {first}.parameters())`{others}; "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Wrapped, ZeroGradients
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, some, title_of
 
 SAMPLES = 4
 
@@ -67,10 +67,10 @@ class ZeroGradient(Check):
                 left = [i for i in worth if (event.model, i) not in reported]
                 reported.update((event.model, i) for i in left)
                 cancelled = [i for i in left if _cancels(wrapped, event, i)]
-                for some in ([i for i in left if i not in cancelled], cancelled):
-                    if some:
+                for part in ([i for i in left if i not in cancelled], cancelled):
+                    if part:
                         yield self._report(
-                            run, rank, wrapped, event, some, tuple(r.rank for r in seen)
+                            run, rank, wrapped, event, part, tuple(r.rank for r in seen)
                         )
 
     def _report(
@@ -91,7 +91,7 @@ class ZeroGradient(Check):
             subjects=names,
             location=models.made_at(rank, wrapped, part),
             label="its gradient is always zero",
-            summary=f"the gradient of {models.some(names)} of {title} was exactly "
+            summary=f"the gradient of {some(names)} of {title} was exactly "
             f"zero at all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
             cause=f"{cause}; "
             + (
@@ -135,7 +135,7 @@ def _why(
     wrapped: Wrapped, event: ZeroGradients, left: list[int], part: models.Part
 ) -> tuple[str, str]:
     """Cause and fix, of parameters that share them."""
-    names = models.some(models.names_of(wrapped, left))
+    names = some(models.names_of(wrapped, left))
     if _cancels(wrapped, event, left[0]):
         weight = f"{part.module}.weight".lstrip(".")
         return (

@@ -18,8 +18,7 @@ from ..report.findings import (
     Skipped,
     Steps,
 )
-from ..run import fold_ranks, ranks_text
-from ..run.rank_sets import ranks_were
+from ..run import fold_ranks, ranks_text, ranks_were
 from .safe_text import between, clean, columns, count, duration, figure, some, title
 
 FOLD_ABOVE = 16

@@ -16,8 +16,7 @@ from ..events import (
     Stopped,
     TorchLoaded,
 )
-from ..run import Rank, Run
-from ..run.rank_sets import ranks_text, ranks_were
+from ..run import Rank, Run, ranks_text, ranks_were
 from .findings import Unobserved
 
 REACH = (

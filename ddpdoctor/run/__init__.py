@@ -6,21 +6,27 @@ from ..storage.call_ring import Call, Phase, Ring, State
 from .load import Recording, load
 from .location import Location, shorten
 from .merge_records import stopped_in
-from .rank import Facts, Rank, title_of
-from .rank_sets import (
-    equal_ranks,
+from .phrases import (
+    counted,
     fold_ranks,
     groups_text,
-    odd_ones,
+    listed,
+    named,
+    plural,
     ranks_do,
     ranks_text,
     ranks_were,
+    some,
     unfolded,
+    whom,
 )
+from .rank import Facts, Rank, title_of
+from .rank_sets import equal_ranks, odd_ones
 from .run import Run
 
 __all__ = [
     "Call", "Facts", "Location", "Phase", "Rank", "Recording", "Ring", "Run", "State",
-    "equal_ranks", "fold_ranks", "groups_text", "load", "odd_ones", "ranks_do", "ranks_text",
-    "ranks_were", "shorten", "stopped_in", "title_of", "unfolded",
+    "counted", "equal_ranks", "fold_ranks", "groups_text", "listed", "load", "named", "odd_ones",
+    "plural", "ranks_do", "ranks_text", "ranks_were", "shorten", "some", "stopped_in", "title_of",
+    "unfolded", "whom",
 ]  # fmt: skip

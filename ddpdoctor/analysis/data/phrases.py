@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble
 from ...report.findings import Evidence, Related, Steps
-from ...run import Location, Run, ranks_text
+from ...run import Location, Run, some
 from .epoch_audit import Audit
 from .loaders import Epoch, Loader, Reader
 
@@ -27,19 +27,6 @@ def no_loader(run: Run) -> str | None:
     if any(t.lost == FOLLOWING for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
         return "the doctor failed to follow the DataLoaders"
     return "no DataLoader was iterated"
-
-
-def whom(run: Run, ranks: Iterable[int]) -> str:
-    known = sorted(set(ranks))
-    if len(known) == run.world_size:
-        return f"all {len(known)} ranks" if len(known) > 2 else "both ranks"
-    return ranks_text(known)
-
-
-def some(values: Iterable[object], limit: int = 6) -> str:
-    listed = [str(v) for v in values]
-    rest = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def use(loader: Loader) -> str:
@@ -76,7 +63,7 @@ def datasets(readers: Iterable[Reader]) -> str:
     for reader in readers:
         lengths.setdefault(reader.seen.dataset, {})[reader.seen.length] = None
     known = {kind: [n for n in found if n >= 0] for kind, found in lengths.items()}
-    return " and ".join(f"{kind} ({some(n)})" if n else kind for kind, n in known.items())
+    return " and ".join(f"{kind} ({some(n, 6)})" if n else kind for kind, n in known.items())
 
 
 def figures(audit: Audit) -> Evidence:

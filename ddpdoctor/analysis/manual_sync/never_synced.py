@@ -11,7 +11,7 @@ from typing import Any
 from ...events import Tensor, Unwrapped, UnwrappedState
 from ...events.pack import unpack
 from ...report.findings import Confidence, FixKind, Related, Severity, Steps
-from ...run import Rank, Run
+from ...run import Rank, Run, named
 from . import kept_equal
 from .kept_equal import Copies, Rows
 
@@ -262,7 +262,7 @@ def _reported_left_out(
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "leaves their gradients out",
         "related": related(rank, "made here", event.site),
-        "summary": f"{some(names, local)} of {kind} {verb(local)} from step {begin} on: of the "
+        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {begin} on: of the "
         "gradients that the program exchanges by hand, theirs are left out",
         "cause": f"the gradients of {len(shared)} of {len(names)} parameters are exchanged in "
         f"every step, those of {len(local)} never: each rank applies its own to them"
@@ -330,16 +330,16 @@ def _reported_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, An
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "pairs gradients of different parameters",
         "related": related(rank, "made here", event.site),
-        "summary": f"{some(names, lone)} of {kind} {verb(lone)}: at step {look.step} the ranks "
+        "summary": f"{named(names, lone)} of {kind} {verb(lone)}: at step {look.step} the ranks "
         "exchange gradients of different parameters",
-        "cause": f"{some(names, missing)} got no gradient on rank {number}, which therefore hands "
+        "cause": f"{named(names, missing)} got no gradient on rank {number}, which therefore hands "
         "over other tensors than its peers; collectives pair tensors by their order, and so "
         "gradients of different parameters are summed up",
         "fix": "hand over a tensor for every parameter: `if p.grad is None: p.grad = "
         "torch.zeros_like(p)` before the exchange",
         "evidence": {
             "without a gradient": [
-                {"rank": n, "parameters": some(names, m)} for n, m in without.items() if m
+                {"rank": n, "parameters": named(names, m)} for n, m in without.items() if m
             ],
             "steps compared": [
                 s for s in (next(iter(row.values())).step for row in copies.looks) if s >= look.step
@@ -386,7 +386,7 @@ def _reported_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict
         "location": rank.location(event.site) or rank.location(event.step_site),
         "label": "differs between ranks from the start",
         "related": related(rank, "stepped here", event.step_site if event.kind else -1),
-        "summary": f"{some(names, apart)} of {kind} {verb(apart)} before the first step, and for "
+        "summary": f"{named(names, apart)} of {kind} {verb(apart)} before the first step, and for "
         "ever: only gradients are exchanged",
         "cause": "the ranks start from values of their own (another seed, weights loaded on some "
         "ranks only) and apply the same gradients to them: what differs at the start never gets "
@@ -426,11 +426,3 @@ def _at(copies: Copies, step: int) -> float:
 
 def verb(positions: list[int]) -> str:
     return "differs between ranks" if len(positions) == 1 else "differ between ranks"
-
-
-def some(names: list[str], positions: list[int]) -> str:
-    first = [names[i] for i in positions[:NAMED]]
-    more = len(positions) - len(first)
-    if more:
-        return f"{', '.join(first)} and {more} more"
-    return " and ".join(filter(None, (", ".join(first[:-1]), first[-1])))

@@ -9,8 +9,8 @@ from typing import Any
 from ...events import Ownership, Replica, StepDone, Wrapped
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
-from ...run import Rank, Run, ranks_text
-from ..replicas import causes, moving
+from ...run import Rank, Run, ranks_text, some
+from ..replicas import moving
 from ..replicas.replica import Member
 
 Key = tuple[tuple[int, ...], int]
@@ -106,7 +106,7 @@ def _told(
         "location": spot or made,
         "label": label,
         "related": (Related(left, made),) if made else (),
-        "summary": f"{causes.some(list(names))} of {kind} {verb} between ranks: {who}",
+        "summary": f"{some(names)} of {kind} {verb} between ranks: {who}",
         "cause": f"the optimizers hold other parameters on each rank, and {sent}: DDP averages "
         "gradients, never parameters",
         "fix": "where the optimizer is sharded on purpose: send every parameter, after the step, "

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...report.findings import FixKind, Related, Severity
-from ...run import Run
+from ...run import Run, named
 from . import kept_equal, never_synced
 from .kept_equal import Copies
 
@@ -103,7 +103,7 @@ def _told(found: OtherOptimizer) -> dict[str, Any]:
     meant = not torn and (_one_part(names, others) or _one_part(others, names))
     begin = found.local.looks[1][rank.rank].step
     exchange = rank.location(found.shared.looks[0][rank.rank].exchange_site)
-    some = never_synced.some(names, found.apart)
+    shown = named(names, found.apart)
     return never_synced.fields(found.local, begin) | {
         "severity": Severity.ERROR if torn else Severity.NOTE if meant else Severity.WARNING,
         "subjects": tuple(names[i] for i in found.apart),
@@ -113,8 +113,8 @@ def _told(found: OtherOptimizer) -> dict[str, Any]:
             *((Related("leaves their gradients out", exchange),) if exchange is not None else ()),
             *never_synced.related(rank, "made here", event.site),
         ),
-        "summary": f"{some} of {event.kind} {never_synced.verb(found.apart)} from step {begin} on: "
-        "the exchange by hand leaves all parameters of this optimizer out",
+        "summary": f"{shown} of {event.kind} {never_synced.verb(found.apart)} from step {begin} "
+        "on: the exchange by hand leaves all parameters of this optimizer out",
         "cause": f"the gradients of the {len(others)} parameters of {event.kind} in another "
         f"optimizer are exchanged in every step, those of the {len(names)} in this one never: each "
         "rank applies its own to them" + _remark(torn, meant),

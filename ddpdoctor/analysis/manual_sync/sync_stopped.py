@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...report.findings import Confidence, Severity
-from ...run import Run
+from ...run import Run, named
 from . import kept_equal
 from .kept_equal import Copies
-from .never_synced import Look, close_looks, fields, layer_of, member, related, some, steady, verb
+from .never_synced import Look, close_looks, fields, layer_of, member, related, steady, verb
 
 LOOKS_AT_LEAST = 2
 """Since they part."""
@@ -95,7 +95,7 @@ def _told(found: SyncStopped) -> dict[str, Any]:
         "location": rank.location(site) or rank.location(event.step_site),
         "label": f"leaves their gradients out from step {found.since} on",
         "related": related(rank, "made here", event.site),
-        "summary": f"{some(names, local)} of {kind} {verb(local)} from step {found.differ} on: of "
+        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {found.differ} on: of "
         f"the gradients that the program exchanges by hand, theirs are left out since step "
         f"{found.since}",
         "cause": f"until then the gradients of all {len(names)} parameters were exchanged in every "

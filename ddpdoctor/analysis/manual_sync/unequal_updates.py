@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...report.findings import Severity
-from ...run import Run, ranks_text
+from ...run import Run, named, ranks_text
 from . import kept_equal, never_synced
 from .kept_equal import Copies
 from .never_synced import Look
@@ -93,7 +93,7 @@ def _parted(copies: Copies) -> UnequalUpdates | None:
 def _told(copies: Copies, found: UnequalUpdates) -> dict[str, Any]:
     rank, event = never_synced.member(copies)
     names = [p.name for p in event.parameters]
-    some = never_synced.some(names, found.positions)
+    shown = named(names, found.positions)
     them = "it" if len(found.positions) == 1 else "them"
     if found.still:
         odd = found.still
@@ -114,7 +114,7 @@ def _told(copies: Copies, found: UnequalUpdates) -> dict[str, Any]:
         "location": rank.location(event.step_site) or rank.location(event.site),
         "label": "applies updates that differ between ranks",
         "related": never_synced.related(rank, "made here", event.site),
-        "summary": f"{some} of {event.kind or 'a set of parameters'} "
+        "summary": f"{shown} of {event.kind or 'a set of parameters'} "
         f"{never_synced.verb(found.positions)} from step {found.step} on, although the same "
         "gradients are applied",
         "cause": f"they were equal before the first step and gradients agree in every step; {cause}"

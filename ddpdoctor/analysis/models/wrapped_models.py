@@ -168,13 +168,6 @@ def names_of(wrapped: Wrapped, positions: Iterable[int]) -> tuple[str, ...]:
     return tuple(wrapped.parameters[i].name for i in positions if i < len(wrapped.parameters))
 
 
-def some(names: Iterable[str], limit: int = 2) -> str:
-    """`a, b and 3 more`."""
-    listed = list(names)
-    more = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
 def on_ranks(run: Run, ranks: Iterable[int]) -> str:
     """`on all 4 ranks`, `on rank 1`, `on ranks 0-2`."""
     listed = sorted(set(ranks))

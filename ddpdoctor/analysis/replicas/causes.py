@@ -221,11 +221,6 @@ def largest(group: Replicas, found: Divergence) -> str:
     return f" by {reported} % of their norm"
 
 
-def some(names: list[str]) -> str:
-    """The first names, and how many more."""
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
 def differ(count: int, split: list[tuple[int, ...]], run: Run) -> str:
     """That so many things differ, and between whom."""
     return f"{'differs' if count == 1 else 'differ'} {between(split, run)}"

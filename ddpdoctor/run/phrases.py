@@ -1,0 +1,86 @@
+"""Phrases that sentences for people are made of: lists of ranks, plurals, "and 4 more".
+
+Every check writes these alike by taking them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+MOST_NAMED = 2
+
+
+def some(values: Iterable[object], limit: int = MOST_NAMED, of: str = "") -> str:
+    """`a`, `a and b`, `a, b and 37 more`; `of`: more of what (`and 3 more values`)."""
+    every = [str(value) for value in values]
+    more = len(every) - limit
+    return listed([*every[:limit], f"{more} more{of and ' '}{of}"] if more > 0 else every)
+
+
+def named(names: Sequence[str], positions: Iterable[int], limit: int = 4) -> str:
+    """The names at these positions, as `some` writes them."""
+    return some((names[i] for i in positions), limit)
+
+
+def counted(number: int, word: str, words: str = "") -> str:
+    """`1 error`, `2 errors`, `1 000 batches`; `words`: an irregular plural."""
+    return f"{number:,} ".replace(",", " ") + plural(number, word, words)
+
+
+def plural(number: int, word: str, words: str = "") -> str:
+    """`step` for 1, `steps` for other numbers; `words`: an irregular plural."""
+    return word if number == 1 else words or f"{word}s"
+
+
+def listed(values: Sequence[object]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    every = [str(value) for value in values]
+    return " and ".join(part for part in (", ".join(every[:-1]), *every[-1:]) if part)
+
+
+def whom(ranks: Iterable[int], world_size: int) -> str:
+    """`rank 1`, `ranks 0,2-3`; `both ranks` or `all 4 ranks` where it is everyone."""
+    known = set(ranks)
+    if len(known) == world_size > 1:
+        return f"all {len(known)} ranks" if len(known) > 2 else "both ranks"
+    return ranks_text(known)
+
+
+def fold_ranks(ranks: Iterable[int]) -> str:
+    """`0-2,5` for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def unfolded(text: str) -> set[int]:
+    """The ranks that `fold_ranks` wrote."""
+    spans = (part.partition("-") for part in text.split(","))
+    return {n for first, _, last in spans for n in range(int(first), int(last or first) + 1)}
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0,2-3`."""
+    known = set(ranks)
+    return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
+
+
+def ranks_were(ranks: Iterable[int]) -> str:
+    """`rank 1 was`, `ranks 0,2-3 were`."""
+    known = set(ranks)
+    return f"{ranks_text(known)} {'was' if len(known) == 1 else 'were'}"
+
+
+def ranks_do(ranks: Iterable[int], verb: str) -> str:
+    """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
+    known = set(ranks)
+    return f"{ranks_text(known)} {verb}{'s' if len(known) == 1 else ''}"
+
+
+def groups_text(groups: Iterable[Sequence[int]]) -> list[str]:
+    """Each of the groups of equal ranks: `rank 1 alone`, `ranks 0,2-3 alike`."""
+    return [f"{ranks_text(g)} {'alone' if len(g) == 1 else 'alike'}" for g in groups]
