@@ -46,6 +46,7 @@ def _kept(examine: Any) -> Any:
     @functools.wraps(examine)
     def wrapper(self: Check, run: Any) -> Iterator[Finding]:
         for finding in examine(self, run):
+            assert finding.rule in {self.name, *self.rules}, f"{finding.rule} is not in `rules`"
             collected.append(finding)
             yield finding
 

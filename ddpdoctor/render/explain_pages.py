@@ -32,6 +32,12 @@ def page(check: Check, width: int, *, styled: bool) -> str:
     show(console, Text())
     for line in _body(inspect.cleandoc(type(check).__doc__ or ""), min(width, 100)):
         show(console, line)
+    if check.rules:
+        show(console, Text("\nRules", "bold"))
+        for rule, when in check.rules.items():
+            lines = wrap(f"{rule}: {when}", min(width, 100) - 2)
+            for number, line in enumerate(lines):
+                show(console, Text(f"{'  ' if number else '- '}{line}"))
     return captured(console)
 
 

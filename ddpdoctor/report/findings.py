@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import msgspec
@@ -130,12 +130,16 @@ class Check(ABC):
     The class docstring is the page that `ddpdoctor explain` prints; its headings are *What it
     finds*, *How it knows*, *Why it hurts*, *How to fix it* and *When it stays quiet*. A check is a
     pure function of the run: no torch, no files, no clock, no printing.
+
+    `rules` are those that may decide, each with a phrase that says when it does; a check with one
+    rule only has none, and its findings carry its own name.
     """
 
     code: ClassVar[str]
     name: ClassVar[str]
     family: ClassVar[str]
     severity: ClassVar[Severity]
+    rules: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def examine(self, run: Run) -> Iterable[Finding]:
