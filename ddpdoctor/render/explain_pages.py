@@ -35,9 +35,10 @@ def page(check: Check, width: int, *, styled: bool) -> str:
     if check.rules:
         show(console, Text("\nRules", "bold"))
         for rule, when in check.rules.items():
-            lines = wrap(f"{rule}: {when}", min(width, 100) - 2)
-            for number, line in enumerate(lines):
-                show(console, Text(f"{'  ' if number else '- '}{line}"))
+            first, *more = wrap(f"{rule}: {when}", min(width, 100) - 2)
+            show(console, Text(f"- {first}"))
+            for rest in more:
+                show(console, Text(f"  {rest}"))
     return captured(console)
 
 
