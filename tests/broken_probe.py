@@ -31,7 +31,7 @@ GUARDS = {
     "loaders._before", "loaders._dropped", "loaders._failed", "loaders._look", "loaders._use",
     "frames.passed_over", "frames.unframe", "import_hooks.Finder.find_spec",
     "import_hooks._Execution.__call__",
-    "module_origins._missed", "module_origins._registered", "hooks.Moment.happens",
+    "module_origins._missed", "module_origins._registered", "hooks.Hook.fire",
     "optimizers._post_hook", "optimizers._pre_hook",
     "patching.around", "patching.on_restore", "patching.refused",
     "patching.replace", "patching.replace_copies", "patching.restore", "exits.uninstall",
@@ -147,7 +147,7 @@ def functions():
                 )
                 if isinstance(function, types.FunctionType):
                     found[f"{short}.{name}{inner}"] = function
-    assert not GUARDS - found.keys(), "these are no functions of the probe any more"
+    assert not GUARDS - found.keys(), f"{GUARDS - found.keys()} are no functions of the probe any more"
     return {n: f for n, f in found.items() if not f.__code__.co_freevars and n not in GUARDS}
 
 

@@ -42,7 +42,7 @@ class SampleError(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Expected:
     code: str
     severity: Severity
     source: str | None
@@ -64,7 +64,7 @@ class Plan:
 class Sample:
     path: Path
     command: tuple[str, ...]
-    expected: tuple[Plan, ...]
+    expected: tuple[Expected, ...]
     gpus: int = 0
 
     @property
@@ -103,11 +103,11 @@ def read(path: Path) -> Sample:
     return Sample(path, tuple(shlex.split(runs[0])), expected, max(gpus, default=0))
 
 
-def _expected(path: Path, line: str) -> Plan:
+def _expected(path: Path, line: str) -> Expected:
     match = _FINDS.fullmatch(line)
     if not match:
         raise SampleError(f"{path}: `finds: {line}` is not `DDPxxx severity at `source line``")
-    return Plan(match[1], Severity(match[2]), match[3])
+    return Expected(match[1], Severity(match[2]), match[3])
 
 
 def command(sample: Sample, out: Path) -> list[str]:

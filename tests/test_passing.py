@@ -39,7 +39,7 @@ class Sites:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
-    monkeypatch.setattr(caught_exceptions._passing, "told", 0)
+    monkeypatch.setattr(caught_exceptions._passing, "emitted", 0)
     return []
 
 

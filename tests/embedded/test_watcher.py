@@ -48,7 +48,7 @@ def test_a_stall_is_told_while_the_run_goes_on(
                     more_attempts=False)  # fmt: skip
     watcher = Watcher(orders)
     looks = iter([False, False, True])
-    monkeypatch.setattr(watcher, "monitor", Stalled(watcher.monitor.stall_detector, reason))
+    monkeypatch.setattr(watcher, "monitor", Stalled(watcher.monitor.standing, reason))
     monkeypatch.setattr(watcher, "_over", lambda: next(looks))
     monkeypatch.setattr(watcher, "_report", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
