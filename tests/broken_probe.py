@@ -147,7 +147,9 @@ def functions():
                 )
                 if isinstance(function, types.FunctionType):
                     found[f"{short}.{name}{inner}"] = function
-    assert not GUARDS - found.keys(), f"{GUARDS - found.keys()} are no functions of the probe any more"
+    assert not GUARDS - found.keys(), (
+        f"{GUARDS - found.keys()} are no functions of the probe any more"
+    )
     return {n: f for n, f in found.items() if not f.__code__.co_freevars and n not in GUARDS}
 
 

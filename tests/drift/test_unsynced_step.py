@@ -35,7 +35,6 @@ def test_every_way_to_step_without_averaging(reason):
     (finding,) = UnsyncedStep().examine(run)
     assert (finding.ranks, finding.location.line) == ((0, 1), 33)
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (0, 3, 4)
-    assert "all ranks" in finding.summary
 
 
 @pytest.mark.parametrize(("reason", "averages", "hooked"), [
@@ -58,7 +57,6 @@ def test_a_communication_hook_that_does_not_communicate(reason, averages, hooked
         ]
     (finding,) = UnsyncedStep().examine(make_run(rows))
     assert (finding.location.line == 5) is ("`mine`" in finding.cause) is hooked
-    assert finding.fix.startswith("have the hook") is hooked
 
 
 def half_sent(more=()):
@@ -83,9 +81,7 @@ def half_sent(more=()):
 
 def test_a_communication_hook_that_sends_only_some_later():
     (finding,) = half_sent()
-    assert "in 1 of 4 steps, and in 3 of the others those of body.bias, first" in finding.summary
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (0, 3, 4)
-    assert finding.cause.endswith("in the others it gives back unlike gradients of body.bias")
 
 
 def test_gradients_that_a_rank_edits_are_not_the_hook_s():
@@ -93,7 +89,6 @@ def test_gradients_that_a_rank_edits_are_not_the_hook_s():
         at=0, model=0, optimizer=0, kind="gradients", step=1, changed=True, site=OTHER
     )  # fmt: skip
     (finding,) = half_sent([edit])
-    assert "in 1 of 4 steps, first" in finding.summary
     assert finding.steps.count == 1
 
 
@@ -171,8 +166,6 @@ def test_the_left_over_micro_batches_of_an_epoch():
     full, left = pattern(reason="", synced=1, unsynced=3), {"step": 2, "unsynced": 3}
     events = [full, pattern(**left), pattern(step=3, reason="", synced=1, unsynced=3)]
     (finding,) = UnsyncedStep().examine(run_of({n: [*events, local(1, 2, n, n)] for n in range(2)}))
-    assert "left-over group of 3 micro-batches" in finding.cause
-    assert "i + 1 == len(loader)" in finding.fix
     assert [r.location.line for r in finding.related] == [38, 40]
 
 
@@ -181,8 +174,6 @@ def test_a_full_group_without_synchronisation_is_not_left_over(last):
     events = [pattern(reason="", synced=1, unsynced=1), pattern(step=2, unsynced=2 if last else 1)]
     run = run_of({n: [*events, *last, local(1, 2, n, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
-    assert "left-over" not in finding.cause
-    assert "len(loader)" not in finding.fix
 
 
 def test_gradients_without_a_backward():
@@ -194,7 +185,6 @@ def test_gradients_without_a_backward():
 def test_some_ranks_only():
     run = run_of({n: [pattern(), local(n)] if n else [] for n in range(3)})
     (finding,) = UnsyncedStep().examine(run)
-    assert "on ranks 1-2, in" in finding.summary
 
 
 @pytest.mark.parametrize(
@@ -212,7 +202,6 @@ def test_a_backward_that_is_no_micro_batch_is_to_synchronise(patterns, fix):
     events = [pattern(**p) for p in patterns]
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
-    assert fix in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -332,7 +321,6 @@ def test_a_flag_that_is_set_by_hand(reason, words):
     line = site(LINE, "train.py", 33, "ddp.require_backward_grad_sync = i % 4 == 3")
     run = run_of({n: [line, pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
-    assert words in finding.fix and "no_sync()" not in finding.fix
 
 
 def test_another_micro_batch_synchronises_than_the_last():
@@ -341,7 +329,6 @@ def test_another_micro_batch_synchronises_than_the_last():
     events += [pattern(step=n, synced=1, unsynced=3, **same) for n in (2, 3)]
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
-    assert "the same condition" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,12 @@ def test_a_rank_that_applies_no_update():
     (found,) = found_in(still=True)
     assert (found.severity, found.ranks, found.steps.first) == (Severity.ERROR, (1,), 1)
     assert found.subjects == ("body.bias", "head.bias")
-    assert "rank 1 applies no update to them" in found.cause
     assert found.location.line == 9
 
 
 def test_updates_that_differ():
     (found,) = found_in()
     assert found.ranks == (0, 1)
-    assert "the other 2 parameters stay equal" in found.cause
 
 
 @pytest.mark.parametrize("kwargs", [
@@ -75,7 +73,6 @@ def told_with_rates(*rates, **kwargs):
 def test_a_rate_of_its_own_on_each_rank_explains_what_differs():
     (found,) = told_with_rates(0.1, 0.2)
     assert (found.check, found.steps.first) == ("hyperparameter-skew", 0)
-    assert "0.1 on rank 0, 0.2 on rank 1" in found.summary
     assert [c.code for c in found.consequences] == ["DDP402"]
     assert [f.code for f in told_with_rates(0.1, 0.1)] == ["DDP402"]
 

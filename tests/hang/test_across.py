@@ -49,9 +49,7 @@ def test_a_loop_that_one_rank_of_its_group_left(
     finding = found(tmp_path, actors(4, gone))
     assert finding.ranks == ranks
     assert str(finding.location) == "train.py:8"
-    assert "left a loop in which" in finding.summary
     assert [r.location.line for r in finding.related] == [11, 9, 20]
-    assert "share a decision to stop" in finding.fix
     assert finding.evidence["stuck"] is True
 
 
@@ -63,5 +61,4 @@ def test_the_others_may_have_come_to_it_again(tmp_path: Path) -> None:
     """By another round of a loop around both, without the call after it, or from elsewhere."""
     for n, made in enumerate((actors(4, (2,), ROUNDS), actors(4, (2,), anew=True))):
         finding = found(tmp_path / str(n), made)
-        assert "left a loop" not in finding.summary
         assert finding.ranks == (0, 1, 2, 3)

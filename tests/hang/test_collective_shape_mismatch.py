@@ -45,7 +45,6 @@ def test_one_rank_passes_something_else(
         tape.call(line=9).call(line=9, **({name: value} if rank == 2 else {}))  # type: ignore[arg-type]
     (finding,) = found(run_of(tmp_path, made))
     assert finding.ranks == (2,)
-    assert word in finding.summary
     assert finding.evidence["differs"] == [name]
 
 
@@ -71,7 +70,6 @@ def test_the_same_fault_in_each_of_two_sub_groups(
     assert len(told) == faults
     if faults == 1:
         assert told[0].ranks == (1, 3)
-        assert told[0].summary.endswith("; the same in group 2 [2, 3]")
         same = [{"group": "group 2 [2, 3]", "call_number": 1, "ranks": "3"}]
         assert told[0].evidence["same_in"] == same
 
@@ -88,8 +86,6 @@ def test_the_same_shapes_in_another_order(tmp_path: Path, lasts: float, other: b
     orders = list(CollectiveMismatch().examine(run))
     assert bool(orders) is other
     if other:
-        assert "in another order" in orders[0].summary
-        assert "in one order on every rank" in orders[0].fix
         assert orders[0].ranks == (0, 1)
 
 
@@ -122,7 +118,6 @@ def test_who_is_at_fault_of_many_roots(
             tape.call("broadcast", 9, numel=4, dtype="float32", root=root)
     told = found(run_of(tmp_path, made))
     assert [f.ranks for f in told] == ([ranks] if ranks else [])
-    assert all("roots" in f.summary for f in told)
 
 
 def test_sizes_that_may_differ(tmp_path: Path) -> None:
@@ -173,7 +168,6 @@ def test_communication_hooks_that_differ(
     for finding in told:
         assert finding.location is not None
         assert finding.location.line == 9
-        assert "communication hooks" in finding.summary
 
 
 def mask(size: int, *, ignored: bool = False) -> Tensor:
@@ -211,4 +205,3 @@ def test_buffers_that_grow_with_the_ranks_own_batch(
         assert finding.location is not None
         assert finding.location.line == 9
         assert finding.subjects == ("mask",)
-        assert f"{sent[1][0]}x{sent[1][0]}" in finding.summary or sent[1][1] > sent[0][1]

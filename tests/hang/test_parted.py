@@ -78,14 +78,10 @@ def test_calls_of_a_branch_that_read_like_those_of_the_others(
     made[1].call("DDP backward", 60, "loss.backward()", caller=20, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
     assert finding.evidence["differs"] == ["order"]
-    assert ("only some ranks call DDP forward" in finding.summary) is guarded
-    assert ("sort the keys" in finding.fix) is not guarded
     if guarded:
         assert finding.ranks == (0,)
         assert finding.location is not None
         assert finding.location.line == 96
-        assert "only some ranks enter `if local_rank == 0`" in finding.cause
-        assert "run the wrapped model on every rank" in finding.fix
 
 
 def _train(tape: CallLog, rounds: int) -> None:
@@ -118,9 +114,6 @@ def test_a_call_left_out_by_an_exception_that_was_caught(tmp_path: Path, world: 
     assert finding.ranks == (0,)
     assert finding.location is not None
     assert finding.location.line == 18
-    assert "rank 0 left out gather" in finding.summary
-    assert "only `except Exception as e:` (train.py:19) leads there" in finding.cause
-    assert "move gather out of it" in finding.fix
     assert 19 in [r.location.line for r in finding.related]
 
 
@@ -144,7 +137,6 @@ def test_a_call_that_may_be_left_out_otherwise(
     made[0].call(line=line, state=State.BEGUN)
     made[1].call("gather", 18, inside=inside, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
-    assert "except" not in finding.cause + finding.fix
 
 
 def test_the_one_that_a_condition_keeps_from_a_call_left_it_out(tmp_path: Path) -> None:
@@ -159,9 +151,6 @@ def test_the_one_that_a_condition_keeps_from_a_call_left_it_out(tmp_path: Path) 
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 21
-    assert "rank 1 left out all_gather" in finding.summary
-    assert finding.label == "left out by rank 1"
-    assert "call all_gather on every rank" in finding.fix
 
 
 @pytest.mark.parametrize("same_round", [True, False])
@@ -179,8 +168,5 @@ def test_who_is_in_the_next_round_did_not_enter_a_branch(tmp_path: Path, same_ro
             tape.call("DDP backward", 18, inside=[LOOP], step=26, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made, now=START + 60))
     assert finding.ranks == (2,)
-    assert ("only some ranks enter `if spike(v):`" in finding.cause) is not same_round
     if not same_round:
         assert finding.evidence["stuck"]
-        assert "rank 2's all_reduce came to an end" in finding.cause
-        assert "can ever finish" not in finding.cause

@@ -53,10 +53,8 @@ def test_a_stop_follows_from_the_last_mismatch_before_it(tmp_path: Path) -> None
     seen = {0: [stall(START + 55, START + 40), *(stood(r, 12, "reduce()") for r in range(3))]}
     run = run_of(tmp_path, made, now=START + 55, nodes=seen)
     dtypes, roots = found(run)
-    assert "dtypes" in dtypes.summary
     assert dtypes.evidence["stuck"] is False
     assert dtypes.consequences == ()
-    assert "roots" in roots.summary
     assert roots.ranks == (2,)
     assert roots.evidence["stuck"] is True
     assert [c.check for c in roots.consequences] == ["stall"]
@@ -72,7 +70,6 @@ def test_a_rank_that_is_missing_long_after_a_mismatch(tmp_path: Path) -> None:
     seen = {0: [stall(START + 55, START + 40), stood(1, 20, "time.sleep(1e9)", cpu=0.0)]}
     run = run_of(tmp_path, made, now=START + 55, nodes=seen)
     dtypes, missing = found(run)
-    assert "dtypes" in dtypes.summary
     assert dtypes.evidence["stuck"] is False
     assert missing.check == "rank-missing"
     assert missing.ranks == (1,)
@@ -87,7 +84,6 @@ def test_a_stop_in_the_next_calls_still_follows_from_it(tmp_path: Path) -> None:
     made[1].now(Phase.USER, 20, "x.item()").progress_at = START + 40
     seen = {0: [stall(START + 55, START + 40), stood(1, 20, "x.item()", cpu=0.0)]}
     (finding,) = found(run_of(tmp_path, made, now=START + 55, nodes=seen))
-    assert "shapes" in finding.summary
     assert [c.check for c in finding.consequences] == ["rank-missing"]
 
 
@@ -115,10 +111,8 @@ def test_a_swap_that_comes_again_and_a_mismatch_between(tmp_path: Path) -> None:
             tape.call(line=9, numel=1, step=step, dtype=dtype)
     run = run_of(tmp_path, made, more=trained(made))
     swap, dtypes = found(run)
-    assert "in another order" in swap.summary
     assert swap.steps == Steps(3, 9, 2)
     assert swap.ranks == (2,)
-    assert "dtypes" in dtypes.summary
     assert dtypes.steps == Steps(5, 5, 1)
 
 

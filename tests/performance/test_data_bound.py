@@ -24,7 +24,6 @@ def examine(*waits: list[float], step_s: float = 0.1) -> list[Finding]:
 def test_steps_that_wait() -> None:
     (finding,) = examine([0.2] * 20, [0.01] * 20)
     assert finding.ranks == (0,)
-    assert "200 of 300 ms" in finding.summary
     assert finding.location is not None and finding.location.line == 11
 
 
@@ -43,8 +42,6 @@ def test_steps_that_wait() -> None:
 def test_no_more_workers_than_cores_for_them(cores: int, workers: int, told: str) -> None:
     ranks = ([started(r, 2, cores=cores), *part([0.2] * 20, workers=workers)] for r in range(2))
     (finding,) = found(DataBound(), run_of(*ranks))
-    assert told in finding.fix
-    assert ("less work per sample:" in finding.fix) == ("each rank has" in told)
 
 
 def test_warm_up_and_the_beginning_of_epochs() -> None:

