@@ -372,7 +372,8 @@ def waits(ring: Ring | None) -> bool:
 
 def deadlocked(finding: Finding) -> bool:
     """Whether a finding proves that the run cannot go on."""
-    return finding.confidence is Confidence.PROVEN and bool(finding.evidence.get("stuck"))
+    stuck = finding.deadlocked or bool(finding.evidence.get("stuck"))
+    return stuck and finding.confidence is Confidence.PROVEN
 
 
 def _notice(finding: Finding, waited: float) -> str:

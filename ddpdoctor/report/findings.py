@@ -97,6 +97,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         evidence: the figures that prove it.
         rule: which rule of the check decided, in kebab-case; a name for life, the check's own where
             it has one rule only.
+        deadlocked: no rank concerned can ever go on. Where it is proven, a run is stopped for it.
         attempt: the earlier attempt (`--max-restarts`) it was made in, and that found it alone;
             None for the last one.
         at: when it began, seconds on the run's clock (see `Run.started`); sorts findings.
@@ -119,6 +120,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
     rule: str = ""
+    deadlocked: bool = False
     consequences: tuple[Consequence, ...] = ()
     attempt: int | None = None
     at: float = 0.0
