@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 
 from ...events import CallBlock, CallRun, CallSite, GroupReady, ObjectsGathered, Signature
+from ...events.operations import OPERATIONS
 from ...run import Rank
 
-GATHERS = frozenset({"all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-                     "gather_object"})  # fmt: skip
-SUMS = frozenset({"all_reduce", "reduce_scatter", "reduce_scatter_tensor"})
-HANDS_OUT = frozenset({"broadcast", "scatter", "broadcast_object_list", "scatter_object_list",
-                       "recv", "irecv"})  # fmt: skip
-
-MEETS = frozenset({"barrier", "monitored_barrier", "new_group"})
+GATHERS = {name for name, o in OPERATIONS.items() if o.gathers and not o.several}
+SUMS = {name for name, o in OPERATIONS.items() if o.reduces and not o.several}
+HANDS_OUT = {name for name, o in OPERATIONS.items() if o.spreads}
+MEETS = {name for name, o in OPERATIONS.items() if o.meets}
 UNKNOWN = 1 << 40
 """Entries of an object that could not be counted."""
 
@@ -99,9 +98,7 @@ def handed_out(rank: Rank) -> int:
     return sum(run.repeat * count for run, count in _counted(rank, HANDS_OUT))
 
 
-def _counted(
-    rank: Rank, ops: frozenset[str], *, several: bool = False
-) -> list[tuple[CallRun, int]]:
+def _counted(rank: Rank, ops: Set[str], *, several: bool = False) -> list[tuple[CallRun, int]]:
     wanted = {s.id for s in rank.of(Signature) if s.op in ops and (not several or s.numel != 1)}
     return _of(rank, wanted)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ...events import CallBlock, CallRun, ObjectsGathered, Signature
+from ...events.operations import operation
 from ...run import Rank
-
-MEETS = frozenset({"barrier", "monitored_barrier", "new_group"})
-"""Carry nothing."""
 
 
 def calls(rank: Rank) -> int:
     """How many calls that carry something are on record."""
-    return _count(rank, lambda s, place: s.op not in MEETS)
+    return _count(rank, lambda s, place: not operation(s.op).meets)
 
 
 def objects(rank: Rank, least: float = 0) -> int:

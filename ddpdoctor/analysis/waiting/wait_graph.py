@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...events import FlightLog, Signature
+from ...events.operations import OPERATIONS
 from ...report.findings import Evidence
 from ...run import Phase, State, fold_ranks
 from .snapshot import QUIET_S, RankSnapshot, Snapshot
 
-_SENDS = ("send", "isend", "send_object_list")
-_RECEIVES = ("recv", "irecv", "recv_object_list")
+_SENDS = {name for name, o in OPERATIONS.items() if o.sends}
+_RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
 
 
 def awaited(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...events.operations import operation
 from ..recording.hooks import Hook
-
-_CARRY_VALUES = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather",
-    "all_gather_into_tensor", "all_gather_coalesced", "gather", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-)  # fmt: skip
-
-_GATHER = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather")
 
 
 @dataclass(slots=True)
@@ -21,7 +14,7 @@ class Call:
     """A collective or point-to-point call, about to be made.
 
     Attributes:
-        op: as in `calls.KINDS`; group: its number, -1 where unknown.
+        op: as in `collectives.KINDS`; group: its number, -1 where unknown.
         tensors: what goes in. Watchers must not keep them.
         reduction: torch's own reduce operation, None where there is none.
         peers: global ranks on the other side of a point-to-point call, -1 for any.
@@ -37,12 +30,13 @@ class Call:
     @property
     def carries_values(self) -> bool:
         """Whether it is a collective of tensors, and no barrier."""
-        return self.op in _CARRY_VALUES
+        return operation(self.op).carries
 
     @property
     def gathers(self) -> bool:
         """Whether it leaves what a rank hands over as it is."""
-        return self.op in _GATHER
+        kind = operation(self.op)
+        return kind.gathers and not kind.objects
 
 
 @dataclass(slots=True)

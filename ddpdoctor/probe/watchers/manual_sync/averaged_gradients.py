@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ....events import Averaged
+from ....events.operations import operation
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.hooks import Subscriptions
@@ -29,7 +30,6 @@ LOOKS = 4
 """Steps of an optimizer that are looked at; from the second one on the lines are followed."""
 
 TENSORS = 6
-HANDS_OUT = ("broadcast", "scatter")
 """Calls that add nothing up and gather nothing."""
 
 NODES = 6
@@ -143,8 +143,9 @@ def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:
 
 
 def _called(recorder: Recorder, call: Call) -> None:
-    if not call.op.startswith(HANDS_OUT) and (
-        "object" in call.op or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
+    kind = operation(call.op)
+    if (kind.receives or not kind.spreads) and (
+        kind.objects or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
     ):
         _averaging.alone.clear()
     for taken in _averaging.taken.values():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ....events.operations import operation
 from ...collectives import call_hooks, process_groups
 from ...collectives.call_hooks import Call
 from ...recording.hooks import Subscriptions
@@ -98,12 +99,13 @@ def _called(recorder: Recorder, call: Call) -> None:
     size = sum([tensor.numel() for tensor in call.tensors])
     _window.carried += size
     _window.numbers[call.group] += size
+    kind = operation(call.op)
     if call.p2p:
         parallelism.seen(parallelism.POINT_TO_POINT, call.peers)
     elif call.group == 0:
         _window.calls += 1
         # These are made of several of torch's own.
-        _window.uncounted |= call.op.endswith(("_object", "_object_list", "barrier"))
+        _window.uncounted |= kind.objects or kind.meets
     if not call.carries_values:
         return
     inside = backwards.running()
