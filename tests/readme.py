@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import events_index
 import layers
 
 from ddpdoctor import render
@@ -74,5 +75,6 @@ def picture() -> str:
 if __name__ == "__main__":
     README.write_text(updated(README.read_text()))
     CONTRIBUTING.write_text(contributing(CONTRIBUTING.read_text()))
+    events_index.INDEX.write_text(events_index.text())
     if "--no-picture" not in sys.argv:
         PICTURE.write_text(picture())

@@ -1,0 +1,124 @@
+"""The index of events by question, written by `make readme` to `ddpdoctor/events/INDEX.md`.
+
+`QUESTIONS` is kept by hand: a test asks that every event stands under at least one of them. Who
+records an event and who reads it is taken from the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import layers
+
+EVENTS = layers.PACKAGE / "events"
+INDEX = EVENTS / "INDEX.md"
+
+QUESTIONS: dict[str, str] = {
+    "Which line of the user's code was it?": "Site CallSite",
+    "Who is this rank, and what does it run with?": (
+        "RankStarted TorchLoaded ProgramSeen ThreadsSeen DeviceUsed ShardedOver"
+    ),
+    "How did a process start and end?": (
+        "ProcessStarted ProcessEnded ProcessState RankExiting SignalSent Stopped SpawnFailed"
+        " SpawnEnded ExaminedInside MonitorStarted"
+    ),
+    "Which exceptions were there?": "ExceptionRaised ExceptionPassed ThreadFailed SamplerRefused",
+    "Which process groups are there?": "InitEntered GroupReady GroupDestroyed TrainsAlone",
+    "Which collectives did a rank call, and with what?": (
+        "Signature CallSite CallBlock CallRun ObjectsGathered FlightLog"
+    ),
+    "Where did ranks stand when nothing moved?": "StallSeen StallOver RankStood FlightLog",
+    "What was wrapped, and how?": (
+        "Wrapped Named CommHook ShardedOver ParametersChanged DataParallelMade Unwrapped"
+    ),
+    "What happened in a forward?": (
+        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost"
+    ),
+    "What happened in a backward?": (
+        "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
+        " LossScaled NonFinite"
+    ),
+    "Were gradients synchronised?": (
+        "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
+        " SyncTimes"
+    ),
+    "What did an optimizer step do, and when?": (
+        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScalerStep ZeroGradients"
+    ),
+    "Are parameters, buffers and optimizer states equal on all ranks?": (
+        "Replica Digests Sketch LateBuffers UnwrappedState"
+    ),
+    "What changed tensors besides the optimizer?": (
+        "Loaded StateTaken Edited Rewritten Clipped Averaged"
+    ),
+    "What did a loader deliver to a rank?": (
+        "LoaderSeen EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
+        " SamplerRefused"
+    ),
+    "Where did NaN and infinity arise?": "NonFinite ScalerStep",
+    "Which files did ranks touch?": "FileWritten FileRead FileLocked StateTaken",
+    "How much memory, and which device?": (
+        "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
+        " DeviceMemory Gathered"
+    ),
+    "Where did the time go?": "StepDone Pace SyncTimes SearchCost RankSample",
+    "What did the doctor itself miss, and cost?": "ProbeTrouble NotObserved ProbeCost",
+}
+
+
+@cache
+def events() -> dict[str, tuple[str, str, str]]:
+    """By class: the module it stands in, its tag, and the first sentence of its docstring."""
+    found = {}
+    for path in sorted(EVENTS.glob("*.py")):
+        for node in ast.parse(path.read_bytes()).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            tags = [k.value for k in node.keywords if k.arg == "tag"]
+            if tags and isinstance(tags[0], ast.Constant):
+                text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+                first = re.split(r"(?<=[a-z`)])[.:] (?=[A-Z]|[a-z])", text)[0].rstrip(".")
+                found[node.name] = (path.stem, str(tags[0].value), first)
+    return found
+
+
+@cache
+def users() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """By event, the modules that record it, and the checks and analyses that read it."""
+    record: dict[str, list[str]] = {name: [] for name in events()}
+    read: dict[str, list[str]] = {name: [] for name in events()}
+    for module, path in layers.MODULES.items():
+        part = module.split(".")[1] if "." in module else ""
+        tree = ast.parse(path.read_bytes())
+        made = {n.func.id for n in ast.walk(tree)
+                if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}  # fmt: skip
+        named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        for name in events():
+            if part in ("probe", "monitor", "launch", "embedded") and name in made:
+                record[name].append(module.removeprefix("ddpdoctor."))
+            elif part in ("checks", "analysis", "run") and name in named:
+                read[name].append(module.rpartition(".")[2])
+    return record, read
+
+
+def text() -> str:
+    """The index as Markdown."""
+    record, read = users()
+    lines = [
+        "# Events by question",
+        "",
+        "Written by `make readme` from `tests/events_index.py`; fields are in the docstrings.",
+    ]
+    for question, names in QUESTIONS.items():
+        lines += ["", f"## {question}", "", "| event | what it says | recorded by | read by |"]
+        lines.append("|---|---|---|---|")
+        for name in names.split():
+            module, _, first = events()[name]
+            readers = read[name][:4] + (["..."] if len(read[name]) > 4 else [])
+            lines.append(
+                f"| [`{name}`]({module}.py) | {first} | {', '.join(record[name])} "
+                f"| {', '.join(readers)} |"
+            )
+    return "\n".join(lines) + "\n"
