@@ -14,6 +14,7 @@ import pytest
 from layers import CHECKS, PACKAGE
 from sampling import ROOT, SAMPLES, inherited, read
 
+from ddpdoctor.probe.bootstrap.install import PARTS
 from ddpdoctor.report.findings import Check, Severity
 from ddpdoctor.report.registry import FAMILIES, all_checks
 
@@ -170,6 +171,23 @@ assert "torch" not in sys.modules, "reading a report imports torch"
 
 def test_reports_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", IMPORT_PROGRAM], check=True, env=inherited(), timeout=60)
+
+
+OTHERWISE = {
+    "bootstrap.install", "collectives.gathered_objects", "training.autograd_grad",
+    "watchers.data.worker_rng", "watchers.manual_sync.parallelism", "watchers.process.exits",
+}  # fmt: skip
+"""Modules of the probe with an `install()` that others call."""
+
+
+def test_every_watcher_is_installed() -> None:
+    """A module that can be installed stands in the list, and says what is lost without it."""
+    probe = PACKAGE / "probe"
+    texts = {layers.module_of(p): p.read_text() for p in probe.rglob("*.py")}
+    found = {n for n, text in texts.items() if re.search(r"^def install\(", text, re.M)}
+    assert {n.removeprefix("ddpdoctor.probe.") for n in found} - OTHERWISE == set(PARTS)
+    for part in PARTS:
+        assert re.search(r"^(PART, )?LOST\b", texts[f"ddpdoctor.probe.{part}"], re.M), part
 
 
 UNINSTALL_PROGRAM = """
