@@ -14,6 +14,7 @@ from ..config import resolve
 from ..render import streams
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
+from ..run import listed
 from ..storage.run_folder import FolderError
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
@@ -25,9 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR", help="a run folder")
     parser.add_argument(
         "--format",
-        choices=("text", "json", "html", "markdown"),
+        choices=("text", *render.FORMATS),
         default="text",
-        help="text, json, html or markdown, to stdout (default: text)",
+        help=f"text, {listed(list(render.FORMATS))}, to stdout (default: text)",
     )
     parser.add_argument("--rank", type=int, metavar="R", help="tell the story of one rank")
     add_settings(parser, EXAMINING)
@@ -53,11 +54,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         styled = streams.is_terminal(sys.stdout)
         width = streams.width_of(sys.stdout)
         streams.emit(render.text(report, width, styled=styled), sys.stdout)
-    elif args.format == "json":
-        streams.emit(report.to_json().decode() + "\n", sys.stdout)
     else:
-        page = render.html if args.format == "html" else render.markdown
-        streams.emit(page(report), sys.stdout)
+        streams.emit(render.FORMATS[args.format](report), sys.stdout)
     return FAILED_ON if options.fails(report.worst()) else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -101,9 +101,19 @@ def markdown(report: Report) -> str:
     return markdown_report.render(report)
 
 
+def json(report: Report) -> str:
+    """The content of `findings.json`."""
+    return report.to_json().decode() + "\n"
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {"json": json, "html": html, "markdown": markdown}
+"""What `report --format` knows besides `text`, which depends on the terminal; a new format is a
+function of the report here."""
+
+
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the content of `findings.json`. Raises OSError where that is impossible."""
-    _write(path, report.to_json() + b"\n")
+    _write(path, json(report).encode())
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
