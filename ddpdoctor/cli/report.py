@@ -14,7 +14,6 @@ from ..config import resolve
 from ..render import streams
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
-from ..run import listed
 from ..storage.run_folder import FolderError
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
@@ -28,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", *render.FORMATS),
         default="text",
-        help=f"text, {listed(list(render.FORMATS))}, to stdout (default: text)",
+        help="how to print it on stdout (default: text)",
     )
     parser.add_argument("--rank", type=int, metavar="R", help="tell the story of one rank")
     add_settings(parser, EXAMINING)
