@@ -76,7 +76,11 @@ def _text(finding: Finding) -> str:
     lines = [f"  {k}: {getattr(finding, k)}" for k in ("label", "summary", "cause", "fix")]
     lines += [f"  at {r.location}: {r.label}" for r in finding.related]
     lines += [f"  {name} = {value}" for name, value in finding.evidence.items()]
-    return "\n".join([head, *(" ".join(line.split("\n")) for line in lines)])
+    return "\n".join(_printable(line) for line in (head, *lines))
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
 
 @functools.cache

@@ -18,13 +18,17 @@ BROKEN = ProbeTrouble(at=1, part="hooks", error="boom", lost="training: torch is
 @pytest.mark.parametrize(
     ("events", "status", "why"),
     [
-        ([], 0, "became another program"),  # by `os.execve` with an environment of its own
-        ([], 1, "became another program"),
+        (
+            [],
+            0,
+            "replaced itself by another program",
+        ),  # by `os.execve` with an environment of its own
+        ([], 1, "replaced itself by another program"),
         ([], -9, "ends before torch was imported"),
         ([LEAVES], 0, "torch was never imported"),
-        ([PAST_THE_HOOK], 0, "past the doctor's import hook"),
+        ([PAST_THE_HOOK], 0, "around the doctor's import hook"),
         ([torch_loaded(), BROKEN], 0, "boom"),
-        ([torch_loaded(late=True), LEAVES], 0, "found only after init_process_group"),
+        ([torch_loaded(late=True), LEAVES], 0, "noticed only after init_process_group"),
     ],
 )
 def test_a_rank_that_was_not_observed(events: list[Event], status: int, why: str) -> None:

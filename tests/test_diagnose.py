@@ -81,7 +81,7 @@ def test_what_a_run_broke_off_of_is_an_error(family: str, severity: Severity, to
     ("effect", "others", "cause"),
     [
         (Says("b"), [Says("a", "b", told=("lr differs",))],
-         "it follows from a (DDP997), which --select or --ignore left out: lr differs (t.py:3)"),
+         "this follows from a (DDP997), which --select or --ignore excludes: lr differs (t.py:3)"),
         (Says("b"), [Says("a", "c"), Says("d", "b", fails=True)], ""),
         (Says("b", "a"), [Says("a", "b")], ""),
         (Says("b", told=()), [Says("a", "b")], None),

@@ -397,7 +397,7 @@ def test_how_the_run_ended(outcome: str, by: str, told: str) -> None:
     [
         (0.4, 0.3, "the doctor took 0.4 % of the run's time (budget 1 %)"),
         (5.0, 0.9, "(budget 1 %), 0.9 % after the first 128 steps"),
-        (5.0, None, "(budget 1 %: it looks closely at the first 128 steps, whatever it takes)"),
+        (5.0, None, "(budget 1 %; the first 128 steps are always examined closely)"),
     ],
 )
 def test_what_it_took_above_the_budget_is_explained(
@@ -415,8 +415,8 @@ def test_what_it_took_above_the_budget_is_explained(
             0.4,
             1.2,
             0.31,
-            "the doctor took 0.4 s of 1.2 s (budget 1 %: 0.31 s of that went into its start, and "
-            "it looks closely at the first 128 steps, whatever it takes)",
+            "the doctor took 0.4 s of 1.2 s (budget 1 %; 0.31 s of it to start; "
+            "the first 128 steps are always examined closely)",
         ),
         (0.04, 8.0, 0.03, "the doctor took 40 ms of 8 s (budget 1 %)"),
         (0.4, 80.0, 0.3, "the doctor took 0.5 % of the run's time (budget 1 %)"),

@@ -77,6 +77,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     for effect in finding.consequences:
         told = f"{clean(effect.code)} {clean(effect.check)}: {clean(effect.summary, 500)}"
         yield _entry("follows from it", told)
+    if rule := report_text.rule(finding):
+        yield _entry("rule", rule)
     yield _entry("explain", report_text.explain_command(finding))
     yield "</dl></section>"
 

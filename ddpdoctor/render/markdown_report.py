@@ -57,6 +57,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield from _block(f"help ({finding.fix_kind.value})", finding.fix)
     for effect in finding.consequences:
         yield f"- follows from it: {_text(f'{effect.code} {effect.check}: {effect.summary}')}"
+    if rule := report_text.rule(finding):
+        yield f"- rule: {_code(rule)}"
     yield f"- explain: {_code(report_text.explain_command(finding))}"
     yield ""
 

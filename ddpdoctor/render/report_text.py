@@ -1,4 +1,4 @@
-"""What every rendering says, as plain lines and rows: one truth, several clothes."""
+"""The sentences and tables of a report as plain lines and rows, for every output format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED_CHECKS = 1
 PLACES = 4
 SHORT_RUN_S = 10.0
 EVIDENCE_ROWS = 12
-RANK_COLUMNS = ("rank", "state", "steps", "step time", "last thing done")
+RANK_COLUMNS = ("rank", "state", "steps", "step time", "last activity")
 
 
 @dataclass(frozen=True)
@@ -317,10 +317,10 @@ def overhead(report: Report) -> str:
     if cost.measured_percent <= cost.budget_percent:
         return f"{told}(budget {cost.budget_percent:g} %)"
     if cost.later_percent is None:
-        why = f"it looks closely at the first {CLOSE_STEPS} steps, whatever it takes"
+        why = f"the first {CLOSE_STEPS} steps are always examined closely"
         if cost.start_s:
-            why = f"{duration(cost.start_s)} of that went into its start, and {why}"
-        return f"{told}(budget {cost.budget_percent:g} %: {why})"
+            why = f"{duration(cost.start_s)} of it to start; {why}"
+        return f"{told}(budget {cost.budget_percent:g} %; {why})"
     later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
     return f"{told}(budget {cost.budget_percent:g} %), {later}"
 
@@ -333,9 +333,15 @@ def _taken(cost: Overhead) -> str:
 
 
 def explain_command(finding: Finding) -> str:
-    """Where more is said of it; of a check that failed, what it would have looked for."""
+    """The command that prints the page of a finding's check; of a check that failed itself, the
+    page of what it would have looked for."""
     broken = finding.code == "DDP001" and finding.subjects
     return f"ddpdoctor explain {clean(finding.subjects[0] if broken else finding.code, 60)}"
+
+
+def rule(finding: Finding) -> str:
+    """The rule that decided, empty where the check has one only."""
+    return clean(finding.rule, 60) if finding.rule not in ("", finding.check) else ""
 
 
 def widths(grid: Grid) -> Sequence[int]:

@@ -133,6 +133,8 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     for effect in finding.consequences:
         told = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
         yield from _labelled("follows from it", told, width)
+    if rule := report_text.rule(finding):
+        yield from _labelled("rule", rule, width)
     yield from _labelled("explain", report_text.explain_command(finding), width)
 
 

@@ -16,7 +16,7 @@ from ..events import (
     Stopped,
     TorchLoaded,
 )
-from ..run import Rank, Run, ranks_text, ranks_were
+from ..run import Rank, Run, counted, ranks_text, ranks_were
 from .findings import Unobserved
 
 REACH = (
@@ -71,8 +71,8 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
     torch = rank.first(TorchLoaded)
     if torch is not None and torch.late:
         return (
-            "torch was imported past the doctor's import hook and found only after "
-            "init_process_group, so what was done before is not known",
+            "torch was imported around the doctor's import hook and noticed only after "
+            "init_process_group: what happened before is unknown",
             f"{DECORATE}, defined above init_process_group",
         )
     if torch or rank.first(GroupReady) or rank.steps:
@@ -84,7 +84,7 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
         )
     leaving = rank.latest(RankExiting)
     if leaving is not None and leaving.torch_imported:
-        return "torch was imported past the doctor's import hook", DECORATE
+        return "torch was imported around the doctor's import hook", DECORATE
     if rank.state == "running":
         return "torch has not been imported there yet", "read the report again later"
     if leaving is not None or rank.exception is not None:
@@ -94,8 +94,8 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
         )
     if rank.exit_code is not None and not rank.torn:
         return (
-            "nothing is on record after the start: the process became another program (`os.exec*`) "
-            "without this one's environment, or did not leave by way of Python",
+            "nothing is on record after the start: the process replaced itself by another program "
+            "(`os.exec*`) without passing its environment on, or was ended from native code",
             REACH,
         )
     return "the record ends before torch was imported", "read what the rank printed"
@@ -108,25 +108,30 @@ def lost(run: Run) -> list[str]:
         lost.append(why_nobody(run))
     if run.others:
         lost.append(
-            f"this command made several process groups, one after the other: {len(run.others)} "
-            "more processes were ranks, of groups that this does not tell of"
+            "this command formed several process groups in turn; "
+            f"{counted(len(run.others), 'process', 'processes')} of the other groups are not "
+            "covered here"
         )
     dropped = {r.rank: c.dropped for r in run.ranks.values() if (c := r.latest(ProbeCost))}
     if any(dropped.values()):
         ranks = [r for r, n in dropped.items() if n]
-        lost.append(f"{ranks_text(ranks)} could not record {sum(dropped.values())} events")
+        lost.append(
+            f"{ranks_text(ranks)} could not record {counted(sum(dropped.values()), 'event')}"
+        )
     unreadable = {r.rank: r.unreadable for r in run.ranks.values() if r.unreadable}
     if unreadable:
         lines = sum(unreadable.values())
-        lost.append(f"{lines} unreadable lines in the records of {ranks_text(unreadable)}")
+        lost.append(
+            f"{counted(lines, 'unreadable line')} in the records of {ranks_text(unreadable)}"
+        )
     lost += [facts.refused for facts in (*run.ranks.values(), *run.nodes.values()) if facts.refused]
     torn = [r for r in run.ranks.values() if r.torn]
     early = [r for r in torn if r.state in ("finished", "failed")]
     for where, ranks in _by_reach(run, early):
         lost.append(
             f"the records of {ranks_text(ranks)} stop early, in the middle of a line{where}: "
-            "the disk was full, a limit on the size of files was reached, or the files were cut "
-            "later; nothing is known of what came after"
+            "the disk was full, a file size limit was reached, or the files were truncated later; "
+            "nothing is known of what came after"
         )
     for where, ranks in _by_reach(run, [r for r in torn if r not in early]):
         after = f"{where}: nothing is known of what came after" if where else ""
@@ -174,8 +179,8 @@ def why_nobody(run: Run) -> str:
             f"ddpdoctor report {folder}"
         )
     return (
-        "no Python process of this command was seen to be a rank: none had RANK in its environment "
-        "or called init_process_group, or the probe was not loaded there (`python -I`, `-E` or "
+        "no Python process of this command was a rank: none had RANK in its environment or called "
+        "init_process_group, or the probe was not loaded there (`python -I`, `-E` or "
         f"`-S`; `env -i`, `sudo`, a container, another machine: no PYTHONPATH); {REACH}"
     )
 

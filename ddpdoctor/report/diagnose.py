@@ -32,7 +32,7 @@ from .findings import (
 from .steps import among_all, steps_in_turn
 
 SHORTEST_LATER_S = 2.0
-"""What comes after the first steps is measured where it takes so long."""
+"""Shorter than this the time after the first steps says nothing about a long run."""
 
 
 def diagnose(
@@ -41,8 +41,8 @@ def diagnose(
     """Examine a run. The same call serves a live run and a folder from last year.
 
     Args:
-        others: checks that were not asked for; what they find is told only as the cause of what
-            the rest found.
+        others: checks that were not selected; what they find is used only as the cause of what
+            the selected ones found.
     """
     findings: list[Finding] = []
     examined: list[str] = []
@@ -89,12 +89,13 @@ def diagnose(
 
 
 def _each_once(findings: list[Finding]) -> list[Finding]:
-    """What one line does again and again (a loader made in every epoch) is told once."""
-    alike: dict[object, list[Finding]] = {}
+    """Findings of one check, severity and ranks at one line (a loader made in every epoch) are one
+    finding; those without a line are one where subjects and summary are equal."""
+    same: dict[object, list[Finding]] = {}
     for f in findings:
         what = f.location or (f.subjects, f.summary)
-        alike.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
-    return [_joined(several) for several in alike.values()]
+        same.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
+    return [_joined(several) for several in same.values()]
 
 
 def _joined(several: list[Finding]) -> Finding:
@@ -110,8 +111,10 @@ def _joined(several: list[Finding]) -> Finding:
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
-    """Put every finding that another one explains under the root of that explanation. What a run
-    broke off or stood still of is an error, whatever else it is."""
+    """Put every finding that another one explains under the root of that explanation.
+
+    A finding whose consequence ended the run (an error of the family hang) becomes an error.
+    """
     because: dict[int, int] = {}
     for i, cause in enumerate(findings):
         maker = makers.get(cause.check)
@@ -135,8 +138,7 @@ def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
 def _explained(
     findings: list[Finding], makers: dict[str, Check], run: Run, others: Sequence[Check]
 ) -> list[Finding]:
-    """The same, where a check that was not asked for explains one with the cause and the help that
-    it knows."""
+    """Findings, with the cause and fix of a check that was not selected where that explains them."""
     import msgspec
 
     causes: list[tuple[Check, Finding]] = []
@@ -150,7 +152,9 @@ def _explained(
         rest = ((check, c) for check, c in causes if not (mine and mine.explains(f, c)))
         by = next((c for check, c in rest if check.explains(c, f)), None)
         if by is not None:
-            cause = f"it follows from {by.check} ({by.code}), which --select or --ignore left out: "
+            cause = (
+                f"this follows from {by.check} ({by.code}), which --select or --ignore excludes: "
+            )
             cause += by.summary + (f" ({by.location})" if by.location else "")
             f = msgspec.structs.replace(f, cause=cause, fix=by.fix, fix_kind=by.fix_kind)
         told.append(f)
