@@ -138,7 +138,7 @@ def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
 def _explained(
     findings: list[Finding], makers: dict[str, Check], run: Run, others: Sequence[Check]
 ) -> list[Finding]:
-    """Findings, with the cause and fix of a check that was not selected where that explains them."""
+    """The findings; where a check that was not selected explains one, with its cause and fix."""
     import msgspec
 
     causes: list[tuple[Check, Finding]] = []
