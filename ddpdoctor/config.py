@@ -239,11 +239,11 @@ def resolve(
 def unknown_variables(environ: Mapping[str, str]) -> str:
     """One line about variables that look like the doctor's and mean nothing; empty for none."""
     known = {*(s.variable for s in SETTINGS), *_INTERNAL}
-    told = []
+    unknown = []
     for name in sorted(n for n in environ if n.startswith(_PREFIX) and n not in known):
         near = difflib.get_close_matches(name[len(_PREFIX) :].lower(), BY_NAME, 1)
-        told.append(f"{name} (did you mean {BY_NAME[near[0]].variable}?)" if near else name)
-    return f"no option is read from {', '.join(told)}" if told else ""
+        unknown.append(f"{name} (did you mean {BY_NAME[near[0]].variable}?)" if near else name)
+    return f"no option is read from {', '.join(unknown)}" if unknown else ""
 
 
 def _here() -> Path:

@@ -91,13 +91,13 @@ def _value(name: str, value: float) -> str:
 def _change(figure: Figure) -> str:
     """In percent, where the two are alike enough for one. Of a count it is how many more, of a
     percentage the difference: neither is measured in itself."""
-    apart, ratio = figure.after - figure.before, figure.ratio
-    if not apart:
+    difference, ratio = figure.after - figure.before, figure.ratio
+    if not difference:
         return "same"
     if figure.name.endswith("_percent"):
-        return f"{apart:+.1f} points" if abs(apart) >= 0.05 else "same"
+        return f"{difference:+.1f} points" if abs(difference) >= 0.05 else "same"
     if not figure.name.endswith(("_s", "_bytes")):
-        return ("+" if apart > 0 else "-") + _value(figure.name, abs(apart))
+        return ("+" if difference > 0 else "-") + _value(figure.name, abs(difference))
     if ratio is None:
         return ""
     if ratio >= TIMES_FROM:

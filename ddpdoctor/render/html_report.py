@@ -68,15 +68,15 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f'<div class="where">{_t(clean(related.location))}</div>'
         yield _source(related.location, related.label)
     yield "<dl>"
-    if told := report_text.subjects(finding):
-        yield _entry("concerns", told)
+    if text := report_text.subjects(finding):
+        yield _entry("concerns", text)
     for proof in report_text.proofs(finding):
         yield _proof(proof)
     yield _entry("cause", _block(finding.cause))
     yield _entry(f"help ({finding.fix_kind.value})", _block(finding.fix))
     for effect in finding.consequences:
-        told = f"{clean(effect.code)} {clean(effect.check)}: {clean(effect.summary, 500)}"
-        yield _entry("follows from it", told)
+        text = f"{clean(effect.code)} {clean(effect.check)}: {clean(effect.summary, 500)}"
+        yield _entry("follows from it", text)
     if rule := report_text.rule(finding):
         yield _entry("rule", rule)
     yield _entry("explain", report_text.explain_command(finding))

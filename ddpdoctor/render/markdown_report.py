@@ -49,8 +49,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     for related in finding.related:
         yield f"{_code(clean(related.location))}: {_text(clean(related.label))}"
         yield from _source(related.location, "")
-    if told := report_text.subjects(finding):
-        yield f"- concerns: {_text(told)}"
+    if text := report_text.subjects(finding):
+        yield f"- concerns: {_text(text)}"
     for proof in report_text.proofs(finding):
         yield from _proof(proof)
     yield from _block("cause", finding.cause)

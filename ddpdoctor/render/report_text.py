@@ -62,8 +62,8 @@ def headline(report: Report) -> list[str]:
         facts.append(f"torch {clean(run.torch, 40)}")
     if run.backend:
         facts.append(clean(run.backend, 40))
-    told = f"{report.tool.name} {report.tool.version}: {command}"
-    lines = [told, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
+    first = f"{report.tool.name} {report.tool.version}: {command}"
+    lines = [first, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
     lines += [f"before: {clean(line, 120)}" for line in run.earlier]
     lines += [clean(line) for line in run.machine]
     if run.folder:
@@ -145,18 +145,18 @@ def subjects(finding: Finding) -> str:
 
 def proofs(finding: Finding) -> list[Proof]:
     """The evidence, entry by entry; what is empty proves nothing."""
-    told = []
+    found = []
     for key, value in finding.evidence.items():
         name = title(key)
         if value is None or (isinstance(value, str | Sized) and not value):
             continue
         if isinstance(value, list | tuple) and value and all(isinstance(r, dict) for r in value):
-            told.append(Proof(name, grid=_table([dict(r) for r in value])))
+            found.append(Proof(name, grid=_table([dict(r) for r in value])))
         elif isinstance(value, str) and "\n" in value.strip():
-            told.append(Proof(name, block=value))
+            found.append(Proof(name, block=value))
         else:
-            told.append(Proof(name, line=figure(value)))
-    return told
+            found.append(Proof(name, line=figure(value)))
+    return found
 
 
 def _table(rows: list[dict[str, object]]) -> Grid:
@@ -230,8 +230,8 @@ def verdict(report: Report) -> list[str]:
     by = Counter(f.severity for f in report.findings)
     if by:
         lines = [", ".join(count(by[s], s.value) for s in Severity if by[s])]
-        told = by[Severity.ERROR] or any(f.check == "stall" for f in report.findings)
-        return lines if told or _running(report) else [*lines, *_stood(report)]
+        explained = by[Severity.ERROR] or any(f.check == "stall" for f in report.findings)
+        return lines if explained or _running(report) else [*lines, *_stood(report)]
     examined = count(len(report.coverage.examined), "check")
     steps = most_steps(report)
     blind = {rank for u in report.coverage.unobserved for rank in u.ranks}
@@ -269,8 +269,8 @@ def _stood(report: Report) -> list[str]:
     for rank in report.ranks:
         if rank.stood:
             rows.setdefault(clean(rank.stood), []).append(rank.rank)
-    told = [f"{ranks_were(ranks)} {place}" for place, ranks in list(rows.items())[:PLACES]]
-    return [f"at the end {', '.join(told)}"] if told else []
+    places = [f"{ranks_were(ranks)} {place}" for place, ranks in list(rows.items())[:PLACES]]
+    return [f"at the end {', '.join(places)}"] if places else []
 
 
 def _ended(report: Report) -> str:
@@ -299,30 +299,30 @@ def _reasons(title: str, what: Iterable[Skipped], saved: bool) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for skipped in what:
         by_reason.setdefault(clean(skipped.reason), []).append(skipped.check)
-    told = [
+    reasons = [
         f"{reason} ({some(checks) if len(checks) <= NAMED_CHECKS else count(len(checks), 'check')})"
         for reason, checks in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     ]
-    more = len(told) - REASONS_LIMIT
+    more = len(reasons) - REASONS_LIMIT
     if more > 0 and saved:
-        told[REASONS_LIMIT:] = [f"{count(more, 'more reason')} in findings.json"]
-    return [f"{title}: {'; '.join(told)}"] if told else []
+        reasons[REASONS_LIMIT:] = [f"{count(more, 'more reason')} in findings.json"]
+    return [f"{title}: {'; '.join(reasons)}"] if reasons else []
 
 
 def overhead(report: Report) -> str:
     cost = report.overhead
     if cost.measured_percent is None:
         return "the doctor's own time was not measured"
-    told = f"the doctor took {_taken(cost)} "
+    taken = f"the doctor took {_taken(cost)} "
     if cost.measured_percent <= cost.budget_percent:
-        return f"{told}(budget {cost.budget_percent:g} %)"
+        return f"{taken}(budget {cost.budget_percent:g} %)"
     if cost.later_percent is None:
         why = f"the first {CLOSE_STEPS} steps are always examined closely"
         if cost.start_s:
             why = f"{duration(cost.start_s)} of it to start; {why}"
-        return f"{told}(budget {cost.budget_percent:g} %; {why})"
+        return f"{taken}(budget {cost.budget_percent:g} %; {why})"
     later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
-    return f"{told}(budget {cost.budget_percent:g} %), {later}"
+    return f"{taken}(budget {cost.budget_percent:g} %), {later}"
 
 
 def _taken(cost: Overhead) -> str:

@@ -27,15 +27,15 @@ def clean_lines(text: str, limit: int = TEXT_LIMIT, lines: int = LINE_LIMIT) -> 
     """The lines of a text, each harmless; both the text and their number are cut."""
     shown = text[:limit].expandtabs(4).strip("\n").split("\n")
     cut = len(text) > limit or len(shown) > lines
-    told = [printable(line).rstrip() for line in shown[:lines]]
-    return [*told, "… (cut)"] if cut else told
+    kept = [printable(line).rstrip() for line in shown[:lines]]
+    return [*kept, "… (cut)"] if cut else kept
 
 
 def some(values: Iterable[object], limit: int = LIST_LIMIT) -> str:
     """`a, b, c and 37 more`."""
     every = list(values)
-    told = ", ".join(figure(v) for v in every[:limit])
-    return told if len(every) <= limit else f"{told} and {len(every) - limit} more"
+    shown_values = ", ".join(figure(v) for v in every[:limit])
+    return shown_values if len(every) <= limit else f"{shown_values} and {len(every) - limit} more"
 
 
 def figure(value: object) -> str:

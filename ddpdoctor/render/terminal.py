@@ -124,15 +124,15 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     for number, line in enumerate(_row(report_text.whereabouts(finding), width - 6)):
         yield Text.assemble(("      " if number else "  --> ", "bold blue"), line)
     yield from _source(finding, width)
-    if told := report_text.subjects(finding):
-        yield from _labelled("concerns", told, width)
+    if text := report_text.subjects(finding):
+        yield from _labelled("concerns", text, width)
     for proof in report_text.proofs(finding):
         yield from _proof(proof, width)
     yield from _labelled("cause", finding.cause, width)
     yield from _labelled(f"help ({finding.fix_kind.value})", finding.fix, width)
     for effect in finding.consequences:
-        told = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
-        yield from _labelled("follows from it", told, width)
+        text = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
+        yield from _labelled("follows from it", text, width)
     if rule := report_text.rule(finding):
         yield from _labelled("rule", rule, width)
     yield from _labelled("explain", report_text.explain_command(finding), width)
@@ -181,13 +181,13 @@ def _underlined(
     code = fit(source.strip(), width - len(bar) - indent)
     yield Text.assemble((f"{place.line:>{gutter}} | ", "bold blue"), " " * indent + code)
     under = mark * max(cell_len(code), 1)
-    told = clean(label)
-    if not told or len(bar) + indent + len(under) + 1 + cell_len(told) <= width:
-        line = f"{' ' * indent}{under} {told}".rstrip()
+    text = clean(label)
+    if not text or len(bar) + indent + len(under) + 1 + cell_len(text) <= width:
+        line = f"{' ' * indent}{under} {text}".rstrip()
         yield Text.assemble((bar, "bold blue"), (line, style))
         return
     yield Text.assemble((bar, "bold blue"), (" " * indent + under, style))
-    for line in wrap(told, max(width - len(bar) - indent, 20)):
+    for line in wrap(text, max(width - len(bar) - indent, 20)):
         yield Text.assemble((bar, "bold blue"), (" " * indent + line, style))
 
 

@@ -123,5 +123,5 @@ def _unlike(
 
 def _some(checks: list[str]) -> str:
     more = len(checks) - _NAMED_CHECKS
-    told = ", ".join(checks[:_NAMED_CHECKS])
-    return f"{told} and {more} more" if more > 0 else told
+    shown = ", ".join(checks[:_NAMED_CHECKS])
+    return f"{shown} and {more} more" if more > 0 else shown

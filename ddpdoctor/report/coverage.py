@@ -30,12 +30,12 @@ def unobserved(run: Run) -> list[Unobserved]:
     """Ranks of which it is not known what they trained, grouped by the reason."""
     reasons: dict[tuple[str, str], list[int]] = {}
     for number in run.missing:
-        if (told := _left_no_record(run, number)) is not None:
-            reasons.setdefault(told, []).append(number)
+        if (reason := _left_no_record(run, number)) is not None:
+            reasons.setdefault(reason, []).append(number)
     for number, rank in run.ranks.items():
-        if (told := _saw_nothing(rank)) is not None:
-            reasons.setdefault(told, []).append(number)
-    return [Unobserved(tuple(ranks), *told) for told, ranks in reasons.items()]
+        if (reason := _saw_nothing(rank)) is not None:
+            reasons.setdefault(reason, []).append(number)
+    return [Unobserved(tuple(ranks), *reason) for reason, ranks in reasons.items()]
 
 
 def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
@@ -66,8 +66,8 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
     """Why the record of a rank says nothing of training, and what to do; None where it does."""
     broken = next((t for t in rank.of(ProbeTrouble) if t.part == "hooks" and t.lost), None)
     if broken is not None:
-        told = f"the doctor could not watch torch there ({broken.error})"
-        return told, "report this with the run folder"
+        reason = f"the doctor could not watch torch there ({broken.error})"
+        return reason, "report this with the run folder"
     torch = rank.first(TorchLoaded)
     if torch is not None and torch.late:
         return (
@@ -151,9 +151,11 @@ def _by_reach(run: Run, ranks: Iterable[Rank]) -> list[tuple[str, list[int]]]:
     most = max((r.steps for r in run.ranks.values()), default=0)
     found: dict[str, list[int]] = {}
     for rank in ranks:
-        told = max((e.step + 1 for e in rank.of(StepDone)), default=0)  # the ring may know of more
-        behind = told < most - 1  # by one is a rank that died
-        where = f", at step {told} of {most}" if behind else ""
+        recorded = max(
+            (e.step + 1 for e in rank.of(StepDone)), default=0
+        )  # the ring may know of more
+        behind = recorded < most - 1  # by one is a rank that died
+        where = f", at step {recorded} of {most}" if behind else ""
         found.setdefault(where, []).append(rank.rank)
     return list(found.items())
 

@@ -124,12 +124,12 @@ def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
                 continue
             if maker.explains(cause, effect):
                 because[j] = i
-    told: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
+    effects: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
     for j in sorted(because):
-        told[_root(j, because)].append(findings[j])
+        effects[_root(j, because)].append(findings[j])
     ends = {name for name, check in makers.items() if check.family == "hang"}
     return [
-        _with_consequences(finding, told[i], ends)
+        _with_consequences(finding, effects[i], ends)
         for i, finding in enumerate(findings)
         if i not in because
     ]
@@ -146,7 +146,7 @@ def _explained(
         with contextlib.suppress(Exception):  # nobody asked for it
             if not (check.unobserved(run) or run.not_observed(check.name)):
                 causes += [(check, found) for found in check.examine(run)]
-    told = []
+    explained = []
     for f in findings:
         mine = makers.get(f.check)
         rest = ((check, c) for check, c in causes if not (mine and mine.explains(f, c)))
@@ -157,8 +157,8 @@ def _explained(
             )
             cause += by.summary + (f" ({by.location})" if by.location else "")
             f = msgspec.structs.replace(f, cause=cause, fix=by.fix, fix_kind=by.fix_kind)
-        told.append(f)
-    return told
+        explained.append(f)
+    return explained
 
 
 def _root(i: int, because: dict[int, int]) -> int:
@@ -172,12 +172,12 @@ def _with_consequences(finding: Finding, effects: list[Finding], ends: set[str])
 
     if not effects:
         return finding
-    told = (Consequence(e.code, e.check, e.summary) for e in effects)
+    consequences = (Consequence(e.code, e.check, e.summary) for e in effects)
     ended = any(e.check in ends and e.severity is Severity.ERROR for e in effects)
     return msgspec.structs.replace(
         finding,
         severity=Severity.ERROR if ended else finding.severity,
-        consequences=(*finding.consequences, *told),
+        consequences=(*finding.consequences, *consequences),
     )
 
 
@@ -275,16 +275,16 @@ def _last_thing(rank: Rank) -> str:
     skipped = RankExiting if raised else ()
     own = rank.started.pid if rank.started else -1
     every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == own)
-    told = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
+    last = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
     step = rank.latest(StepDone)
-    if step and (told is None or step.at > told.at):
+    if step and (last is None or step.at > last.at):
         place = rank.location(step.site)
         return f"step {max(step.step, rank.steps - 1)}{f' at {place}' if place else ''}"
-    if isinstance(told, RankExiting) and told.status is None and rank.exit_code:
+    if isinstance(last, RankExiting) and last.status is None and rank.exit_code:
         return f"leaving (status {rank.exit_code})"  # by a `SystemExit` that nobody saw
-    if isinstance(told, RankStarted):  # its own words hold the rank: equal ranks would differ
+    if isinstance(last, RankStarted):  # its own words hold the rank: equal ranks would differ
         return "started"
-    return told.describe() if told else ""
+    return last.describe() if last else ""
 
 
 def _overhead(run: Run) -> Overhead:
@@ -331,8 +331,8 @@ def _end(rank: Rank) -> float:
 
 def _later_cost(rank: Rank) -> ProbeCost | None:
     """What it took after the first steps, None where that was too short to tell."""
-    told = [c for c in rank.of(ProbeCost) if c.steps > CLOSE_STEPS]
-    if not told or told[-1].wall_s - told[0].wall_s < SHORTEST_LATER_S:
+    costs = [c for c in rank.of(ProbeCost) if c.steps > CLOSE_STEPS]
+    if not costs or costs[-1].wall_s - costs[0].wall_s < SHORTEST_LATER_S:
         return None
-    own_s, wall_s = (told[-1].own_s - told[0].own_s, told[-1].wall_s - told[0].wall_s)
-    return ProbeCost(at=told[-1].at, own_s=own_s, wall_s=wall_s)
+    own_s, wall_s = (costs[-1].own_s - costs[0].own_s, costs[-1].wall_s - costs[0].wall_s)
+    return ProbeCost(at=costs[-1].at, own_s=own_s, wall_s=wall_s)

@@ -23,7 +23,7 @@ _MOST_SETTINGS = 16
 
 
 def describe(run: Run) -> tuple[str, ...]:
-    """A few lines; what is the same on all ranks or nodes is said once."""
+    """A few lines on versions and machines; what is equal on all ranks or nodes appears once."""
     lines = [_software(run), *_nodes(run), *_settings(run)]
     return tuple(line for line in lines if line)
 
@@ -41,14 +41,14 @@ def _software(run: Run) -> str:
 
 def _nodes(run: Run) -> list[str]:
     """Machines by what they are: equal ones on one line."""
-    alike: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for facts in run.nodes.values():
         started = facts.latest(MonitorStarted)
         if started is not None:
-            alike.setdefault(_node(started, facts), []).append(started.node)
-    if not alike:
+            by_text.setdefault(_node(started, facts), []).append(started.node)
+    if not by_text:
         return _cores_only(run)
-    return [f"{_names(names)}: {text}" for text, names in alike.items()]
+    return [f"{_names(names)}: {text}" for text, names in by_text.items()]
 
 
 def _names(names: list[str]) -> str:

@@ -77,7 +77,7 @@ class Steps(msgspec.Struct, frozen=True):
 
 
 class Consequence(msgspec.Struct, frozen=True):
-    """A finding that another one explains; it is told under that one, not beside it."""
+    """A finding that another one explains; it is printed under that one."""
 
     code: str
     check: str
@@ -88,7 +88,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One fault: what is wrong, where, on whom, why, and what to change.
 
     Attributes:
-        ranks: the ranks at fault, where that can be told; all ranks where it is everyone's.
+        ranks: the ranks at fault as far as that is known; all ranks where it is everyone's.
         subjects: names the user knows (parameters, data sets, files, devices).
         optimizers: numbers of those that step what it is about, where that is known.
         location: the user's line; `label` says what is wrong there, in a few words.
@@ -284,7 +284,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is said about a run: `findings.json`, and the source of every rendering."""
+    """Everything that is reported about a run: `findings.json`, and what every format shows."""
 
     schema_version: int
     tool: Tool
@@ -304,5 +304,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(to_json(self), indent=2)
 
     def to_dict(self) -> dict[str, object]:
-        """The same as plain dictionaries and lists."""
+        """The content of `findings.json` as plain dictionaries and lists."""
         return msgspec.json.decode(to_json(self), type=dict[str, object])

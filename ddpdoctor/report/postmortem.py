@@ -35,8 +35,8 @@ class Attempts:
         """The last attempt's report; what was found in earlier ones comes after it."""
         where = ", ".join(str(folder.path) for folder in self.folders)
         others = registry.others(checks)
-        told = [(r, diagnose(r, checks, folder=where, others=others)) for r in self.runs]
-        return join_attempts(told)
+        reports = [(r, diagnose(r, checks, folder=where, others=others)) for r in self.runs]
+        return join_attempts(reports)
 
 
 def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
@@ -49,12 +49,12 @@ def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
         for finding in report.findings:
             if fault_key(finding) not in seen:
                 seen.add(fault_key(finding))
-                told = f"in attempt {run.attempt}: {finding.summary}"
+                said = f"in attempt {run.attempt}: {finding.summary}"
                 recovered = finding.check in last.coverage.examined
                 findings.append(
                     msgspec.structs.replace(
                         finding,
-                        summary=told,
+                        summary=said,
                         attempt=run.attempt,
                         severity=Severity.NOTE if recovered else finding.severity,
                     )

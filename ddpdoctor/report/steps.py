@@ -38,7 +38,7 @@ def among_all(run: Run, findings: list[Finding]) -> list[Finding]:
         for n in seen | {e.optimizer for e in rank.of(StepDone)}:
             taken[n] = max(taken.get(n, 0), rank.steps_of(n))
     in_turn = any(steps_in_turn(r) > r.steps for r in ranks)
-    told = []
+    adjusted = []
     for finding in findings:
         totals = {taken.get(n, 0) for n in finding.optimizers or taken}
         mixed = len(totals) > 1 or (in_turn and not finding.optimizers)
@@ -46,5 +46,5 @@ def among_all(run: Run, findings: list[Finding]) -> list[Finding]:
             total = None if mixed else max(totals, default=0)
             steps = msgspec.structs.replace(finding.steps, total=total)
             finding = msgspec.structs.replace(finding, steps=steps)
-        told.append(finding)
-    return told
+        adjusted.append(finding)
+    return adjusted

@@ -21,7 +21,8 @@ Numbers = Mapping[int, int]
 
 
 def numbered_alike(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
-    """The same ranks; those that count differently as copies with the common numbers."""
+    """The ranks with one numbering of models and optimizers; a rank that counts differently comes
+    as a copy."""
     models = _common({r: _models(rank) for r, rank in ranks.items()})
     seen = {r: _optimizers(rank, models[r]) for r, rank in ranks.items()}
     optimizers = _common(seen) if _tellable(seen) else {r: {} for r in ranks}
@@ -31,16 +32,16 @@ def numbered_alike(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
 def _models(rank: Rank) -> dict[int, Hashable]:
     """The n-th model of each group of ranks is one model: its constructor is a collective."""
     groups = {g.group: g.ranks for g in rank.of(GroupReady)}
-    told = [(w.model, (w.wrapper, groups.get(w.group, ()))) for w in rank.of(Wrapped)]
-    return _counted(dict(told).items())
+    keys = [(w.model, (w.wrapper, groups.get(w.group, ()))) for w in rank.of(Wrapped)]
+    return _counted(dict(keys).items())
 
 
 def _optimizers(rank: Rank, models: Numbers) -> dict[int, Hashable]:
-    told = [
+    keys = [
         (o.optimizer, (o.kind, tuple(models.get(m, m) for m in o.models), o.parameters))
         for o in rank.of(OptimizerSeen)
     ]
-    return _counted(dict(told).items())
+    return _counted(dict(keys).items())
 
 
 def _counted(keyed: Iterable[tuple[int, Hashable]]) -> dict[int, Hashable]:
@@ -54,7 +55,8 @@ def _counted(keyed: Iterable[tuple[int, Hashable]]) -> dict[int, Hashable]:
 
 
 def _tellable(seen: Mapping[int, Mapping[int, Hashable]]) -> bool:
-    """Not where each rank trains as many, of its own part of a model: the order says it there."""
+    """Whether optimizers can be matched by what they hold. They cannot where each rank trains its
+    own part of a model with the same number of them: there the order decides."""
     keys = {frozenset(mine.values()) for mine in seen.values() if mine}
     return len(keys) == 1 or len({len(k) for k in keys}) > 1
 

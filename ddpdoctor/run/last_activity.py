@@ -86,8 +86,8 @@ def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
         return min([ended.at, *(e.at for e in ends if e is not None)])
     pid = rank.started.pid if rank.started else 0
     samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == pid)
-    told = (e.at for e in (rank.last, stood, *samples) if e is not None)
-    heard: list[float] = [ring.progress_at, *told]
+    times = (e.at for e in (rank.last, stood, *samples) if e is not None)
+    heard: list[float] = [ring.progress_at, *times]
     return max(heard)
 
 

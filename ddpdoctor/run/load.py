@@ -96,6 +96,7 @@ def joined_info(runs: Sequence[Run]) -> RunInfo:
 
 
 def _went_wrong(run: Run) -> float:
-    """When the first process of these nodes ended badly of itself."""
+    """When the first process of these nodes failed by itself, in seconds since the epoch;
+    infinity for none."""
     ends = (e for node in run.nodes.values() for e in node.of(ProcessEnded))
     return min((e.wall for e in ends if not e.by_launcher and e.status != 0), default=math.inf)

@@ -65,7 +65,7 @@ def _by_itself(rank: Rank, ended: ProcessEnded, node: Facts) -> ProcessEnded:
     sent = ended.signal in (None, *CLEAN_UP)
     if ended.signal == signal.SIGKILL:
         sent = first.signal != signal.SIGKILL or ended.at - first.at > SEEN_S
-    elif ended.signal in CRASHES:  # as it left because it was told to
+    elif ended.signal in CRASHES:  # because the launcher ended it
         sent = ended.signal != first.signal
     return ended if sent else msgspec.structs.replace(ended, by_launcher=False)
 
@@ -79,8 +79,8 @@ def _as_spawn_saw(ended: ProcessEnded, node: Facts) -> ProcessEnded:
             how = {"status": seen.status, "signal": seen.signal}
             return msgspec.structs.replace(ended, **how, silent=False)
         if ended.pid in seen.told and ended.status is None:
-            told = {"signal": signal.SIGTERM.value, "by_launcher": True}
-            return msgspec.structs.replace(ended, **told, silent=False)
+            by_spawn = {"signal": signal.SIGTERM.value, "by_launcher": True}
+            return msgspec.structs.replace(ended, **by_spawn, silent=False)
     return ended
 
 
@@ -103,7 +103,7 @@ def of_one_world(records: Mapping[int, list[Rank]]) -> tuple[dict[int, Rank], tu
 
 
 def _anchor(every: Sequence[Rank]) -> Rank | None:
-    """A process of the group that is told."""
+    """A process of the group that the report is about."""
     met = [r for r in every if r.default_group is not None] or every
     newest = max(met, key=_began, default=None)
     if newest is None or any(r.state != "finished" for r in every if _together(newest, r)):
@@ -125,7 +125,7 @@ def _together(one: Rank, other: Rank) -> bool:
 
 
 def _size(rank: Rank) -> int:
-    """Of its group, or what it was told; -1 where neither is known."""
+    """The size of its process group, or the WORLD_SIZE it was started with; -1 if unknown."""
     if (group := rank.default_group) is not None:
         return len(group.ranks)
     return rank.started.world_size if rank.started else -1

@@ -1,6 +1,6 @@
 """Phrases that sentences for people are made of: lists of ranks, plurals, "and 4 more".
 
-Every check writes these alike by taking them from here.
+Checks take them from here, so that all of them write the same.
 """
 
 from __future__ import annotations

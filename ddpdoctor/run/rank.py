@@ -48,7 +48,7 @@ class Facts:
         self.last = event
 
     def replace_events(self, by: Callable[[Event], Event]) -> None:
-        self._by_kind = {kind: [by(e) for e in told] for kind, told in self._by_kind.items()}
+        self._by_kind = {kind: [by(e) for e in events] for kind, events in self._by_kind.items()}
 
     def of(self, kind: type[E]) -> list[E]:
         """All events of a kind, oldest first."""
@@ -133,8 +133,8 @@ class Rank(Facts):
         return next(known, Location(path, line))
 
     def names_of(self, wrapped: Wrapped) -> tuple[str, str]:
-        """What it calls the wrapper, and what that was given; empty for unknown: as the line of the
-        wrap does, unless that says nothing or wraps others as well."""
+        """The program's names for the wrapper and for the module that was wrapped; empty if
+        unknown. They are those on the line of the wrap, unless it has none or wraps several."""
         spot = self.location(wrapped.site) if not wrapped.adopted else None
         wrapper, given = spot.named("DDP", "DistributedDataParallel") if spot else ("", "")
         seen = next((e.name for e in self.of(Named) if e.model == wrapped.model), "")
@@ -153,10 +153,12 @@ class Rank(Facts):
 
     def steps_of(self, optimizer: int) -> int:
         """Steps of one optimizer."""
-        told = max((e.step + 1 for e in self.of(StepDone) if e.optimizer == optimizer), default=0)
+        recorded = max(
+            (e.step + 1 for e in self.of(StepDone) if e.optimizer == optimizer), default=0
+        )
         # The last ones may not be on record; the ring counts those of all optimizers.
         only = len(self.of(OptimizerSeen)) == 1 and self.ring is not None
-        return max(told, self.ring.step) if only and self.ring else told
+        return max(recorded, self.ring.step) if only and self.ring else recorded
 
     @property
     def steps(self) -> int:
@@ -230,8 +232,11 @@ class Rank(Facts):
 
 
 def title_of(rank: Rank, wrapped: Wrapped) -> str:
-    """Its class, and where there are several of that, its name, if that tells them apart."""
-    alike = [w for w in rank.of(Wrapped) if w.kind == wrapped.kind and w.model != wrapped.model]
+    """The class of a wrapped model; its name too where several models share the class and the names
+    differ."""
+    same_class = [
+        w for w in rank.of(Wrapped) if w.kind == wrapped.kind and w.model != wrapped.model
+    ]
     name = rank.names_of(wrapped)[0]
-    apart = alike and name and all(rank.names_of(other)[0] != name for other in alike)
-    return f"{name} ({wrapped.kind})" if apart else wrapped.kind
+    unique = same_class and name and all(rank.names_of(other)[0] != name for other in same_class)
+    return f"{name} ({wrapped.kind})" if unique else wrapped.kind

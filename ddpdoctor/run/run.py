@@ -47,11 +47,11 @@ class Run:
 
     @cached_property
     def world_size(self) -> int:
-        said = [r.started.world_size for r in self.ranks.values() if r.started]
+        claimed = [r.started.world_size for r in self.ranks.values() if r.started]
         ready = [len(g.ranks) for r in self.ranks.values() if (g := r.default_group)]
-        told = [e.world_size for e in self._processes()]
+        started = [e.world_size for e in self._processes()]
         asked = 0 if self.others else self.info.world_size
-        return max(asked, len(self.ranks), *said, *ready, *told)
+        return max(asked, len(self.ranks), *claimed, *ready, *started)
 
     @property
     def missing(self) -> list[int]:
@@ -113,7 +113,7 @@ class Run:
         return min([float(known), *quotas])
 
     def not_observed(self, check: str) -> str | None:
-        """Why the probe did not look at something a check needs, where it said so."""
+        """Why the probe skipped what a check needs, None where it did not."""
         return next((e.reason for e in self._each(NotObserved) if e.check == check), None)
 
     @cached_property

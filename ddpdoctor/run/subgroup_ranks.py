@@ -21,9 +21,10 @@ Table = Mapping[int, int]
 """Rank of a world to the number of its process."""
 
 
-def under_the_launchers_numbers(told: Mapping[int, Rank]) -> dict[int, Rank]:
-    """The same ranks; where a world counts otherwise, as copies with the launcher's numbers."""
-    ranks = {number: _as_recorded(rank) for number, rank in told.items()}
+def under_the_launchers_numbers(ranks_by_number: Mapping[int, Rank]) -> dict[int, Rank]:
+    """The ranks under the launcher's numbers; a rank whose world counts differently comes as a
+    copy."""
+    ranks = {number: _as_recorded(rank) for number, rank in ranks_by_number.items()}
     met = {number: place for number, rank in ranks.items() if (place := _place(rank)) is not None}
     if all(claimed == number for number, (_, claimed) in met.items()):
         return ranks
@@ -38,7 +39,7 @@ def under_the_launchers_numbers(told: Mapping[int, Rank]) -> dict[int, Rank]:
 
 
 def _as_recorded(rank: Rank) -> Rank:
-    """What one node's records say is told anew with those of the others."""
+    """The rank as it was recorded: several nodes are joined from what one node made of it."""
     if rank.as_recorded is None:
         return rank
     own = copy.copy(rank.as_recorded)
@@ -49,12 +50,12 @@ def _as_recorded(rank: Rank) -> Rank:
 def _place(rank: Rank) -> tuple[tuple[str, int], int] | None:
     """Where the rank met the others and of how many, and as which of them; None where it met nobody
     or more than once."""
-    told = rank.of(InitEntered)
+    inits = rank.of(InitEntered)
     group = rank.default_group
-    if len(told) != 1 or group is None:
+    if len(inits) != 1 or group is None:
         return None
-    claimed = told[0].rank if told[0].rank >= 0 else told[0].env_rank
-    return ((told[0].rendezvous, len(group.ranks)), claimed) if claimed >= 0 else None
+    claimed = inits[0].rank if inits[0].rank >= 0 else inits[0].env_rank
+    return ((inits[0].rendezvous, len(group.ranks)), claimed) if claimed >= 0 else None
 
 
 def _told_by(rank: Rank, table: Table) -> Rank:
@@ -62,7 +63,7 @@ def _told_by(rank: Rank, table: Table) -> Rank:
     other.as_recorded = rank
     other.replace_events(lambda event: _translated(event, table))
     other.numbers = dict(table)
-    other.look_again()  # at the ring, which is told by these
+    other.look_again()  # the ring is read by these numbers
     return other
 
 
@@ -77,8 +78,10 @@ def _translated(event: Event, table: Table) -> Event:
 def _renumbered(value: Any, table: Table) -> Any:
     """A rank, or ranks; -1 stands for none, or for one of whom nothing is known."""
     if isinstance(value, tuple):
-        told = (_renumbered(v, table) for v in value)
-        return tuple(new for new, old in zip(told, value, strict=True) if new != -1 or old == -1)
+        renumbered = (_renumbered(v, table) for v in value)
+        return tuple(
+            new for new, old in zip(renumbered, value, strict=True) if new != -1 or old == -1
+        )
     return table.get(value, -1)
 
 

@@ -217,7 +217,7 @@ class RingWriter:
         return now
 
     def enter(self, phase: int, site: int, now: float) -> None:
-        """The same, where the time is known."""
+        """The rank enters another phase, at a time that the caller knows."""
         _WHERE.pack_into(self._map, _PHASE_AT, phase, site, now, self.step, self._count, now)
 
     def moved(self, now: float) -> None:
@@ -234,7 +234,7 @@ class RingWriter:
     def write(
         self, group: int, index: int, signature: int, site: int, peer: int, now: float
     ) -> int:
-        """The same, where `moved` or `enter` follows."""
+        """Write a call down whose time of progress the caller notes itself (`moved`, `enter`)."""
         number, self._count = self._count, self._count + 1
         _SLOT.pack_into(
             self._map,

@@ -5,7 +5,7 @@ Layout (names are public, see the README):
     run.json  findings.json  rank-<R>.log  rank-<R>.jsonl  rank-<R>.stacks.txt  node-<N>.jsonl
 
 Rank numbers are zero-padded to the width of the largest. A restart by the launcher
-(`--max-restarts`) writes to `restart-<K>/`, so that every attempt is kept apart. Two processes
+(`--max-restarts`) writes to `restart-<K>/`, one folder per attempt. Two processes
 that claim one rank do not share a file: the second writes `rank-<R>.pid-<P>.jsonl`.
 """
 

@@ -24,8 +24,8 @@ LOWEST = 100
 HIGHEST = 16_000
 
 
-def apart(fd: int) -> int:
-    """The same under a number that is out of the program's way; `fd` is closed.
+def out_of_the_way(fd: int) -> int:
+    """The file of `fd` under a high number that programs do not use; `fd` is closed.
 
     Raises:
         OSError: only the numbers of the standard streams are left.
@@ -96,7 +96,7 @@ class HeldFile:
 
     def _open(self, flags: int) -> Held:
         flags |= os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        return Held(apart(os.open(self._path, flags, 0o600)))
+        return Held(out_of_the_way(os.open(self._path, flags, 0o600)))
 
 
 @contextlib.contextmanager
