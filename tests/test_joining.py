@@ -60,7 +60,7 @@ def test_groups_one_after_the_other_are_no_fault() -> None:
     run = one_after_the_other(steps_of_two=9, steps_of_four=5, status=0)
     report = diagnose(run, list(all_checks()))
     assert [f.check for f in report.findings if f.severity != "note"] == []
-    assert any("4 more processes were ranks" in line for line in report.coverage.lost)
+    assert any("4 processes of the other groups" in line for line in report.coverage.lost)
 
 
 def test_a_stall_of_one_group_is_not_that_of_the_next() -> None:
