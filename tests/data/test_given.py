@@ -33,27 +33,27 @@ def test_the_first_forward_with_gradients_is_looked_at() -> None:
     net, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
     first, second = torch.ones(3, 4), torch.zeros(3, 4)
 
-    def seen(*inputs: object) -> unwrapped_inputs.Given:
-        unwrapped_inputs.ask(0, list(net.parameters()))
+    def seen(*inputs: object) -> unwrapped_inputs.FirstInputs:
+        unwrapped_inputs.watch(0, list(net.parameters()))
         other(second)
         with torch.no_grad():
             net(second)
         for x in inputs:
             net(x)
-        return unwrapped_inputs.take(0)
+        return unwrapped_inputs.pop(0)
 
     mine = seen(first, second)
     assert mine.inputs and (mine.numbers, mine.drawn) == (12, 0)
     assert seen(first).inputs == mine.inputs != seen(second).inputs
-    assert seen() == unwrapped_inputs.Given()
+    assert seen() == unwrapped_inputs.FirstInputs()
 
 
 def test_nothing_is_left_when_nobody_asks() -> None:
     net = torch.nn.Linear(4, 2)
     before = len(hooks._global_forward_pre_hooks)
-    unwrapped_inputs.ask(0, list(net.parameters()))
+    unwrapped_inputs.watch(0, list(net.parameters()))
     assert len(hooks._global_forward_pre_hooks) == before + 1
-    unwrapped_inputs.let_go()
+    unwrapped_inputs.stop()
     assert len(hooks._global_forward_pre_hooks) == before
     net(torch.ones(3, 4))
-    assert unwrapped_inputs.take(0) == unwrapped_inputs.Given()
+    assert unwrapped_inputs.pop(0) == unwrapped_inputs.FirstInputs()

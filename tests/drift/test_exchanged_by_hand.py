@@ -16,7 +16,7 @@ from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, parameters_
 def window(monkeypatch):
     fresh = exchanges._Window()
     monkeypatch.setattr(exchanges, "_window", fresh)
-    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
+    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
     return fresh
 
 
@@ -78,40 +78,40 @@ def test_all_that_is_handed_over_counts(window, monkeypatch):
         ("all_gather", False, torch.zeros(5, dtype=torch.uint8)),
     ):
         exchanges._called(SimpleNamespace(step=0), Call(op, 0, p2p, (tensor,)))
-    assert exchanges.carried() == 19
+    assert exchanges.numbers_passed() == 19
 
 
 def test_every_gradient_alone_or_copied_or_as_one(window):
     body, head = made = trained(8, 3)
     window.recent = [handed(body.grad), handed(head.grad)]
-    assert exchanges.handed(made).every
+    assert exchanges.gradients_passed(made).every
     copies = [body.grad.clone(), head.grad.clone()]
     window.recent = [handed(c) for c in copies]
-    assert exchanges.handed(made).every
+    assert exchanges.gradients_passed(made).every
     flat = torch.zeros(11)
     window.recent = [handed(flat)]
-    assert exchanges.handed(made).every
+    assert exchanges.gradients_passed(made).every
     window.recent = [handed(flat, group=1)]
-    assert not exchanges.handed(made).every
+    assert not exchanges.gradients_passed(made).every
     window.recent = [handed(torch.zeros(n)) for n in (7, 4)]
-    assert exchanges.handed(made).every
+    assert exchanges.gradients_passed(made).every
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_head_that_stays_local(window, shared):
     body, head = made = trained(8, 3, shared=shared)
     window.recent = [handed(body.grad)]
-    assert exchanges.handed(made) == ((0,), 0, -1, True)
+    assert exchanges.gradients_passed(made) == ((0,), 0, -1, True)
     window.recent.append(handed(head.grad))
-    assert exchanges.handed(made).every
+    assert exchanges.gradients_passed(made).every
 
 
 def test_one_of_two_that_are_alike_in_size(window):
     _, two = made = trained(8, 8)
     window.recent = [handed(two.grad)]
-    assert exchanges.handed([None, *made]) == ((2,), 0, -1, True)
+    assert exchanges.gradients_passed([None, *made]) == ((2,), 0, -1, True)
     window.recent = [handed(two.grad), handed(torch.zeros(3))]
-    assert exchanges.handed(made) == ((1,), 3, -1, True)
+    assert exchanges.gradients_passed(made) == ((1,), 3, -1, True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -119,14 +119,14 @@ def test_what_another_optimizer_holds_is_no_gradient_of_this_one(window, monkeyp
     body, head = trained(8, 8, shared=shared)
     monkeypatch.setattr(exchanges.optimizers, "held", lambda: {id(p): p for p in (body, head)})
     window.recent = [handed(body.grad)]
-    assert exchanges.handed([head]).positions == (() if not shared else (0,))
+    assert exchanges.gradients_passed([head]).positions == (() if not shared else (0,))
     assert exchanges.values_exchanged([head]) is shared
     window.recent = [handed(body.grad), handed(head.grad.clone())]
-    assert exchanges.handed([head]).every
+    assert exchanges.gradients_passed([head]).every
     assert exchanges.values_exchanged([head])
     body.grad = None
     window.recent = [handed(torch.zeros(8))]
-    assert exchanges.handed([head]).every, "what it no longer holds may be a buffer"
+    assert exchanges.gradients_passed([head]).every, "what it no longer holds may be a buffer"
 
 
 def test_who_gathers_parameters_may_only_look_at_them(window):
@@ -141,7 +141,7 @@ def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
     monkeypatch.setattr(exchanges.wrapped_models, "live", list)
     window.recent = [handed(torch.zeros(7)), handed(torch.zeros(4))]
     exchanges._step_ends(SimpleNamespace(step=1), None)
-    assert exchanges.handed([head]).positions == ()
+    assert exchanges.gradients_passed([head]).positions == ()
     assert window.recent, "no backward yet: what was exchanged is for the next optimizer too"
     exchanges._backward_ends(SimpleNamespace(step=1), None)
     assert not window.recent
@@ -150,7 +150,7 @@ def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
 def test_parameters_are_no_gradients(window):
     made = trained(8, 3)
     window.recent = [handed(p.detach()) for p in made]
-    assert not exchanges.handed(made).every
+    assert not exchanges.gradients_passed(made).every
     assert parameters_averaged(made)
     window.recent = [handed(p.grad) for p in made]
     assert not parameters_averaged(made)
@@ -160,7 +160,7 @@ def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent = [handed(p.grad) for p in made]
     parallelism.seen("point-to-point", (1,))
-    assert not exchanges.handed(made).every
+    assert not exchanges.gradients_passed(made).every
 
 
 def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch
 
     def group_of(*groups):
         window.recent = [handed(p.grad, g) for p, g in zip(made, groups, strict=True)]
-        return exchanges.handed(made).group
+        return exchanges.gradients_passed(made).group
 
     assert group_of(1, 1) == 1, "what a stage of a pipeline sends goes to others"
     assert group_of(2, 2) == group_of(1, 2) == group_of(0, 0) == -1
@@ -184,12 +184,12 @@ def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch
 def test_a_norm_of_all_gradients_that_goes_to_another_group(window):
     made = trained(8, 3)
     window.recent = [*(handed(p.grad, 1) for p in made), handed(torch.zeros(1), 2)]
-    assert exchanges.handed(made).group == 1
+    assert exchanges.gradients_passed(made).group == 1
     window.recent[-1] = handed(torch.zeros(2), 2)
-    assert exchanges.handed(made).group == -1
+    assert exchanges.gradients_passed(made).group == -1
     (scale,) = trained(1)
     window.recent = [handed(scale.grad.clone(), 1)]
-    assert exchanges.handed([scale]).group == 1
+    assert exchanges.gradients_passed([scale]).group == 1
 
 
 @pytest.mark.parametrize(("groups", "told"), [
@@ -200,10 +200,10 @@ def test_a_norm_of_all_gradients_that_goes_to_another_group(window):
     ((1, 0, 1), [(True, 1, 0), (True, 0, 0), (False, 0, 1)]),
 ])  # fmt: skip
 def test_steps_are_complete_in_one_group(groups, told):
-    known = unwrapped.Loose([])
+    known = unwrapped.UnwrappedParameters([])
     seen = []
     for group in groups:
-        complete = unwrapped._counts(known, group)
+        complete = unwrapped._in_one_group(known, group)
         seen.append((complete, known.group, known.completed))
         known.completed += complete
     assert seen == told
@@ -217,37 +217,37 @@ def test_a_gradient_in_the_memory_of_the_last_one_is_not_late_in_the_backward(
     monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     (parameter,) = trained(8)
-    exchanges.apply([exchanges.Reference(parameter)])
+    exchanges.gradients_applied([exchanges.Reference(parameter)])
     call = Call("all_reduce", 0, False, (parameter.grad,))
     exchanges._called(SimpleNamespace(step=3), call)
-    assert exchanges.within_backward() == (8 if running else 0)
+    assert exchanges.elements_in_backward() == (8 if running else 0)
     assert window.late == (set() if running else {id(parameter)})
 
 
 def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     made = trained(8, 3)
-    window.inside = [handed(torch.zeros(11))]
+    window.in_backward = [handed(torch.zeros(11))]
     parallelism.seen("in backward", (1,))
-    assert exchanges.handed_inside(made) and not exchanges.handed(made).every
-    window.inside = [handed(p.grad) for p in made]
-    assert exchanges.handed_inside(made)
-    window.inside += [handed(torch.zeros(5))]
-    assert not exchanges.handed_inside(made), "activations are among it"
-    window.inside = [handed(torch.zeros(11))._replace(group=1)]
-    assert not exchanges.handed_inside(made)
-    window.inside = [handed(torch.zeros(11))]
+    assert exchanges.all_passed_in_backward(made) and not exchanges.gradients_passed(made).every
+    window.in_backward = [handed(p.grad) for p in made]
+    assert exchanges.all_passed_in_backward(made)
+    window.in_backward += [handed(torch.zeros(5))]
+    assert not exchanges.all_passed_in_backward(made), "activations are among it"
+    window.in_backward = [handed(torch.zeros(11))._replace(group=1)]
+    assert not exchanges.all_passed_in_backward(made)
+    window.in_backward = [handed(torch.zeros(11))]
     parallelism.seen("all-to-all", (1,))
-    assert not exchanges.handed_inside(made)
-    window.inside = []
-    assert not exchanges.handed_inside(made)
+    assert not exchanges.all_passed_in_backward(made)
+    window.in_backward = []
+    assert not exchanges.all_passed_in_backward(made)
 
 
 def looks_taken(count, *, parameters_held=2, complete=lambda n: True):
     """The steps that are looked at, of `count`."""
-    known = unwrapped.Loose(trained(*[1] * parameters_held))
+    known = unwrapped.UnwrappedParameters(trained(*[1] * parameters_held))
     due = []
     for n in range(count):
-        if unwrapped._due(known, n, complete(n)):
+        if unwrapped._digest_due(known, n, complete(n)):
             due.append(n)
         known.complete = complete(n)
         known.completed += complete(n)
@@ -275,10 +275,10 @@ def test_a_step_without_the_exchange_is_looked_at_and_the_next():
 
 def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
     made = trained(8, 3)
-    known = unwrapped.Loose(made)
+    known = unwrapped.UnwrappedParameters(made)
 
     def after(numbers, means=""):
-        window.carried += numbers
+        window.numbers_passed += numbers
         known.exchanged = means
         return unwrapped._may_be_equal_now(known, made)
 
@@ -289,9 +289,9 @@ def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
 
 def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     held = trained(3)
-    known = unwrapped.Loose(held)
+    known = unwrapped.UnwrappedParameters(held)
     monkeypatch.setattr(unwrapped, "_several_ranks", lambda: True)
-    monkeypatch.setattr(unwrapped, "_known", lambda *_: known)
+    monkeypatch.setattr(unwrapped, "_unwrapped_parameters", lambda *_: known)
     monkeypatch.setattr(unwrapped, "_write", lambda *_, **__: None)
     step = SimpleNamespace(
         known=SimpleNamespace(notes={}, number=0), optimizer=object, number=0, closure=False
@@ -312,7 +312,9 @@ def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
     monkeypatch.setattr(exchanges.wrapped_models, "live", list)
     made = trained(8, 3)
     recorder = SimpleNamespace(step=3, site=lambda: 1)
-    exchanges.derives(recorder, made if of_parameters else [torch.zeros(11, requires_grad=True)])
+    exchanges.autograd_grad_called(
+        recorder, made if of_parameters else [torch.zeros(11, requires_grad=True)]
+    )
     exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
     assert exchanges.gradients_exchanged(made) is of_parameters
     assert exchanges.parameters_exchanged(made) is not of_parameters

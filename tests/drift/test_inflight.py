@@ -30,7 +30,7 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending_works._flights.__init__()  # type: ignore[misc]
+    pending_works._pending.__init__()  # type: ignore[misc]
     monkeypatch.setattr(backwards, "since", lambda step: True)
 
 
@@ -46,13 +46,13 @@ def steps(
     state = State.DONE if waited else State.RETURNED
     ring = SimpleNamespace(state=lambda number: state)
     recorder: Any = SimpleNamespace(step=step, site=lambda: 3)
-    monkeypatch.setattr(exchanges, "latest", lambda: (carries,))
+    monkeypatch.setattr(exchanges, "latest_exchanges", lambda: (carries,))
     monkeypatch.setattr(pending_works, "tape", lambda recorder: SimpleNamespace(ring=ring))
     pending_works._issued(recorder, Issued(7, (Work(done),)))
     pending_works.step_begins(GRADIENTS)
     step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))
     pending_works._step_ends(recorder, step_of)
-    assert not pending_works._flights.issued and not pending_works._flights.running, (
+    assert not pending_works._pending.issued and not pending_works._pending.running, (
         "nothing is kept"
     )
     assert pending_works.steps(0) == (0, -1), "another optimizer"

@@ -14,7 +14,7 @@ from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism
 def watch(monkeypatch):
     """Of two parameters, in a window that an optimizer's step has begun."""
     monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
+    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
     monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())

@@ -76,11 +76,11 @@ def test_parts_that_may_be_meant_to_differ(kwargs):
 
 def test_all_to_all_is_counted_inside_and_outside_of_backwards(monkeypatch):
     monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(parallelism, "_schemes", parallelism._Schemes())
+    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    assert parallelism.swaps() == ()
+    assert parallelism.all_to_all_calls() == ()
     for running, kind in ((False, torch.float), (True, torch.float), (False, torch.long)):
         monkeypatch.setattr(exchanges.backwards, "running", lambda value=running: value)
         tensors = (torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind))
         exchanges._called(SimpleNamespace(step=9), exchanges.Call("all_to_all", 0, False, tensors))
-    assert parallelism.swaps() == (1, 1)
+    assert parallelism.all_to_all_calls() == (1, 1)

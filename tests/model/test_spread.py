@@ -88,13 +88,13 @@ def test_parameters_that_were_handed_to_a_group(monkeypatch):
         return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
 
     window.earlier = [handed(p.data) for p in made]
-    assert exchanges.spread(made) == 1
+    assert exchanges.group_of_parameters(made) == 1
     window.earlier = [handed(made[0]), handed(made[1], group=2)]
-    assert exchanges.spread(made) == -1
+    assert exchanges.group_of_parameters(made) == -1
     window.earlier = [handed(made[0])]
-    assert exchanges.spread(made) == -1
+    assert exchanges.group_of_parameters(made) == -1
     window.earlier = [handed(p.clone()) for p in made]
-    assert exchanges.spread(made) == -1
+    assert exchanges.group_of_parameters(made) == -1
 
 
 def test_numbers_are_counted_by_group(monkeypatch):
@@ -106,4 +106,4 @@ def test_numbers_are_counted_by_group(monkeypatch):
             op=op, group=group, p2p=op == "send", tensors=(torch.ones(5, dtype=int),)
         )
         exchanges._called(SimpleNamespace(step=0), call)
-    assert exchanges.numbers() == {1: 10, 2: 5}
+    assert exchanges.numbers_by_group() == {1: 10, 2: 5}

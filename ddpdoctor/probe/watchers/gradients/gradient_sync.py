@@ -54,7 +54,7 @@ class Sync:
             synchronisation on or off (`flag`), switched off at `off_site`.
         functional: the line of an `autograd.grad` on its parameters since the last step or, if
             that came later, the last backward.
-        carried: `exchanges.carried()` when the last of these, or the last backward, began.
+        carried: `exchanges.numbers_passed()` when the last of these, or the last backward, began.
         last: whether the last backward averaged, None where that is not known; `stepped` are the
             optimizers that have stepped since.
     """
@@ -77,7 +77,7 @@ class Sync:
 
 
 class _Syncs(dict[Model, Sync]):
-    """`carried` is `exchanges.carried()` when the last backward began."""
+    """`carried` is `exchanges.numbers_passed()` when the last backward began."""
 
     carried = 0
 
@@ -143,13 +143,13 @@ def _no_sync_made(
 def _functional(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-    exchanges.derives(recorder, inputs)
+    exchanges.autograd_grad_called(recorder, inputs)
     wanted = {id(t) for t in inputs}
     for model in wrapped_models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
             routine.stop(recorder)
             _syncs[model].functional, _syncs[model].last = recorder.site(), None
-            _syncs[model].carried = exchanges.carried()
+            _syncs[model].carried = exchanges.numbers_passed()
     Captures.depth += 1
     return autograd_grad.begins(args, kwargs)
 
@@ -214,7 +214,7 @@ def _closed(wrapper: Any) -> bool:
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _syncs.carried = exchanges.carried()
+    _syncs.carried = exchanges.numbers_passed()
     for look in backward.looks:
         sync = _syncs.get(look.model)
         if sync is not None and sync.contributions and _cleared(sync, look.before):
@@ -355,7 +355,7 @@ def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
             line=line,
             late=late,
             talked=exchanges.gradients_exchanged(parameters),
-            carried=exchanges.carried() - sync.carried,
+            carried=exchanges.numbers_passed() - sync.carried,
             backward_s=sync.backward_s,
             exposed_s=exposed_seconds(holding.model.ddp()),
         )

@@ -182,7 +182,7 @@ def _look_for_join(recorder: Recorder, watch: Watch) -> None:
 
 
 def _called(recorder: Recorder, call: Call) -> None:
-    hooked = exchanges.in_hook()  # which may hand over all of them at once
+    hooked = exchanges.in_comm_hook()  # which may hand over all of them at once
     for watch in _drift.watches.values():
         if not watch.left_out:
             size = 0 if hooked else watch.size
@@ -207,7 +207,7 @@ def _look_for_local_steps(recorder: Recorder, watch: Watch, *, last: bool = Fals
         if exchanges.parameters_exchanged(parameters):
             averaged |= watch.write_back.exchanged(partial(_digest_whole, recorder, watch))
             averaged |= watch.write_back.changed()
-        if not averaged and exchanges.in_hooks_alone():
+        if not averaged and exchanges.only_in_hooks():
             _look_at_hooks(recorder, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"

@@ -80,7 +80,7 @@ def _step_inside(recorder: Recorder, step: Step) -> None:
             continue
         if not inside.count:
             inside.first, inside.site = step.number, step.site
-            inside.carried = exchanges.carried()
+            inside.carried = exchanges.numbers_passed()
         inside.count, inside.backward_site = inside.count + 1, site
 
 
@@ -113,7 +113,7 @@ def _emit(recorder: Recorder, model: Model, inside: Inside) -> None:
             count=inside.count,
             backwards=model.backwards,
             parameters=scattered(hash(tuple(each))) if each and ABSENT not in each else ABSENT,
-            carried=exchanges.carried() - inside.carried,
+            carried=exchanges.numbers_passed() - inside.carried,
             site=inside.site,
             backward_site=inside.backward_site,
         ),

@@ -1,5 +1,9 @@
-"""What becomes of gradients that the program averages by hand: as the last backward left them on
-this rank, and as the optimizer applies them. Their mean over the ranks is computed afterwards."""
+"""What becomes of gradients that the program averages manually?
+
+A few values of them are recorded as the last backward left them on this rank and as the optimizer
+applies them, in the first steps. Whether the latter are the mean over the ranks is computed from
+the records of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,29 @@ from ...training import lifecycle, optimizers, records
 from ...training.module_origins import living
 from ...training.records import Backward, Step
 from . import unwrapped_inputs
-from .unwrapped import Loose
+from .unwrapped import UnwrappedParameters
 
-LOST = "gradients that are averaged by hand"
+LOST = "gradients that are averaged manually"
 
 LOOKS = 4
-"""Steps of an optimizer that are looked at; from the second one on the lines are followed."""
+"""Steps of an optimizer that are recorded. Lines are traced from the second one on: the first step
+often differs (warm-up, lazy initialisation)."""
 
 TENSORS = 6
-"""Calls that add nothing up and gather nothing."""
+"""Gradients sampled per optimizer."""
 
 NODES = 6
-"""How far from the root of the loss to look for a division."""
+"""Autograd nodes from the loss on that are searched for a division: it is one of the last things
+a training loop does to its loss."""
 
 
-class _Taken:
-    """Of one optimizer: some gradients since the last backward.
+class _LocalGradients:
+    """Some gradients of one optimizer, as the last backward left them.
 
     Attributes:
-        values: of the gradients of `parameters` when it ended; `alone` as in `Averaged`.
-        operations: of the collectives since.
+        values: a few values of the sampled gradients when the backward ended.
+        alone: nothing communicated since the step before can be in `values`.
+        operations: reduce operations of the collectives since (`SUM`, `AVG`), in order.
     """
 
     def __init__(self, parameters: list[Any], tracer: Tracer | None, alone: bool) -> None:
@@ -52,9 +59,18 @@ class _Taken:
 
 
 class _Averaging:
+    """
+    Attributes:
+        looks: by optimizer, steps recorded so far.
+        local: by optimizer, its gradients since the last backward.
+        loss: the site of a line that divides the loss by the world size, and the divisor as
+            written there; (-1, "") if none.
+        alone: optimizers since whose last step no call brought values of other ranks.
+    """
+
     def __init__(self) -> None:
         self.looks: dict[int, int] = {}
-        self.taken: dict[int, _Taken] = {}
+        self.local: dict[int, _LocalGradients] = {}
         self.loss: tuple[int, str] = (-1, "")
         self.alone: set[int] = set()
 
@@ -74,19 +90,19 @@ def install() -> None:
     )
 
 
-def _wanted(known: records.Optimizer) -> Loose | None:
-    loose = known.notes.get(Loose)
-    by_hand = loose is not None and loose.exchanged == "gradients"
-    return loose if by_hand and _averaging.looks.get(known.number, 0) < LOOKS else None
+def _still_examined(known: records.Optimizer) -> UnwrappedParameters | None:
+    unwrapped = known.notes.get(UnwrappedParameters)
+    by_hand = unwrapped is not None and unwrapped.exchanged == "gradients"
+    return unwrapped if by_hand and _averaging.looks.get(known.number, 0) < LOOKS else None
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    if _wanted(step.known) is not None:
+    if _still_examined(step.known) is not None:
         _looking.enable()
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    """Whether the loss was divided by the number of ranks on its way here, and by which line."""
+    """Look for a line that divides the loss by the world size: then a sum is already a mean."""
     import torch.distributed as dist
 
     _averaging.loss = -1, ""
@@ -97,7 +113,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
             break
         divisor = divisor_of(node)
         if abs(divisor * size - 1) < 1e-6:
-            return  # multiplied by it, too
+            return  # the loss is multiplied by the world size too: the two cancel out
         divided |= divisor == size
         ahead = [n for n, _ in node.next_functions if n is not None]
         node = ahead[0] if len(ahead) == 1 else None
@@ -110,25 +126,25 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for known in optimizers.known():
-        loose = _wanted(known)
-        if loose is None:
+        unwrapped = _still_examined(known)
+        if unwrapped is None:
             continue
         _forget(known.number)
-        parameters = _some(loose)
+        parameters = _sampled_parameters(unwrapped)
         if parameters and backward.error is None:
             follow = bool(_averaging.looks.get(known.number)) and not _compiled()
             tracer = _trace(recorder, parameters[0]) if follow else None
             alone = known.number in _averaging.alone
-            _averaging.taken[known.number] = _Taken(parameters, tracer, alone)
+            _averaging.local[known.number] = _LocalGradients(parameters, tracer, alone)
 
 
-def _some(loose: Loose) -> list[Any]:
-    alive = [p for ref in loose.parameters if (p := ref()) is not None and p.grad is not None]
+def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
+    alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
     return alive[:: max(1, len(alive) // TENSORS)][:TENSORS]
 
 
 def _compiled() -> bool:
-    """torch.compile and a trace function do not go together."""
+    """Whether a model is compiled: a trace function would make torch.compile recompile."""
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in living())
 
 
@@ -148,49 +164,49 @@ def _called(recorder: Recorder, call: Call) -> None:
         kind.objects or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
     ):
         _averaging.alone.clear()
-    for taken in _averaging.taken.values():
-        taken.operations[str(call.reduction).rpartition(".")[2]] = None
+    for local in _averaging.local.values():
+        local.operations[str(call.reduction).rpartition(".")[2]] = None
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
     number = step.known.number
-    taken, loose = _averaging.taken.get(number), _wanted(step.known)
-    seen = unwrapped_inputs.take(number)
-    if loose is not None:
+    local, unwrapped = _averaging.local.get(number), _still_examined(step.known)
+    seen = unwrapped_inputs.pop(number)
+    if unwrapped is not None:
         _averaging.alone.add(number)
-        unwrapped_inputs.ask(number, _some(loose))
-    if taken is None or loose is None:
+        unwrapped_inputs.watch(number, _sampled_parameters(unwrapped))
+    if local is None or unwrapped is None:
         return
-    lines = taken.tracer.stop() if taken.tracer is not None else []
-    taken.tracer = None
+    lines = local.tracer.stop() if local.tracer is not None else []
+    local.tracer = None
     _forget(number)
     _averaging.looks[number] = _averaging.looks.get(number, 0) + 1
-    applied = some_values([p.grad for p in _some(loose)])
-    finite = all(map(isfinite, (*applied, *taken.values)))
-    whole = finite and len(applied) == len(taken.values) and loose.handed.every
+    applied = some_values([p.grad for p in _sampled_parameters(unwrapped)])
+    finite = all(map(isfinite, (*applied, *local.values)))
+    whole = finite and len(applied) == len(local.values) and unwrapped.passed.every
     if whole and not step.closure:
         recorder.emit(
             Averaged(
                 at=time.monotonic(),
                 optimizer=number,
                 step=step.number,
-                local=tuple(taken.values),
+                local=tuple(local.values),
                 applied=tuple(applied),
-                operations=tuple(taken.operations),
+                operations=tuple(local.operations),
                 sites=tuple(recorder.sites.number(*line) for line in lines),
                 divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
                 loss_site=_averaging.loss[0],
                 loss_divisor=_averaging.loss[1],
-                alone=taken.alone,
+                alone=local.alone,
                 **seen._asdict(),
             )
         )
-    if not any(_wanted(known) for known in optimizers.known()):
+    if not any(_still_examined(known) for known in optimizers.known()):
         _looking.disable()
-        unwrapped_inputs.let_go()
+        unwrapped_inputs.stop()
 
 
 def _forget(number: int) -> None:
-    taken = _averaging.taken.pop(number, None)
-    if taken is not None and taken.tracer is not None:
-        taken.tracer.stop()
+    local = _averaging.local.pop(number, None)
+    if local is not None and local.tracer is not None:
+        local.tracer.stop()

@@ -1,4 +1,8 @@
-"""What ranks exchange by hand: whether gradients or parameters were among it."""
+"""Which gradients or parameters does the program itself pass to collectives?
+
+Every call is looked at when it is made. What it carries is assigned to the step around it, by
+whether a backward has ended since the last step.
+"""
 
 from __future__ import annotations
 
@@ -20,66 +24,81 @@ from ...training.records import Backward, Step
 from ...training.steady_state import routine
 from . import parallelism
 
-LOST = "gradients that are synchronised by hand"
+LOST = "gradients that are synchronised manually"
 
 KEPT = 20_000
+"""Exchanges remembered per list: a loop without any step must not fill the memory."""
+
 SITES_KNOWN = 3
-"""Steps in which the line of an exchange is looked up."""
+"""Steps in which the line of an exchange is looked up: walking the stack is too slow for all."""
 
 
 class _Window:
-    """Since the last backward ended (`recent`), and since the step before (`earlier`).
+    """The exchanges between one optimizer step and the next.
 
     Attributes:
-        within: inside a backward, where all of DDP's communication hooks (`hooks`) are known to
-            average gradients; `inside` any other one. Hooks that are not known to may exchange
-            parameters, until they are seen to leave these as they are (`spared`).
-        stepped: an optimizer has stepped since; others may step yet before the next backward.
-        elements: floating-point numbers that were ever handed over, first step not included;
-            `carried` are numbers of any kind, of any step, `numbers` the same by group.
-        site: the line of the last exchange in a backward or before the step, of the first few.
-        calls: on the default group, since the last step; `sequence` is torch's count then.
+        recent: exchanges since the last backward ended.
+        earlier: exchanges between the step and the end of that backward.
+        in_averaging_hooks: exchanges during a backward while every communication hook of DDP is
+            known to average gradients.
+        in_backward: all other exchanges during a backward. A hook that is not known to average
+            gradients may exchange parameters.
+        hooks: for each model with a communication hook, whether the hook is known to average.
+        spared: unknown hooks have left the parameters unchanged so often that they are trusted.
+        stepped: an optimizer has stepped; others may still step before the next backward.
+        elements: floating-point numbers passed to collectives since the first step.
+        numbers_passed: numbers of any type passed to collectives or peers since the start.
+        numbers_by_group: `numbers_passed`, by group.
+        site: line of the last exchange during a backward or between backward and step, looked up
+            in the first `SITES_KNOWN` steps only.
+        calls: recorded calls on the default group since the last step.
+        uncounted: one of these calls consists of several collectives in torch's own count.
+        sequence: torch's count of collectives of the default group at the last step, -1 if
+            unknown.
         latest: what the last call carries.
-        number: of this window; between: elements in it that may be of parameters.
-        applied: parameters without a wrapper, by the memory of the gradient that was applied since
-            the backward; `late` are the identities of those whose gradient was handed over only
-            after that.
-        derived: steps of any optimizer before the last `torch.autograd.grad` of parameters.
-        owners: what any optimizer holds, by the memory of its value and of its gradient; looked up
-            once after each backward, None until somebody asks.
+        number: counts windows.
+        maybe_parameters: elements exchanged in this window that may belong to parameters.
+        applied: unwrapped parameters by the memory of the gradient that a step has applied since
+            the backward.
+        late: identities of parameters whose gradient was exchanged only after it was applied.
+        autograd_grad_step: steps of all optimizers before the last `torch.autograd.grad` with
+            respect to parameters.
+        owners: parameters of all optimizers by the memory of value and gradient; built once per
+            backward, None until needed.
     """
 
     def __init__(self) -> None:
         self.recent: list[Exchange] = []
         self.earlier: list[Exchange] = []
-        self.within: list[Exchange] = []
-        self.inside: list[Exchange] = []
+        self.in_averaging_hooks: list[Exchange] = []
+        self.in_backward: list[Exchange] = []
         self.hooks: set[bool] = set()
         self.spared = False
-        self.stepped, self.elements, self.carried = False, 0, 0
-        self.numbers: Counter[int] = Counter()
+        self.stepped, self.elements, self.numbers_passed = False, 0, 0
+        self.numbers_by_group: Counter[int] = Counter()
         self.site, self.calls = -1, 0
         self.uncounted = False
         self.sequence = -1
         self.latest: tuple[Exchange, ...] = ()
-        self.number = self.between = 0
+        self.number = self.maybe_parameters = 0
         self.applied: dict[int, Reference] = {}
         self.late: set[int] = set()
-        self.derived = -1
+        self.autograd_grad_step = -1
         self.owners: dict[int, Reference] | None = None
 
     def begin(self) -> None:
-        """Something happens after the step."""
+        """Start the next window if a step has ended this one."""
         if self.stepped:
-            self.recent, self.earlier, self.within, self.inside = [], [], [], []
+            self.recent, self.earlier = [], []
+            self.in_averaging_hooks, self.in_backward = [], []
             self.stepped = False
             self.late = set()
-            self.number, self.between = self.number + 1, 0
+            self.number, self.maybe_parameters = self.number + 1, 0
 
 
 _window = _Window()
 _following = Subscriptions()
-"""Of what ends a window, while there is something in it."""
+"""Subscriptions to the ends of backwards and steps; enabled while the window has exchanges."""
 
 
 def install() -> None:
@@ -97,68 +116,74 @@ def _called(recorder: Recorder, call: Call) -> None:
     _window.begin()
     _window.latest = ()
     size = sum([tensor.numel() for tensor in call.tensors])
-    _window.carried += size
-    _window.numbers[call.group] += size
+    _window.numbers_passed += size
+    _window.numbers_by_group[call.group] += size
     kind = operation(call.op)
     if call.p2p:
         parallelism.seen(parallelism.POINT_TO_POINT, call.peers)
     elif call.group == 0:
         _window.calls += 1
-        # These are made of several of torch's own.
+        # torch builds these of several collectives, which its sequence number counts one by one.
         _window.uncounted |= kind.objects or kind.meets
     if not call.carries_values:
         return
     inside = backwards.running()
-    after_backward = backwards.since(recorder.step) or _window.derived == recorder.step
+    after_backward = backwards.since(recorder.step) or _window.autograd_grad_step == recorder.step
     kept = _window.recent if after_backward else _window.earlier
     if inside and _window.hooks == {True}:
-        kept = _window.within
+        kept = _window.in_averaging_hooks
     if (after_backward or inside) and recorder.step < SITES_KNOWN:
         _window.site = recorder.site()
-    amid = _amid(recorder.step)
+    amid = _backward_pending(recorder.step)  # then the tensors may be a model's input or output
     for tensor in call.tensors:
         if len(kept) < KEPT and tensor.is_floating_point():
             memory = memory_of(tensor)
             sort = call.gathers, amid or tensor.requires_grad
             exchange = Exchange(call.group, tensor.numel(), memory, *sort)
             _window.latest += (exchange,)
-            if not (after_backward or inside) and (late := _applied(memory)):
+            if not (after_backward or inside) and (late := _applied_parameter(memory)):
                 _window.late.add(late)
                 continue
             kept.append(exchange)
             known = amid or (inside and _window.hooks == {True})
-            _window.between += 0 if known else tensor.numel()
+            _window.maybe_parameters += 0 if known else tensor.numel()
             _window.elements += tensor.numel() if recorder.step else 0
             if call.op.startswith("all_to_all"):
                 parallelism.seen(parallelism.ALL_TO_ALL, process_groups.others(call.group))
                 if tensor is call.tensors[0]:
-                    parallelism.swapped(inside=inside)
+                    parallelism.all_to_all_called(inside=inside)
             elif inside:
                 parallelism.seen(parallelism.IN_BACKWARD, process_groups.others(call.group))
-                _window.inside.append(exchange)
+                _window.in_backward.append(exchange)
 
 
-def _amid(step: int) -> bool:
-    """Whether a backward runs in which no hook of DDP's may exchange parameters, or one is still to
-    come."""
+def _backward_pending(step: int) -> bool:
+    """Whether a backward runs, or a forward of this step still waits for its backward.
+
+    A backward does not count while a communication hook might exchange parameters in it.
+    """
     if backwards.running():
         return not _window.hooks or _window.spared
     return any(m.pending and m.forward_step == step for m in wrapped_models.live())
 
 
-def derives(recorder: Recorder, inputs: Iterable[Any]) -> None:
-    """`torch.autograd.grad` of these: of parameters, the gradients are there without a backward."""
+def autograd_grad_called(recorder: Recorder, inputs: Iterable[Any]) -> None:
+    """Note a `torch.autograd.grad` with respect to `inputs`.
+
+    With respect to parameters it yields gradients without a backward: exchanges that follow are
+    counted as if after one.
+    """
     from torch.nn import Parameter
 
     if not backwards.running() and any(isinstance(t, Parameter) for t in inputs):
         _window.begin()
-        _window.derived = recorder.step
+        _window.autograd_grad_step = recorder.step
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     _window.begin()
     _window.applied = {}
-    _window.owners = None
+    _window.owners = None  # a backward may have replaced the gradients
     _window.earlier += _window.recent
     _window.recent = []
     if _window.earlier:
@@ -168,7 +193,7 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
 def _step_ends(recorder: Recorder, step: Step) -> None:
     _window.stepped = True
     _window.uncounted, _window.calls = False, 0
-    # Only asked where nothing is wrapped.
+    # Only `unrecorded_collectives` reads it, and only programs without a wrapper call that.
     _window.sequence = -1 if wrapped_models.live() else sequence_number(_world())
     if wrapped_models.live():
         _window.begin()
@@ -181,52 +206,52 @@ def _world() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def latest() -> tuple[Exchange, ...]:
-    """What the last call carries."""
+def latest_exchanges() -> tuple[Exchange, ...]:
+    """The floating-point tensors of the last call."""
     return _window.latest
 
 
-def unseen() -> bool:
-    """Whether the default group communicated since the last step by ways that are not watched."""
+def unrecorded_collectives() -> bool:
+    """Whether torch counts more collectives on the default group since the last step than the
+    probe recorded (a C++ extension, say)."""
     known = _window.sequence >= 0 and not _window.uncounted
     return known and sequence_number(_world()) - _window.sequence > _window.calls
 
 
 def hook_seen(averages: bool) -> None:
-    """A model has a communication hook, which is known to average gradients or is not."""
+    """Register a model's communication hook; `averages`: it is known to average gradients."""
     _window.hooks.add(averages)
 
 
 def hooks_spare_parameters() -> None:
-    """What hooks exchanged was not written to the parameters, time and again."""
+    """Trust unknown hooks: in several steps their exchanges left the parameters unchanged."""
     _window.spared = True
 
 
-def in_hook() -> bool:
-    """A collective is about to be made: whether by one of DDP's communication hooks, which may
-    exchange parameters for all that is known."""
+def in_comm_hook() -> bool:
+    """Whether the collective about to be made comes from a communication hook of DDP that may
+    exchange parameters."""
     if _window.spared or False not in _window.hooks or not backwards.running():
         return False
     _window.begin()
     return True
 
 
-def in_hooks_alone() -> bool:
-    """Whether all that was exchanged since the last step was so inside a backward, by DDP's
-    communication hooks."""
+def only_in_hooks() -> bool:
+    """Whether every exchange since the last step was made by DDP's communication hooks."""
     every = [*_window.recent, *_window.earlier]
-    return bool(every and _window.hooks) and len(every) == len(_window.inside)
+    return bool(every and _window.hooks) and len(every) == len(_window.in_backward)
 
 
 def in_smaller_groups(ranks: Sequence[int]) -> bool:
-    """Whether all that hooks exchanged since the last step went to some of these ranks only."""
-    reached = [len(process_groups.others(one.group)) + 1 for one in _window.inside]
-    return in_hooks_alone() and all(1 < size < len(ranks) for size in reached)
+    """Whether DDP's hooks exchanged since the last step in proper subgroups of `ranks` only."""
+    reached = [len(process_groups.others(one.group)) + 1 for one in _window.in_backward]
+    return only_in_hooks() and all(1 < size < len(ranks) for size in reached)
 
 
-def between() -> tuple[int, int]:
-    """The number of this window, and how many elements in it may be of parameters."""
-    return _window.number, _window.between
+def window_elements() -> tuple[int, int]:
+    """The number of this window, and how many elements exchanged in it may be parameters."""
+    return _window.number, _window.maybe_parameters
 
 
 def before_backward() -> bool:
@@ -235,8 +260,8 @@ def before_backward() -> bool:
 
 
 def parameters_exchanged(parameters: Sequence[Any]) -> bool:
-    """Whether collectives between the last step and the last backward carried the parameters
-    themselves, and not their gradients."""
+    """Whether collectives between the last step and the end of the last backward carried these
+    parameters, not their gradients."""
     if not _window.earlier:
         return False
     gradients = {memory_of(p.grad) for p in parameters if p.grad is not None}
@@ -246,34 +271,38 @@ def parameters_exchanged(parameters: Sequence[Any]) -> bool:
 
 
 def gradients_exchanged(parameters: Sequence[Any]) -> bool:
-    """Whether the gradients of these parameters were handed to collectives since the backward."""
+    """Whether the gradients of these parameters were passed to collectives since the backward."""
     return covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
 
 
-def handed(parameters: Sequence[Any]) -> Handed:
-    """What was handed over of the gradients of these parameters, some of which may be None."""
-    found = _handed(_window.recent, parameters)
-    return found if parallelism.replicas(found.group) else found._replace(group=-1)
+def gradients_passed(parameters: Sequence[Any]) -> Handed:
+    """Which gradients of these parameters were passed to collectives since the backward.
+
+    The group is -1 if its ranks also do what replicas do not do. Parameters may be None.
+    """
+    found = _passed(_window.recent, parameters)
+    return found if parallelism.holds_replicas(found.group) else found._replace(group=-1)
 
 
-def handed_inside(parameters: Sequence[Any]) -> bool:
-    """Whether collectives inside the backward carried all gradients of these parameters and hardly
-    anything else (hooks do that): not what the ranks of a group compute together."""
+def all_passed_in_backward(parameters: Sequence[Any]) -> bool:
+    """Whether collectives inside the backward carried all gradients of these parameters and little
+    else, as hooks on parameters do. Tensor parallelism, for one, carries activations too."""
     sizes = [p.grad.numel() for p in parameters if p is not None and p.grad is not None]
-    if sum(e.elements for e in _window.inside) > FLAT[1] * sum(sizes):
+    if sum(e.elements for e in _window.in_backward) > FLAT[1] * sum(sizes):
         return False
     return (
         parallelism.special() == parallelism.IN_BACKWARD
-        and _handed(_window.inside, parameters).every
+        and _passed(_window.in_backward, parameters).every
     )
 
 
-def within_backward() -> int:
-    """How many numbers were handed to collectives inside the backwards since the last step."""
-    return sum(e.elements for e in _window.inside)
+def elements_in_backward() -> int:
+    """Elements passed to collectives inside backwards since the last step."""
+    return sum(e.elements for e in _window.in_backward)
 
 
-def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
+def _passed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
+    """Match exchanges to gradients: by memory first, then by size, then as one flat buffer."""
     if not exchanges:
         return Handed()
     gradients = {
@@ -285,9 +314,10 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
     for i, gradient in gradients.items():
         held[memory[i]] += gradient.numel()
     carried: Counter[int] = Counter()
-    # Of gradients that share one memory, a part may have been exchanged.
+    # Gradients may be views of one buffer: only some of them may have been exchanged, so count
+    # sizes per memory too. Memory 0 stands for tensors that are no gradient: copies, or others.
     sizes: Counter[tuple[int, int]] = Counter()
-    for exchange in _without_others(exchanges, {*own, *held}):
+    for exchange in _without_other_optimizers(exchanges, {*own, *held}):
         if exchange.memory not in own:
             place = exchange.memory if exchange.memory in held else 0
             carried[place] += exchange.elements
@@ -305,16 +335,19 @@ def _handed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
     emitted = sum(gradients[i].numel() for i in found)
     other = sum(size * count for (place, size), count in sizes.items() if not place)
     flat = other if other <= FLAT[1] * total else 0
-    used = {e.group for e in exchanges if e.elements > 1 or e.memory in held}  # no loss, no norm
+    # Single numbers are losses and norms; the program may reduce them on any group.
+    used = {e.group for e in exchanges if e.elements > 1 or e.memory in held}
     used = used or {e.group for e in exchanges}
     whole = emitted == total or total - emitted <= other <= total - emitted + (FLAT[1] - 1) * total
     group = used.pop() if total and whole and len(used) == 1 else -1
     return Handed(tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH * total)
 
 
-def apply(parameters: Sequence[Reference]) -> bool:
-    """The gradients of these parameters are about to be applied. Whether those of the step before
-    were handed over after that."""
+def gradients_applied(parameters: Sequence[Reference]) -> bool:
+    """Note that a step is about to apply the gradients of these parameters.
+
+    Returns whether gradients of the step before were passed to collectives only after that step.
+    """
     late = False
     for reference in parameters:
         parameter = reference()
@@ -324,9 +357,8 @@ def apply(parameters: Sequence[Reference]) -> bool:
     return late
 
 
-def _applied(memory: int) -> int:
-    """Identity of the parameter whose gradient, applied and not dropped since, lies there; 0 for
-    none."""
+def _applied_parameter(memory: int) -> int:
+    """Identity of the parameter whose applied gradient still lies at `memory`; 0 if none."""
     reference = _window.applied.get(memory)
     parameter = None if reference is None else reference()
     gradient = None if parameter is None else parameter.grad
@@ -344,24 +376,24 @@ def parameters_averaged(parameters: Sequence[Any]) -> bool:
     return any(e.memory in own for e in _window.recent)
 
 
-def elements() -> int:
-    """How many floating-point numbers were handed to collectives since the first step."""
+def elements_after_first_step() -> int:
+    """Floating-point numbers passed to collectives since the first step."""
     return _window.elements
 
 
-def carried() -> int:
-    """How many numbers of any kind this rank ever handed to collectives or to a peer."""
-    return _window.carried
+def numbers_passed() -> int:
+    """Numbers of any type that this rank has passed to collectives or to a peer since the start."""
+    return _window.numbers_passed
 
 
-def numbers() -> dict[int, int]:
-    """The same by group."""
-    return dict(_window.numbers)
+def numbers_by_group() -> dict[int, int]:
+    """`numbers_passed`, by the number of the process group."""
+    return dict(_window.numbers_by_group)
 
 
-def spread(parameters: Sequence[Any]) -> int:
-    """The one group that these parameters themselves, all of them, were handed to since the last
-    step, -1 for none."""
+def group_of_parameters(parameters: Sequence[Any]) -> int:
+    """The one group in which all these parameters (no copies) were exchanged since the last step;
+    -1 if there is none."""
     sizes = {memory_of(p): p.numel() for p in parameters}
     every = [e for e in (*_window.recent, *_window.earlier) if sizes.get(e.memory) == e.elements]
     groups = {e.group for e in every if not e.gathered}
@@ -369,58 +401,61 @@ def spread(parameters: Sequence[Any]) -> int:
     return groups.pop() if whole else -1
 
 
-def as_many(parameters: Sequence[Any], since: int) -> bool:
-    """Whether that many numbers as these parameters have, or nearly so, were handed over since
-    `carried()` was that: local SGD may have made them equal, whatever it was that it exchanged."""
-    new = _window.carried - since
+def enough_for(parameters: Sequence[Any], since: int) -> bool:
+    """Whether enough numbers were exchanged since `numbers_passed()` was `since` to synchronise
+    these parameters, in whatever form."""
+    new = _window.numbers_passed - since
     return bool(new) and new >= ENOUGH * sum(p.numel() for p in parameters)
 
 
-def site() -> int:
-    """The line of an exchange in a backward or before a step, -1 where there was none early on."""
+def exchange_site() -> int:
+    """Site of an exchange during a backward or between backward and step; -1 if the first steps
+    had none."""
     return _window.site
 
 
 def gradient_groups() -> set[int]:
-    """The groups of the exchanges since the backward."""
+    """Numbers of the groups used since the last backward."""
     return {e.group for e in _window.recent}
 
 
 def values_exchanged(parameters: Sequence[Any], *, gathered: bool = True) -> bool:
-    """Whether collectives since the last step carried these parameters, or as much as they are;
-    `gathered`: be it that they were only gathered."""
-    every = [*_window.recent, *_window.earlier, *_window.within]
+    """Whether collectives since the last step carried these parameters, or tensors of their sizes.
+
+    Args:
+        gathered: count collectives that only gather, and so leave the parameters unchanged.
+    """
+    every = [*_window.recent, *_window.earlier, *_window.in_averaging_hooks]
     every = [e for e in every if gathered or not e.gathered]
     if not covers(every, parameters):
         return False
     gradients = [p.grad for p in parameters if p.grad is not None]
     own = {memory_of(t) for t in (*parameters, *gradients)}
-    return covers(_without_others(every, own), parameters)
+    return covers(_without_other_optimizers(every, own), parameters)
 
 
 def no_step_follows() -> None:
-    """What was exchanged for the last step is no exchange after it."""
+    """End the window of the last step at the end of the run."""
     _window.begin()
 
 
-def _without_others(exchanges: list[Exchange], own: set[int]) -> list[Exchange]:
-    """Without what lies neither in the memory `own` nor in buffers, but is the value or the
-    gradient of what another optimizer holds."""
-    return [e for e in exchanges if e.memory in own or not _held(e.memory)]
+def _without_other_optimizers(exchanges: list[Exchange], own: set[int]) -> list[Exchange]:
+    """Drop exchanges of values and gradients of parameters of other optimizers."""
+    return [e for e in exchanges if e.memory in own or not _belongs_to_optimizer(e.memory)]
 
 
-def _held(memory: int) -> bool:
-    """Whether the value or the gradient of a parameter of some optimizer lies there."""
+def _belongs_to_optimizer(memory: int) -> bool:
+    """Whether the value or gradient of a parameter of any optimizer lies at `memory`."""
     if _window.owners is None:
         _window.owners = {}
         for parameter in optimizers.held().values():
             owner = Reference(parameter)
-            _window.owners.update((place, owner) for place in _places(parameter))
+            _window.owners.update((place, owner) for place in _addresses(parameter))
     reference = _window.owners.get(memory)
-    return reference is not None and memory in _places(reference())
+    return reference is not None and memory in _addresses(reference())
 
 
-def _places(parameter: Any) -> list[int]:
-    """Where its value and its gradient lie."""
+def _addresses(parameter: Any) -> list[int]:
+    """Addresses of the memory of a parameter's value and gradient."""
     tensors = () if parameter is None else (parameter, parameter.grad)
     return [memory_of(t) for t in tensors if t is not None]

@@ -1,4 +1,8 @@
-"""What ranks do together that replicas do not do: those that have a part of a model each."""
+"""Do the ranks split a model between them, rather than each train a replica?
+
+Replicas exchange gradients or parameters. Point-to-point calls, `all_to_all` and collectives inside
+the backward are signs of pipeline, expert or tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -11,57 +15,59 @@ ALL_TO_ALL = "all-to-all"
 IN_BACKWARD = "in backward"
 
 
-class _Schemes:
-    """What was ever done.
+class _Parallelism:
+    """What this rank has done since the start that replicas do not do.
 
     Attributes:
-        special: `all-to-all`, `point-to-point`, `in backward`; empty for nothing.
-        partners: the other ranks that it was done with, -1 for any.
-        swaps: `all_to_all` of floating-point numbers, outside of backwards and inside.
+        special: `all-to-all`, `point-to-point` or `in backward`; empty if nothing.
+        partners: the other ranks involved; -1 stands for any rank.
+        all_to_alls: `all_to_all` calls with floating-point tensors, outside and inside backwards.
     """
 
     def __init__(self) -> None:
         self.special = ""
         self.partners: set[int] = set()
-        self.swaps = [0, 0]
+        self.all_to_alls = [0, 0]
 
 
-_schemes = _Schemes()
+_parallelism = _Parallelism()
 
 
 def install() -> None:
-    _schemes.__init__()  # type: ignore[misc]
+    _parallelism.__init__()  # type: ignore[misc]
 
 
 def seen(kind: str, partners: Iterable[int]) -> None:
-    if kind != POINT_TO_POINT or not _schemes.special:
-        _schemes.special = kind
-    _schemes.partners.update(partners)
+    """Note a call of one of the kinds above with these ranks."""
+    # Pipelines send activations, but so do plain programs (a loss to rank 0): the weakest sign.
+    if kind != POINT_TO_POINT or not _parallelism.special:
+        _parallelism.special = kind
+    _parallelism.partners.update(partners)
 
 
-def swapped(*, inside: bool) -> None:
-    """Numbers were handed to `all_to_all`, inside a backward or outside."""
-    _schemes.swaps[inside] += 1
+def all_to_all_called(*, inside: bool) -> None:
+    """Count an `all_to_all` of floating-point tensors, inside a backward or outside."""
+    _parallelism.all_to_alls[inside] += 1
 
 
 def special() -> str:
-    """What this rank ever did that replicas do not do; empty for nothing."""
-    return _schemes.special
+    """The kind of call this rank made that replicas do not make; empty if none."""
+    return _parallelism.special
 
 
 def partners() -> tuple[int, ...]:
-    """The other ranks that it was done with; -1 for any."""
-    return tuple(sorted(_schemes.partners))
+    """The other ranks with which such calls were made; -1 stands for any rank."""
+    return tuple(sorted(_parallelism.partners))
 
 
-def swaps() -> tuple[int, ...]:
-    """How often `all_to_all` carried numbers outside of backwards, and inside; empty for never."""
-    return tuple(_schemes.swaps) if any(_schemes.swaps) else ()
+def all_to_all_calls() -> tuple[int, ...]:
+    """Counts of `all_to_all` calls outside and inside backwards; empty if there were none."""
+    return tuple(_parallelism.all_to_alls) if any(_parallelism.all_to_alls) else ()
 
 
-def replicas(group: int) -> bool:
-    """Whether nothing else was done with the other ranks of a group; of the default one, with
-    any."""
-    if not _schemes.special:
+def holds_replicas(group: int) -> bool:
+    """Whether this rank made no such call with other ranks of the group (for the default group:
+    with any rank)."""
+    if not _parallelism.special:
         return True
-    return group > 0 and _schemes.partners.isdisjoint({-1, *process_groups.others(group)})
+    return group > 0 and _parallelism.partners.isdisjoint({-1, *process_groups.others(group)})

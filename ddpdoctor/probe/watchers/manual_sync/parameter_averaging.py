@@ -1,7 +1,7 @@
-"""Whether parameters become others by what is exchanged between steps.
+"""Do parameters change when they are exchanged between steps?
 
-Local SGD writes averages back to them. A program that only checks its replicas exchanges as much,
-and writes nothing.
+Local SGD writes averages back to them. A program that only compares its replicas exchanges as much
+and writes nothing, so digests from before and after the exchange are compared.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Digest = Callable[[], "Waiting | None"]
 
 
 class WriteBack:
-    """Of the parameters that one optimizer holds of one model.
+    """Digests of the parameters of one model in one optimizer, around exchanges of that size.
 
     Attributes:
-        unchanged: exchanges of as much as the parameters that left them as they were.
+        unchanged: exchanges as large as the parameters that left them unchanged.
     """
 
     def __init__(self) -> None:
@@ -29,18 +29,27 @@ class WriteBack:
         self._pairs: list[tuple[Waiting, Waiting]] = []
 
     def called(self, digest: Digest, size: int) -> None:
-        """A collective is about to be made. Parameters are digested once in a window, before half
-        of what an exchange of them takes is under way: some are as they were then, whatever the
-        order in which they are written."""
-        window, elements = exchanges.between()
+        """Digest the parameters, if a collective that is about to be made may exchange them.
+
+        This is done once per window, before half of an exchange of that size (`ENOUGH / 2`) has
+        taken place: then some parameters still have their old values, in whatever order the
+        program writes them.
+
+        Args:
+            digest: digests the parameters.
+            size: their number of elements.
+        """
+        window, elements = exchanges.window_elements()
         if window != self._window and elements >= ENOUGH / 2 * size:
             self._window, self._before = window, digest()
 
     def exchanged(self, digest: Digest) -> bool:
-        """Before a step, after an exchange of as much as the parameters. Whether nothing is known
-        of how they were before it: they may well have been written to."""
+        """Digest the parameters before a step that follows an exchange of their size.
+
+        Returns True if they were not digested before the exchange, and so may have changed.
+        """
         before, self._before = self._before, None
-        if before is None or self._window != exchanges.between()[0]:
+        if before is None or self._window != exchanges.window_elements()[0]:
             return True
         if (now := digest()) is None:
             return True
@@ -48,7 +57,7 @@ class WriteBack:
         return False
 
     def changed(self, *, wait: bool = False) -> bool:
-        """Whether any of them became another one, as far as the devices have answered."""
+        """Whether any exchange changed the parameters, by the digests that have arrived."""
         there = [p for p in self._pairs if all([one.ready(wait=wait) for one in p])]
         self._pairs = [p for p in self._pairs if p not in there]
         changed = [before.values != now.values for before, now in there]

@@ -1,4 +1,8 @@
-"""Exchanges by hand that still run when an optimizer applies what they carry."""
+"""Does an optimizer apply gradients while an asynchronous all-reduce of them still runs?
+
+Works are collected from the backward on, asked before the step whether they are complete, and after
+it whether anybody has waited for them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,21 @@ from . import exchanges
 LOST = "asynchronous exchanges that nobody waits for"
 
 STEPS = 32
-"""So many first steps are looked at: until the step is over their works are kept alive."""
+"""Only the first steps are looked at: works (and their tensors) are kept alive until the step ends,
+which could cost memory in the long run."""
 
 MOST = 4096
+"""Works kept at a time."""
 
 
 class PendingWork(NamedTuple):
-    """An asynchronous call.
+    """An asynchronous collective between backward and step.
 
     Attributes:
-        number: in the ring.
-        carries: as in `exchanges`.
+        work: torch's `Work`.
+        number: of the call in the ring file.
+        carries: the tensors that were passed to it.
+        site: line of the call.
     """
 
     work: Any
@@ -39,11 +47,13 @@ class PendingWork(NamedTuple):
     site: int
 
 
-class _Flights:
-    """Attributes:
-    issued: since the backward; running: those that were when the step began.
-    steps: that ended while one ran that nobody had waited for, and the line of the last such one,
-        by the number of the optimizer.
+class _PendingWorks:
+    """
+    Attributes:
+        issued: works of asynchronous calls since the backward.
+        running: those of them that were incomplete when the step began.
+        steps: by optimizer, how many of its steps ended while such a work ran that nobody had
+            waited for, and the line of the last one.
     """
 
     def __init__(self) -> None:
@@ -52,13 +62,13 @@ class _Flights:
         self.steps: dict[int, tuple[int, int]] = {}
 
 
-_flights = _Flights()
+_pending = _PendingWorks()
 _following = Subscriptions()
-"""Of what ends it, while any is known."""
+"""Subscriptions to the moments that end the wait; enabled while there are works."""
 
 
 def install() -> None:
-    _flights.__init__()  # type: ignore[misc]
+    _pending.__init__()  # type: ignore[misc]
     call_hooks.issued.subscribe(_issued, lost=LOST)
     _following[:] = (
         lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
@@ -67,40 +77,41 @@ def install() -> None:
 
 
 def _issued(recorder: Recorder, call: Issued) -> None:
-    carries = exchanges.latest()
-    made = backwards.running() or backwards.since(recorder.step)  # gradients
-    if carries and made and recorder.step < STEPS:
-        for work in call.works[: MOST - len(_flights.issued)]:
-            _flights.issued.append(PendingWork(work, call.number, carries, recorder.site()))
+    carries = exchanges.latest_exchanges()
+    gradients_exist = backwards.running() or backwards.since(recorder.step)
+    if carries and gradients_exist and recorder.step < STEPS:
+        for work in call.works[: MOST - len(_pending.issued)]:
+            _pending.issued.append(PendingWork(work, call.number, carries, recorder.site()))
         _following.enable()
 
 
 def step_begins(gradients: Sequence[Any]) -> None:
-    """These are about to be applied."""
-    if _flights.issued:
+    """Note which pending works carry these gradients, which a step is about to apply."""
+    if _pending.issued:
         held = {memory_of(g) for g in gradients}
         flat = ENOUGH * sum(g.numel() for g in gradients)
-        _flights.running = [
-            flight
-            for flight in _flights.issued
-            if any(e.memory in held or e.elements >= flat for e in flight.carries)
-            and not flight.work.is_completed()
+        _pending.running = [
+            pending
+            for pending in _pending.issued
+            if any(e.memory in held or e.elements >= flat for e in pending.carries)
+            and not pending.work.is_completed()
         ]
 
 
 def steps(optimizer: int) -> tuple[int, int]:
-    """How many of its steps so far applied gradients whose exchange still ran; the line of a
-    call."""
-    return _flights.steps.get(optimizer, (0, -1))
+    """How many steps of an optimizer so far applied gradients whose exchange still ran, and the
+    line of one such call (-1 if none)."""
+    return _pending.steps.get(optimizer, (0, -1))
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
     written = tape(recorder)
-    for flight in _flights.running:
-        # An optimizer of the user's, or a hook of it, may wait as the first thing in its step.
-        if written is not None and written.ring.state(flight.number) == State.RETURNED:
+    for pending in _pending.running:
+        # Judged only when the step ends: an optimizer of the user's, or a hook on it, may wait for
+        # the works as the first thing in its step. The ring says RETURNED until somebody waits.
+        if written is not None and written.ring.state(pending.number) == State.RETURNED:
             number = step.known.number
-            _flights.steps[number] = (steps(number)[0] + 1, flight.site)
+            _pending.steps[number] = (steps(number)[0] + 1, pending.site)
             break
     _forget()
 
@@ -110,5 +121,5 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
 
 
 def _forget() -> None:
-    _flights.issued, _flights.running = [], []
+    _pending.issued, _pending.running = [], []
     _following.disable()

@@ -1,5 +1,8 @@
-"""Whether what the ranks hand to collectives are copies of the very gradients that are applied
-afterwards: then what came of them was used by nobody."""
+"""Does the program all-reduce copies of gradients and then step with the originals?
+
+The norms of the exchanged copies and of the gradients are compared before a step: where they are
+equal, the result of the collective went unused.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,23 @@ LOST = "exchanged gradients that are not used"
 
 EARLY = 8
 LAST = 64
-"""Looked at before each of the first `EARLY` steps, and then at powers of two up to the `LAST`."""
+"""Calls are looked at before each of the first `EARLY` steps, then before steps that are powers of
+two up to `LAST`: reading every tensor costs as much as the call itself on small models."""
 
 
 class _Window:
-    """What was handed over since the step `step` of any optimizer: memory (0 where the call leaves
-    that as it is), elements, and the sum of squares of each tensor; `site` is the line of the last
-    call."""
+    """The tensors passed to collectives since the last step.
+
+    Attributes:
+        step: steps of all optimizers before it.
+        passed: per tensor its memory (0 if the call leaves the tensor unchanged), number of
+            elements and sum of squares.
+        site: line of the last call.
+    """
 
     def __init__(self, step: int = -1) -> None:
         self.step = step
-        self.handed: list[tuple[int, int, float]] = []
+        self.passed: list[tuple[int, int, float]] = []
         self.site = -1
 
 
@@ -50,29 +59,34 @@ def _called(recorder: Recorder, call: Call) -> None:
     for tensor in call.tensors:
         if tensor.is_floating_point() and readable(tensor):
             memory = 0 if call.gathers else memory_of(tensor)
-            _window.handed.append((memory, tensor.numel(), _squares(tensor)))
+            _window.passed.append((memory, tensor.numel(), _squared_norm(tensor)))
             _window.site = recorder.site()
 
 
-def share(recorder: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
-    """The norm of the copies that were handed over for the step to come, by that of the gradients
-    of these parameters, and the line; 0 and -1 where they are not as many, not on the CPU, or not
-    finite."""
+def norm_ratio(recorder: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
+    """Norm of the exchanged copies divided by the norm of the gradients, and the line of the call.
+
+    (0, -1) if the copies do not match the gradients in size, or any is not on the CPU or not
+    finite. To be called just before the step.
+    """
     gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
     nothing = (0.0, -1)
     if recorder.step != _window.step or not all(map(readable, gradients)):
         return nothing
     own = {memory_of(t) for t in (*parameters, *gradients) if t is not None}
-    handed = [(n, squares) for memory, n, squares in _window.handed if memory not in own]
+    handed = [(n, squares) for memory, n, squares in _window.passed if memory not in own]
     copies = _copies(handed, [g.numel() for g in gradients])
-    applied, shared = sum(map(_squares, gradients)), sum(copies)
+    applied, shared = sum(map(_squared_norm, gradients)), sum(copies)
     known = copies and applied and math.isfinite(applied) and math.isfinite(shared)
     return (math.sqrt(shared / applied), _window.site) if known else nothing
 
 
 def _copies(handed: list[tuple[int, float]], sizes: list[int]) -> list[float]:
-    """The squares of those that are as large as the gradients one by one, or else of buffers of
-    them all; beside them a loss may be handed over."""
+    """Sums of squares of the exchanged tensors that match the gradients' sizes one by one, or else
+    of the largest ones that together are about as long as all gradients (flat buffers).
+
+    Smaller tensors may be left over: most programs also reduce a loss.
+    """
     left = Counter(sizes)
     found = []
     for n, squares in handed:
@@ -89,7 +103,7 @@ def _copies(handed: list[tuple[int, float]], sizes: list[int]) -> list[float]:
     return found if FLAT[0] * size <= carried <= FLAT[1] * size else []
 
 
-def _squares(tensor: Any) -> float:
+def _squared_norm(tensor: Any) -> float:
     import torch
 
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,8 @@
-"""Parameters that are trained without a wrapper: what they are, whether ranks agree on them."""
+"""Which parameters are trained without a wrapper, and do the ranks keep them equal?
+
+Before steps of optimizers that hold such parameters, digests of gradients and parameters are
+recorded, together with what the program exchanged itself.
+"""
 
 from __future__ import annotations
 
@@ -30,35 +34,38 @@ from . import exchanges, parallelism, pending_works, unused_allreduce
 LOST = "models that are trained without a wrapper"
 
 LOOK_AGAIN = 32
+"""Steps after which an optimizer whose parameters are all wrapped is looked at again: parameters
+may be added to it at any time, but few programs do that."""
+
 EMITTED_AT_MOST = 5000
-"""Parameters of one optimizer that are listed."""
+"""Parameters of one optimizer that are listed: bounds the size of the record."""
 
 SMALL = 64
-"""Parameters that are digested at every step of the first `EARLY`, and 16 times per doubling."""
-
 EARLY = 64
+"""Optimizers of at most `SMALL` parameters are digested at every step of the first `EARLY` and then
+16 times per doubling of the steps; others at powers of two only."""
+
 EACH = "each"
-"""Stands in a state for digests that are on their way."""
+"""Placeholder for digests that are still on their way from a device."""
 
 CHANGES_AT_MOST = 64
-"""Looks because the exchange stopped or went on, or because there was one between steps."""
+"""Extra digests because the exchange stopped or resumed, or came between steps: a program that
+exchanges in every other step must not cause one each time."""
 
 
-class Loose:
-    """What is known of one optimizer.
+class UnwrappedParameters:
+    """The parameters of one optimizer that belong to no wrapper, and how they were exchanged.
 
     Attributes:
-        parameters: those that no wrapper was given.
-        exchanged: by what means they were ever exchanged, empty where they never were, or only
-            before the first step of all.
-        complete, completed, group, inside, shared, averaged, late: as in `UnwrappedState`, of the
-            steps so far.
-        spread: as in `UnwrappedState`; 0 is the group of all ranks, which is judged by what is
-            exchanged in it.
-        handed: of the step that is about to be taken.
-        carried: `exchanges.carried()` at the last step.
-        changes: how often `complete` changed, or much was exchanged by means that are not known.
-        waiting: states with digests on their way from a device.
+        held, models: number of parameters of the optimizer and of wrapped models when this was
+            made; where either changes, it is made anew.
+        exchanged: how they were exchanged so far; empty if never, or only before the first step.
+        complete, completed, group, inside, shared, averaged, late, spread: see `UnwrappedState`;
+            up to the last step.
+        passed: gradients passed to collectives for the step about to be taken.
+        numbers_passed: `exchanges.numbers_passed()` at the last step.
+        changes: extra digests so far, see `CHANGES_AT_MOST`.
+        waiting: states whose digests are still on their way from a device.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -74,18 +81,18 @@ class Loose:
         self.averaged = 0
         self.late = 0
         self.spread = -1
-        self.handed = Handed()
-        self.carried = exchanges.carried()
+        self.passed = Handed()
+        self.numbers_passed = exchanges.numbers_passed()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
 
 _roots: WeakIdentityMap[int] = WeakIdentityMap()
-"""Numbers of outermost modules."""
+"""Outermost modules, numbered in the order in which they were recorded."""
 _numbers = itertools.count()
 
 _following = Subscriptions()
-"""Of every step, once there is anything to follow."""
+"""Subscription to every step; enabled once an optimizer has parameters outside of wrappers."""
 
 
 def install() -> None:
@@ -99,50 +106,53 @@ def install() -> None:
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    """What a wrapper covers stays covered: look again only now and then."""
-    known = step.known.notes.get(Loose)
+    """Look at optimizers whose parameters are all wrapped only now and then: they stay wrapped."""
+    known = step.known.notes.get(UnwrappedParameters)
     if known is None or not (known.parameters or step.number % LOOK_AGAIN):
-        _follow(recorder, step)
+        _look_at_step(recorder, step)
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
-    known = step.known.notes.get(Loose)
+    known = step.known.notes.get(UnwrappedParameters)
     if known is not None and known.parameters:
-        _follow(recorder, step)
+        _look_at_step(recorder, step)
 
 
-def _follow(recorder: Recorder, step: Step) -> None:
+def _look_at_step(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None or not _several_ranks():
         return
-    known = _known(recorder, optimizer, step)
+    known = _unwrapped_parameters(recorder, optimizer, step)
     if not known.parameters or capturing():
         return
     _following.enable()
     every = [ref() for ref in known.parameters]
     alive = [p for p in every if p is not None]
-    known.handed = exchanges.handed(every)
+    known.passed = exchanges.gradients_passed(every)
     before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
     if not recorder.step:
-        known.spread = exchanges.spread(alive)
+        known.spread = exchanges.group_of_parameters(alive)
     _write(recorder, known, wait=False)
-    complete = not step.closure and _counts(known, known.handed.group)
-    known.shared += known.handed.most
+    complete = not step.closure and _in_one_group(known, known.passed.group)
+    known.shared += known.passed.most
     known.averaged += exchanges.parameters_averaged(alive)
-    known.late += exchanges.apply(known.parameters)
+    known.late += exchanges.gradients_applied(known.parameters)
     pending_works.step_begins([p.grad for p in alive if p.grad is not None])
-    due = known.exchanged != before or _due(known, step.number, complete)
+    due = known.exchanged != before or _digest_due(known, step.number, complete)
     due |= _may_be_equal_now(known, alive)
     known.complete = complete
     if due and any(p.grad is not None for p in alive):
-        _look(recorder, step.known.number, known, step.number)
+        _record_state(recorder, step.known.number, known, step.number)
     known.completed += complete
-    known.inside += exchanges.handed_inside(every)
+    known.inside += exchanges.all_passed_in_backward(every)
 
 
-def _counts(known: Loose, group: int) -> bool:
-    """Whether gradients that were all handed to a group make a step complete: the group is the same
-    in all of them. The default one takes the place of others."""
+def _in_one_group(known: UnwrappedParameters, group: int) -> bool:
+    """Whether a step whose gradients were all exchanged in `group` (-1: they were not) continues
+    the series of complete steps, which must all use one group.
+
+    The default group replaces another one and starts the count anew.
+    """
     if group < 0 or known.group == group:
         return group >= 0
     if group and (known.group or known.completed):
@@ -152,7 +162,8 @@ def _counts(known: Loose, group: int) -> bool:
     return True
 
 
-def _due(known: Loose, step: int, complete: bool) -> bool:
+def _digest_due(known: UnwrappedParameters, step: int, complete: bool) -> bool:
+    """Whether to digest before this step; depends on `step` only, as far as ranks are compared."""
     if step & (step - 1) == 0:
         return True
     if not known.completed:
@@ -165,26 +176,26 @@ def _due(known: Loose, step: int, complete: bool) -> bool:
     )
 
 
-def _may_be_equal_now(known: Loose, parameters: list[Any]) -> bool:
-    """Whether this is the first step after an exchange that may have been of the parameters, by
-    means that are not known."""
-    since, known.carried = known.carried, exchanges.carried()
+def _may_be_equal_now(known: UnwrappedParameters, parameters: list[Any]) -> bool:
+    """Whether enough was exchanged since the last step, in some unknown form, to make the
+    parameters equal again."""
+    since, known.numbers_passed = known.numbers_passed, exchanges.numbers_passed()
     if known.exchanged or known.changes >= CHANGES_AT_MOST:
         return False
-    much = exchanges.as_many(parameters, since)
+    much = exchanges.enough_for(parameters, since)
     known.changes += much
     return much
 
 
-def _look(
-    recorder: Recorder, optimizer: int, known: Loose, step: int, *, last: bool = False
+def _record_state(
+    recorder: Recorder, optimizer: int, known: UnwrappedParameters, step: int, *, last: bool = False
 ) -> None:
     every = [ref() for ref in known.parameters]
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
     closely = not last and step & (step - 1) == 0 and len(every) <= EMITTED_AT_MOST
     running, running_site = pending_works.steps(optimizer)
-    copied, copied_site = unused_allreduce.share(recorder, every) if closely else (0.0, -1)
+    copied, copied_site = unused_allreduce.norm_ratio(recorder, every) if closely else (0.0, -1)
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -201,17 +212,17 @@ def _look(
         shared=known.shared,
         late=known.late,
         spread=known.spread,
-        numbers=exchanges.numbers() if known.spread > 0 else {},
-        elements=exchanges.elements(),
-        swaps=parallelism.swaps(),
+        numbers=exchanges.numbers_by_group() if known.spread > 0 else {},
+        elements=exchanges.elements_after_first_step(),
+        swaps=parallelism.all_to_all_calls(),
         wrapped=backwards.synced(),
         each=EACH if closely else "",
-        handed=pack(known.handed.positions) if closely else "",
-        other=known.handed.other if closely else 0,
-        exchange_site=exchanges.site() if closely else -1,
+        handed=pack(known.passed.positions) if closely else "",
+        other=known.passed.other if closely else 0,
+        exchange_site=exchanges.exchange_site() if closely else -1,
         copied=copied,
         copied_site=copied_site,
-        within=0 if last else exchanges.within_backward(),
+        within=0 if last else exchanges.elements_in_backward(),
         running=running,
         running_site=running_site,
         last=last,
@@ -226,9 +237,9 @@ def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _known(recorder: Recorder, optimizer: Any, step: Step) -> Loose:
+def _unwrapped_parameters(recorder: Recorder, optimizer: Any, step: Step) -> UnwrappedParameters:
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = step.known.notes.get(Loose)
+    known = step.known.notes.get(UnwrappedParameters)
     if known is not None and (known.held, known.models) == (held, wrapped_models.count()):
         return known
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -236,7 +247,7 @@ def _known(recorder: Recorder, optimizer: Any, step: Step) -> Loose:
     mine = [p for p in parameters if _trained(p) and id(p) not in covered]
     if any(_sharded(p) for p in parameters):
         mine = []
-    known = step.known.notes[Loose] = Loose(mine)
+    known = step.known.notes[UnwrappedParameters] = UnwrappedParameters(mine)
     known.held, known.models = held, wrapped_models.count()
     if mine:
         _emit(recorder, step, mine)
@@ -244,13 +255,15 @@ def _known(recorder: Recorder, optimizer: Any, step: Step) -> Loose:
 
 
 def _trained(parameter: Any) -> bool:
-    """Some programs freeze a model while its optimizer steps."""
+    """Whether a parameter is trained. One with a gradient is, even if frozen now: some programs
+    freeze a model while its optimizer steps."""
     trained = parameter.requires_grad or parameter.grad is not None
     return bool(trained and parameter.is_floating_point())
 
 
 def _sharded(parameter: Any) -> bool:
-    """FSDP of both kinds and tensor parallelism hold a piece of each parameter per rank."""
+    """Whether each rank holds a piece of this parameter: DTensor (FSDP2, tensor parallelism) or a
+    flat parameter of FSDP1."""
     return (
         hasattr(parameter, "device_mesh")
         or hasattr(parameter, "_fsdp_flattened")
@@ -259,7 +272,8 @@ def _sharded(parameter: Any) -> bool:
 
 
 def _made_at(recorder: Recorder, root: Any) -> int:
-    """The line that named the model, where it is still in sight; else the one that made it."""
+    """The line that assigns the model to a variable of a running function; else the one that
+    constructed it."""
     found = assignment_in_frames(
         sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", root, birth_line(root)
     )
@@ -289,19 +303,22 @@ def _emit(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
     )
 
 
-def _exchanged(recorder: Recorder, known: Loose, parameters: list[Any]) -> str:
-    """How the ranks ever exchanged these parameters or their gradients. Before the first step of
-    all they take the parameters of one to begin with: that does not keep them equal."""
+def _exchanged(recorder: Recorder, known: UnwrappedParameters, parameters: list[Any]) -> str:
+    """How the ranks have exchanged these parameters or their gradients so far.
+
+    An exchange of parameters before the first step does not count: it makes the replicas start
+    equal (a broadcast from rank 0) but does not keep them equal.
+    """
     if found := parallelism.special() or known.exchanged:
         return found
-    if known.handed.most:
+    if known.passed.most:
         return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"
     if recorder.step and exchanges.values_exchanged(parameters):
         return "parameters"
-    return "unseen" if not wrapped_models.live() and exchanges.unseen() else ""
+    return "unseen" if not wrapped_models.live() and exchanges.unrecorded_collectives() else ""
 
 
-def _write(recorder: Recorder, known: Loose, *, wait: bool) -> None:
+def _write(recorder: Recorder, known: UnwrappedParameters, *, wait: bool) -> None:
     while known.waiting:
         state, gradients, values = known.waiting[0]
         if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
@@ -309,14 +326,15 @@ def _write(recorder: Recorder, known: Loose, *, wait: bool) -> None:
         known.waiting.pop(0)
         emitted = msgspec.structs.replace(
             state,
-            gradients=_one(gradients.values),
-            parameters=_one(values.values),
+            gradients=_combined(gradients.values),
+            parameters=_combined(values.values),
             each=state.each and pack([*gradients.values, *values.values]),
         )
         recorder.emit(emitted, vital=True)
 
 
-def _one(numbers: list[int]) -> int:
+def _combined(numbers: list[int]) -> int:
+    """One digest of many, which depends on their order; fits into 47 bits."""
     total = 0
     for place, number in enumerate(numbers, 1):
         total = (total + place * number) & 0x7FFFFFFFFFFF
@@ -329,15 +347,15 @@ def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    # A device that hangs is not waited for.
+    # Do not wait for a device: it may hang.
     _finish(recorder, wait=False)
 
 
 def _finish(recorder: Recorder, *, wait: bool) -> None:
-    """The last look at what is exchanged by hand, and what waits to be written."""
+    """Record the last state of every optimizer, and what still waits to be written."""
     exchanges.no_step_follows()
     for optimizer in optimizers.known():
-        if (known := optimizer.notes.pop(Loose, None)) is not None:
+        if (known := optimizer.notes.pop(UnwrappedParameters, None)) is not None:
             alive = [p for ref in known.parameters if (p := ref()) is not None]
             before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
             if (before, known.exchanged) == ("", "parameters"):
@@ -345,5 +363,5 @@ def _finish(recorder: Recorder, *, wait: bool) -> None:
                 known.exchanged = "parameters" if changed else "gathered"
             emitted = known.completed or known.inside or known.spread > 0
             if emitted or known.exchanged != before:
-                _look(recorder, optimizer.number, known, optimizer.steps, last=True)
+                _record_state(recorder, optimizer.number, known, optimizer.steps, last=True)
             _write(recorder, known, wait=wait)

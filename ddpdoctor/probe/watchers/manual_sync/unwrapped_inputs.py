@@ -1,6 +1,7 @@
-"""What the forwards of models without a wrapper are given, in the first few steps.
+"""What inputs do models without a wrapper get in the first steps?
 
-A hook waits for them only as long as somebody asks.
+A global forward hook is registered only while `averaged_gradients` watches such a model: it would
+slow down every module otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ...training.module_origins import named_roots
 LOST = "what models without a wrapper were given"
 
 
-class Given(NamedTuple):
-    """The first forward with gradients since a step; as in `Averaged`."""
+class FirstInputs(NamedTuple):
+    """The inputs of the first forward since a step; the fields are those of `Averaged`."""
 
     inputs: int = 0
     numbers: int = 0
@@ -29,25 +30,25 @@ class Given(NamedTuple):
     site: int = -1
 
 
-class _Asked:
+class _Inputs:
     handle: Any = None
     roots: WeakIdentityMap[int] = WeakIdentityMap()
-    given: dict[int, Given] = {}
+    first: dict[int, FirstInputs] = {}
     positions: tuple[Position, ...] | None = None
 
 
 def install() -> None:
-    _Asked.roots.clear()
-    _Asked.given.clear()
-    _Asked.positions = None
-    on_restore(let_go)
+    _Inputs.roots.clear()
+    _Inputs.first.clear()
+    _Inputs.positions = None
+    on_restore(stop)
 
 
-def ask(optimizer: int, parameters: list[Any]) -> None:
-    """Look at the forwards that follow of the module that holds these parameters."""
+def watch(optimizer: int, parameters: list[Any]) -> None:
+    """Record the inputs of the next forward of the module that holds these parameters."""
     import torch
 
-    if optimizer not in _Asked.roots.values():
+    if optimizer not in _Inputs.roots.values():
         _, roots = named_roots(parameters)
         parts = [m for root in roots[:1] for m in root.modules()]
         compiled = compiling() or any(
@@ -57,38 +58,39 @@ def ask(optimizer: int, parameters: list[Any]) -> None:
             for m in parts
         )
         if not parts or compiled:
-            return  # a hook would have it compiled anew
-        _Asked.roots[roots[0]] = optimizer
-    _Asked.given.pop(optimizer, None)
-    _Asked.positions = rng_state.positions()
-    if _Asked.handle is None:
+            return  # a global hook would make torch.compile compile it again
+        _Inputs.roots[roots[0]] = optimizer
+    _Inputs.first.pop(optimizer, None)
+    _Inputs.positions = rng_state.positions()
+    if _Inputs.handle is None:
         register = torch.nn.modules.module.register_module_forward_pre_hook
-        _Asked.handle = register(shielded("given", _called, LOST))
+        _Inputs.handle = register(shielded("given", _forward_begins, LOST))
 
 
-def take(optimizer: int) -> Given:
-    """What the model of an optimizer was given since it was asked for."""
-    return _Asked.given.pop(optimizer, Given())
+def pop(optimizer: int) -> FirstInputs:
+    """The first inputs of an optimizer's model since `watch`; empty ones if none were seen."""
+    return _Inputs.first.pop(optimizer, FirstInputs())
 
 
-def let_go() -> None:
-    handle, _Asked.handle = _Asked.handle, None
+def stop() -> None:
+    """Remove the hook and watch no model any more."""
+    handle, _Inputs.handle = _Inputs.handle, None
     if handle is not None:
         handle.remove()
-    _Asked.roots.clear()
+    _Inputs.roots.clear()
 
 
-def _called(module: Any, args: tuple[Any, ...]) -> None:
-    optimizer = _Asked.roots.get(module)
-    if optimizer is not None and optimizer not in _Asked.given and not forwards.running():
-        guarded("given", lambda recorder: _look(recorder, optimizer, args), lost=LOST)
+def _forward_begins(module: Any, args: tuple[Any, ...]) -> None:
+    optimizer = _Inputs.roots.get(module)
+    if optimizer is not None and optimizer not in _Inputs.first and not forwards.running():
+        guarded("given", lambda recorder: _record(recorder, optimizer, args), lost=LOST)
 
 
-def _look(recorder: Recorder, optimizer: int, args: tuple[Any, ...]) -> None:
+def _record(recorder: Recorder, optimizer: int, args: tuple[Any, ...]) -> None:
     import torch
 
     if torch.is_grad_enabled():
         digest, numbers = content(args)
-        before = _Asked.positions
+        before = _Inputs.positions
         drawn = rng_state.drawn(before, rng_state.positions()) if before else -1
-        _Asked.given[optimizer] = Given(digest, numbers, drawn, recorder.site())
+        _Inputs.first[optimizer] = FirstInputs(digest, numbers, drawn, recorder.site())
