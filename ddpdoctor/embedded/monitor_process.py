@@ -107,7 +107,7 @@ class Watcher:
         signal.signal(signal.SIGTERM, self._terminated)
         while not self._over():
             reason = self.monitor.tick()
-            for line in self.monitor.standing.news():
+            for line in self.monitor.stall_detector.take_notices():
                 outcome.say(line)
             if reason and not self.stopped_by:
                 outcome.say(f"stopping the run: {reason}")

@@ -142,7 +142,7 @@ class Supervisor:
 
     def _look(self) -> None:
         reason = self._monitor.tick()
-        for line in self._monitor.standing.news():
+        for line in self._monitor.stall_detector.take_notices():
             self._say(line)
         if self._gathering and not self.stopped_by:
             line, alone = self._gathering.look(self._monitor.begun)

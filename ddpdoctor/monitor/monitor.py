@@ -36,7 +36,7 @@ from ..run import Facts, Recording, Run
 from ..storage import stack_dumps
 from ..storage.run_folder import EventWriter, RunFolder
 from . import system
-from .stall_detector import Standing
+from .stall_detector import StallDetector
 from .stop_agreement import Judge
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Monitor:
         self._swept: set[int] = set()
         self._gpus = system.Gpus()
         self._tree = system.Tree()
-        self.standing = Standing(options, self._write, lambda: _hang_checks(options))
+        self.stall_detector = StallDetector(options, self._write, lambda: _hang_checks(options))
 
     def start(self) -> None:
         """Open the node's file.
@@ -158,7 +158,7 @@ class Monitor:
 
     def judge(self, run: Run) -> str | None:
         """Why the run has to be stopped: it stands still for good."""
-        return self.standing.look(run, self.rank_pids())
+        return self.stall_detector.look(run, self.rank_pids())
 
     def _spawned_twice(self, run: Run) -> str | None:
         """Ranks that a script spawned in every process of torchrun's: they never meet."""
@@ -230,7 +230,7 @@ class Monitor:
         try:
             if self.run is not None:
                 run = self.recording.refresh(self.run.attempt)
-                self.standing.finish(run, set(self.watched))
+                self.stall_detector.finish(run, set(self.watched))
         except Exception as error:
             self.failed(error)
         if self._writer:

@@ -1,7 +1,8 @@
-"""Whether a run stands still, for good or for now: the monitor's part in finding hangs.
+"""Finds runs that make no progress, and decides whether to stop them.
 
-It measures (who made no progress since when, where everyone is) and records that; what it means
-is said by the checks of the family `hang`, the same that read the folder afterwards.
+It measures which ranks have made no progress since when, asks them for their stacks, and records
+both. What that means is decided by the checks of the family `hang`, the same ones that read the
+folder afterwards: a run is stopped where one of them proves a deadlock.
 """
 
 from __future__ import annotations
@@ -28,35 +29,39 @@ if TYPE_CHECKING:
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Of these faulthandler writes down where they hit the rank."""
+"""Signals on which faulthandler writes the rank's stack."""
 QUIET_S = 1.0
-"""Nobody is called still before that."""
+"""A pause shorter than this is no stall: gloo itself sleeps for tenths of a second."""
 LEAST_S = 10.0
+"""The shortest stall that is reported without a proof, unless --hang-after says otherwise."""
 FIRST_STEP_S = 30.0
-"""Before the first step there is nothing to learn from: data sets are read, models compiled."""
+"""The same before the first step, in which data sets are read and models compiled."""
 BEGUN = 30
-"""So many calls count as having begun, where no optimizer steps."""
+"""A rank that never steps an optimizer has begun after this many calls."""
 NOTICED_S = 5.5
-"""The checks take it that the end of a process has reached the others after somewhat less."""
+"""How long after the end of a process its peers must have noticed. The checks expect it a little
+earlier, so that a look at this moment finds their verdict."""
 PATIENCE = 1.5
-"""A pause may be that much longer than the longest one that ended well."""
+"""How much longer than the longest pause so far that ended well a pause may be."""
 ANSWERS_WITHIN_S, UNANSWERED_S = 1.0, 0.5
-"""Who has not said by then where it stands is sent a signal."""
+"""Seconds a rank has to write its stack before it counts as silent; after the second number it is
+sent a signal."""
 BUSY = 0.3
-"""Share of a core wanted. While every rank computes, none waits for another."""
+"""Share of a core. While every rank computes, none waits for another, and the limit is
+`WHILE_BUSY` times as long."""
 WHILE_BUSY = 6
 LOOK_SHARE = 20
-"""A look that took long is not repeated before twenty times that."""
+"""After an examination the next one waits this many times as long as it took."""
 
 
 @dataclass
-class Still:
-    """What is known of one rank's progress.
+class RankProgress:
+    """Progress of one rank.
 
     Attributes:
-        moved_at: what its ring said when last looked at (`Ring.progress_at`); changed: when that
-            last changed.
-        cpu_s: seconds of a core wanted until `cpu_at`; cpu: the share since the look before.
+        moved_at: `Ring.progress_at` at the last look, -1 before it; changed: when that last changed
+            (seconds on the monitor's clock).
+        cpu_s: CPU seconds wanted until `cpu_at`; cpu: the share of a core since the look before.
     """
 
     moved_at: float = -1.0
@@ -67,15 +72,17 @@ class Still:
 
 
 @dataclass
-class Episode:
-    """One time that the run stands still.
+class Stall:
+    """A time in which the run makes no progress.
 
     Attributes:
-        pids: the ranks' processes then.
-        asked: when they were asked for their stacks; sizes: of their stack files before;
-            signalled: those who did not answer were sent a signal.
+        since: when it began; pids: the processes of the ranks then.
+        asked: when the ranks were asked for their stacks; sizes: of their stack files before that;
+            signalled: the silent ones were sent a signal.
         told: it is on record; noticed: the user was told; proven: it cannot resolve.
-        moved: when ranks were first seen to move again.
+        moved: when a rank was first seen to go on.
+        judged, suspected: the states for which the checks were asked last, so that they are not
+            asked again about the same one.
     """
 
     since: float
@@ -84,18 +91,18 @@ class Episode:
     moved: float = 0.0
     sizes: dict[int, int] | None = None
     signalled: bool = False
-    told: bool = False
+    recorded: bool = False
     noticed: bool = False
     proven: bool = False
     judged: tuple[object, ...] = ()
     suspected: tuple[object, ...] = ()
 
 
-class Standing:
-    """Call `look` at every tick.
+class StallDetector:
+    """Watches the ranks of this node; call `look` at every tick of the monitor.
 
     Attributes:
-        notices: lines for the user that nobody has printed yet.
+        notices: lines for the user that were not printed yet.
     """
 
     def __init__(
@@ -108,45 +115,45 @@ class Standing:
         self.notices: list[str] = []
         self._write = write
         self._checks = checks
-        self._ranks: dict[int, Still] = {}
+        self._ranks: dict[int, RankProgress] = {}
         self._longest = 0.0
-        self._episode: Episode | None = None
+        self._stall: Stall | None = None
         self._attempt = 0
         self._ending = False
         self._next_look = 0.0
         self._stood_once: set[int] = set()
 
-    def news(self) -> list[str]:
+    def take_notices(self) -> list[str]:
         """The notices, to be printed now."""
-        told, self.notices = self.notices, []
-        return told
+        recorded, self.notices = self.notices, []
+        return recorded
 
     def look(self, run: Run, pids: set[int]) -> str | None:
-        """Why the run must be stopped, or None."""
+        """Look at all ranks once; why the run must be stopped, None where it need not."""
         if self._ending:
             _release(pids)
             return None
         run.now = now = time.monotonic()
         if run.attempt != self._attempt:
-            self._attempt, self._episode, self._ranks = run.attempt, None, {}
+            self._attempt, self._stall, self._ranks = run.attempt, None, {}
             self._stood_once = set()
         live = [r for r in run.ranks.values() if r.started and r.started.pid in pids]
         for rank in live:
             self._measure(rank, now)
-        since = self._standing_since(run, live, now)
-        episode = self._episode
+        since = self._still_since(run, live, now)
+        stall = self._stall
         if since is None or now - since < QUIET_S:
-            if episode is not None:
-                self._maybe_over(run, live, episode, now)
+            if stall is not None:
+                self._check_over(run, live, stall, now)
             return None
-        if episode is None or since > episode.since + QUIET_S:
-            if episode is not None and not self._maybe_over(run, live, episode, now):
+        if stall is None or since > stall.since + QUIET_S:
+            if stall is not None and not self._check_over(run, live, stall, now):
                 return None
-            episode = self._episode = Episode(since, pids=frozenset(_pids(live)))
-        return self._judge(run, live, episode, now)
+            stall = self._stall = Stall(since, pids=frozenset(_pids(live)))
+        return self._examine_stall(run, live, stall, now)
 
     def finish(self, run: Run, pids: set[int]) -> None:
-        """Where ranks were when they crashed, or were told to end: faulthandler wrote that."""
+        """Record where ranks were as they crashed or got SIGTERM, from what faulthandler wrote."""
         seen = {e.rank for n in run.nodes.values() for e in n.of(RankStood)} | self._stood_once
         for rank in run.ranks.values():
             pid = rank.started.pid if rank.started else 0
@@ -180,7 +187,7 @@ class Standing:
         return max(busy * least, PATIENCE * self._longest, 3 * max(times, default=0.0))
 
     def _measure(self, rank: Rank, now: float) -> None:
-        seen = self._ranks.setdefault(rank.rank, Still(changed=now, cpu_at=now))
+        seen = self._ranks.setdefault(rank.rank, RankProgress(changed=now, cpu_at=now))
         moved_at = rank.ring.progress_at if rank.ring else 0.0
         if moved_at != seen.moved_at:
             self._longest = max(self._longest, now - seen.changed if seen.moved_at >= 0 else 0.0)
@@ -191,8 +198,8 @@ class Standing:
                 seen.cpu = max(0.0, used - seen.cpu_s) / (now - seen.cpu_at)
             seen.cpu_s, seen.cpu_at = used, now
 
-    def _standing_since(self, run: Run, live: list[Rank], now: float) -> float | None:
-        """Since when a rank waits in a call, or all ranks do nothing; None where none does."""
+    def _still_since(self, run: Run, live: list[Rank], now: float) -> float | None:
+        """Since when a rank has waited in a call, or all have done nothing; None for neither."""
         if not live:
             return None
         waiting = [self._ranks[r.rank].changed for r in live if waits(r.ring)]
@@ -203,49 +210,49 @@ class Standing:
             return None
         return max(self._ranks[r.rank].changed for r in live)
 
-    def _maybe_over(self, run: Run, live: list[Rank], episode: Episode, now: float) -> bool:
-        """Whether the ranks really go on, rather than fail one after the other."""
+    def _check_over(self, run: Run, live: list[Rank], stall: Stall, now: float) -> bool:
+        """Whether the stall is over: ranks go on, and do not just fail one after the other."""
         failed = any(r.exception or r.latest(RankExiting) for r in run.ranks.values())
-        if episode.told:
-            episode.moved = episode.moved or now
-            if failed or episode.pids - set(_pids(live)) or now - episode.moved < QUIET_S:
+        if stall.recorded:
+            stall.moved = stall.moved or now
+            if failed or stall.pids - set(_pids(live)) or now - stall.moved < QUIET_S:
                 return False
-            lasted = now - episode.since
+            lasted = now - stall.since
             self._write(StallOver(at=now, lasted_s=lasted, attempt=self._attempt))
             self.notices.append(f"the run goes on, after {lasted:.0f} s")
-        self._episode = None
+        self._stall = None
         return True
 
-    def _judge(self, run: Run, live: list[Rank], episode: Episode, now: float) -> str | None:
+    def _examine_stall(self, run: Run, live: list[Rank], stall: Stall, now: float) -> str | None:
         limit = self.hang_after(run)
-        late = now - episode.since >= limit
-        if not episode.asked:
-            # Only who may be stuck is asked: a signal may interrupt what a library waits for.
-            if not late and not self._suspects(run, live, episode, limit, now):
+        late = now - stall.since >= limit
+        if not stall.asked:
+            # Ranks are asked only where a deadlock is likely: a signal may interrupt a library.
+            if not late and not self._suspects(run, live, stall, limit, now):
                 return None
-            self._ask(live, episode, now)
+            self._ask_for_stacks(live, stall, now)
             return None
-        if not episode.told and not self._answered(live, episode, now):
+        if not stall.recorded and not self._answered(live, stall, now):
             return None
-        state = (late, episode.told, *self._state(run, live, limit, now))
-        if state == episode.judged:
+        state = (late, stall.recorded, *self._state(run, live, limit, now))
+        if state == stall.judged:
             return None
-        episode.judged = state
+        stall.judged = state
         findings = self._findings(run)
         proof = next((f for f in findings if deadlocked(f)), None)
-        if (proof is not None and not episode.proven) or (late and not episode.told):
-            episode.told, episode.proven = True, proof is not None
-            self._tell(run, live, episode, limit, now)
+        if (proof is not None and not stall.proven) or (late and not stall.recorded):
+            stall.recorded, stall.proven = True, proof is not None
+            self._record(run, live, stall, limit, now)
         reason = self._stop(proof, findings, late)
-        if episode.told and not episode.noticed and findings and reason is None:
-            # A suspicion rests on what was just written down: it comes with the next look.
-            episode.noticed = True
-            self.notices.append(_notice(findings[0], now - episode.since))
+        if stall.recorded and not stall.noticed and findings and reason is None:
+            # A suspicion rests on what was just recorded: the checks see it at the next look.
+            stall.noticed = True
+            self.notices.append(_notice(findings[0], now - stall.since))
         return reason
 
     def _state(self, run: Run, live: list[Rank], limit: float, now: float) -> tuple[object, ...]:
-        """What a look depends on: how far every rank is, which of them stand still, and which are
-        gone for so long that the others would have noticed."""
+        """What the verdict depends on: the progress of every rank, which of them are still, and
+        which are gone for so long that the others would have noticed."""
         times = QUIET_S, limit + QUIET_S
         seen = [self._ranks[r.rank] for r in live]
         gone = [r.ended.at for r in run.ranks.values() if r.ended]
@@ -254,14 +261,12 @@ class Standing:
             *(now - at >= NOTICED_S for at in gone),
         )
 
-    def _suspects(
-        self, run: Run, live: list[Rank], episode: Episode, limit: float, now: float
-    ) -> bool:
-        """Whether the records prove a deadlock already; looking takes little of our own time."""
+    def _suspects(self, run: Run, live: list[Rank], stall: Stall, limit: float, now: float) -> bool:
+        """Whether the records prove a deadlock already. Bounded by `LOOK_SHARE` in its cost."""
         state = self._state(run, live, limit, now)
-        if state == episode.suspected or now < self._next_look:
+        if state == stall.suspected or now < self._next_look:
             return False
-        episode.suspected = state
+        stall.suspected = state
         found = any(deadlocked(f) for f in self._findings(run))
         self._next_look = now + LOOK_SHARE * (time.monotonic() - now)
         return found
@@ -278,54 +283,54 @@ class Standing:
     def _findings(self, run: Run) -> list[Finding]:
         found: list[Finding] = []
         for check in self._checks():
-            with contextlib.suppress(Exception):  # said by the report, which runs it again
+            with contextlib.suppress(Exception):  # the report runs the check again, and says so
                 found += check.examine(run)
         return sorted(found, key=lambda f: (f.confidence is not Confidence.PROVEN, f.code))
 
-    def _ask(self, live: list[Rank], episode: Episode, now: float) -> None:
-        episode.asked, episode.signalled = now, False
-        episode.sizes = {r.rank: _size(stack_dumps.beside(r.path)) for r in live}
+    def _ask_for_stacks(self, live: list[Rank], stall: Stall, now: float) -> None:
+        stall.asked, stall.signalled = now, False
+        stall.sizes = {r.rank: _size(stack_dumps.beside(r.path)) for r in live}
         for rank in live:
-            _question(rank)
+            _ask_stack_server(rank)
 
-    def _answered(self, live: list[Rank], episode: Episode, now: float) -> bool:
-        silent = _silent(live, episode)
-        if silent and not episode.signalled and now - episode.asked >= UNANSWERED_S:
-            episode.signalled = True
+    def _answered(self, live: list[Rank], stall: Stall, now: float) -> bool:
+        silent = _silent(live, stall)
+        if silent and not stall.signalled and now - stall.asked >= UNANSWERED_S:
+            stall.signalled = True
             for rank in silent:
-                _signal(rank)
-        if now - episode.asked >= ANSWERS_WITHIN_S:
+                _signal_for_stack(rank)
+        if now - stall.asked >= ANSWERS_WITHIN_S:
             return True
         return not silent and all(
-            any(log.at >= episode.asked for log in r.of(FlightLog)) for r in live
+            any(log.at >= stall.asked for log in r.of(FlightLog)) for r in live
         )
 
-    def _tell(self, run: Run, live: list[Rank], episode: Episode, limit: float, now: float) -> None:
-        """Write down where everybody is, then that the run stands still."""
-        if now - episode.asked > 2 * ANSWERS_WITHIN_S:  # where they are now, not then
-            self._ask(live, episode, now)
+    def _record(self, run: Run, live: list[Rank], stall: Stall, limit: float, now: float) -> None:
+        """Record where every rank is, then that the run makes no progress."""
+        if now - stall.asked > 2 * ANSWERS_WITHIN_S:  # the stacks are old by now
+            self._ask_for_stacks(live, stall, now)
             until = now + ANSWERS_WITHIN_S
-            while _silent(live, episode) and (at := time.monotonic()) < until:
-                self._answered(live, episode, at)
+            while _silent(live, stall) and (at := time.monotonic()) < until:
+                self._answered(live, stall, at)
                 time.sleep(0.05)
         for rank in live:
             self._stood_once.add(rank.rank)
-            self._write(self._stood(rank, episode, now))
+            self._write(self._rank_stood(rank, stall, now))
         self._write(
             StallSeen(
                 at=now,
-                since=episode.since,
+                since=stall.since,
                 hang_after=limit,
-                proven=episode.proven,
+                proven=stall.proven,
                 attempt=run.attempt,
             )
         )
 
-    def _stood(self, rank: Rank, episode: Episode, now: float) -> RankStood:
+    def _rank_stood(self, rank: Rank, stall: Stall, now: float) -> RankStood:
         pid = rank.started.pid if rank.started else 0
         stat = system.stat(pid)
         every = stack_dumps.threads(
-            stack_dumps.read(stack_dumps.beside(rank.path), (episode.sizes or {}).get(rank.rank, 0))
+            stack_dumps.read(stack_dumps.beside(rank.path), (stall.sizes or {}).get(rank.rank, 0))
         )
         others = tuple(
             f"{frame.function} ({Path(frame.file).name}:{frame.line})"
@@ -353,7 +358,7 @@ def _pids(live: list[Rank]) -> list[int]:
 
 
 def _release(pids: set[int]) -> None:
-    """A stopped process takes no SIGTERM, and torchrun would wait half a minute for it."""
+    """Continue stopped processes: they would take no SIGTERM, and torchrun waits 30 s for them."""
     for pid in pids:
         stat = system.stat(pid)
         if stat is not None and stat.state == "T":
@@ -390,22 +395,22 @@ def _size(path: Path | None) -> int:
         return 0
 
 
-def _silent(live: list[Rank], episode: Episode) -> list[Rank]:
-    """Those who have not said where they stand since they were asked."""
-    sizes = episode.sizes or {}
+def _silent(live: list[Rank], stall: Stall) -> list[Rank]:
+    """The ranks that have written no stack since they were asked."""
+    sizes = stall.sizes or {}
     return [r for r in live if _size(stack_dumps.beside(r.path)) <= sizes.get(r.rank, 0)]
 
 
-def _signal(rank: Rank) -> None:
-    """Have faulthandler say where the main thread is."""
+def _signal_for_stack(rank: Rank) -> None:
+    """Have faulthandler write the stack of the main thread."""
     pid, path = rank.started.pid if rank.started else 0, stack_dumps.beside(rank.path)
     if path and system.catches(pid, STACK_SIGNAL) and system.has_open(pid, path):
         with contextlib.suppress(OSError):
             os.kill(pid, STACK_SIGNAL)
 
 
-def _question(rank: Rank) -> None:
-    """Wake the thread that says where every thread is, and reads torch's flight recorder."""
+def _ask_stack_server(rank: Rank) -> None:
+    """Wake the probe's thread that writes all stacks and reads torch's flight recorder."""
     if rank.ring is None or not rank.ring.nonce:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:

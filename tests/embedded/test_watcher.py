@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.embedded.monitor_process import Orders, Watcher
-from ddpdoctor.monitor.stall_detector import Standing
+from ddpdoctor.monitor.stall_detector import StallDetector
 
 
 class Stalled:
@@ -17,12 +17,12 @@ class Stalled:
     watched = ()
     ranks_wait = False
 
-    def __init__(self, standing: Standing, reason: str | None) -> None:
-        self.standing = standing
+    def __init__(self, standing: StallDetector, reason: str | None) -> None:
+        self.stall_detector = standing
         self.reason = reason
 
     def start(self) -> None:
-        self.standing.notices.append("no progress for 12 s (suspected): rank 1 does not come")
+        self.stall_detector.notices.append("no progress for 12 s (suspected): rank 1 does not come")
 
     def tick(self) -> str | None:
         return self.reason
@@ -48,7 +48,7 @@ def test_a_stall_is_told_while_the_run_goes_on(
                     more_attempts=False)  # fmt: skip
     watcher = Watcher(orders)
     looks = iter([False, False, True])
-    monkeypatch.setattr(watcher, "monitor", Stalled(watcher.monitor.standing, reason))
+    monkeypatch.setattr(watcher, "monitor", Stalled(watcher.monitor.stall_detector, reason))
     monkeypatch.setattr(watcher, "_over", lambda: next(looks))
     monkeypatch.setattr(watcher, "_report", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -49,7 +49,7 @@ class Proves(Check):
 
 
 class Bench:
-    """Two ranks with live rings, and a `Standing` that looks at them."""
+    """Two ranks with live rings, and a `StallDetector` that looks at them."""
 
     def __init__(self, path: Path, *checks: Check, **options: object) -> None:
         tapes = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
@@ -58,7 +58,7 @@ class Bench:
         self.rings = [ring_of(rank, path) for rank, path in folder.rank_files()]
         self.written: list[Event] = []
         self.recording = Recording(folder)
-        self.standing = stall_detector.Standing(
+        self.standing = stall_detector.StallDetector(
             Options(**options),  # type: ignore[arg-type]
             self.written.append,
             lambda: checks,
