@@ -79,7 +79,8 @@ class Stall:
         since: when it began; pids: the processes of the ranks then.
         asked: when the ranks were asked for their stacks; sizes: of their stack files before that;
             signalled: the silent ones were sent a signal.
-        told: it is on record; noticed: the user was told; proven: it cannot resolve.
+        recorded: it was written to the folder; noticed: the user was informed; proven: it cannot
+            resolve.
         moved: when a rank was first seen to go on.
         judged, suspected: the states for which the checks were asked last, so that they are not
             asked again about the same one.
