@@ -16,7 +16,7 @@ from typing import Any
 
 from ...events import FlightEntry, FlightLog
 from ...storage.call_ring import RingWriter, ask_address
-from ...storage.safe_fd import Held, apart
+from ...storage.safe_fd import Held, out_of_the_way
 from ..recording import stack_file
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import flight_recorder
@@ -40,7 +40,7 @@ class _Ears:
 
     def __init__(self, address: str) -> None:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket = socket.socket(fileno=apart(made.detach()))
+        self._socket = socket.socket(fileno=out_of_the_way(made.detach()))
         self._held = Held(self._socket.fileno())
         self._socket.bind(address)
 
