@@ -90,7 +90,7 @@ def steps_after(
     recorder: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
-    monkeypatch.setattr(edits_after_wrap, "_fresh", {})
+    monkeypatch.setattr(edits_after_wrap, "_unstepped", {})
     monkeypatch.setattr(edits_after_wrap.wrapped_models, "live", lambda: [model])
     edits_after_wrap._wrapped(recorder, model)
     edit(parameters[2])
@@ -104,7 +104,7 @@ def steps_after(
     edits_after_wrap._step_begins(recorder, step)
     edit(parameters[2])
     edits_after_wrap._step_begins(recorder, step)
-    assert not edits_after_wrap._fresh
+    assert not edits_after_wrap._unstepped
     return told
 
 

@@ -174,7 +174,7 @@ def test_the_steps_are_those_in_which_it_is_reduced():
 
 
 def test_the_last_step_of_a_line_is_told(monkeypatch):
-    monkeypatch.setattr(second_reduction, "_summed", second_reduction._Summed())
+    monkeypatch.setattr(second_reduction, "_reductions", second_reduction._Reductions())
     monkeypatch.setattr(manual_edits, "look_now", lambda model: None)
     told = []
     recorder = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)

@@ -67,9 +67,9 @@ def test_other_edits_are_not(mine, others, gradients):
 
 
 def test_micro_batches_do_not_use_up_the_looks(monkeypatch):
-    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
     monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: False)
     model = type("Model", (), {"number": 0, "expected": [], "parameters": []})()
     for _ in range(4):
         manual_edits._backward_ends(None, SimpleNamespace(error=None, models=[model]))
-    assert manual_edits._followed(model).moments == 0
+    assert manual_edits._edits_of(model).moments == 0

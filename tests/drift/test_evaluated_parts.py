@@ -29,7 +29,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
     )
     monkeypatch.setattr(wrapped_models, "live", lambda: [model])
     monkeypatch.setattr(evaluation, "guarded", lambda name, act, lost: act(recorder))
-    for known in (evaluation._Known.in_parts, evaluation._Awaited.parts):
+    for known in (evaluation._Known.in_parts, evaluation._Hook.parts):
         known.clear()
     return net, model, told
 
@@ -37,12 +37,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
 def look(net: Any, part: Any) -> None:
     """As in an evaluation: `eval()`, forwards without gradients, and the next one with."""
     (model,) = wrapped_models.live()
-    evaluation._evaluating(SimpleNamespace(), (part.eval(),), {})  # type: ignore[arg-type]
-    evaluation._let_go()
+    evaluation._eval_called(SimpleNamespace(), (part.eval(),), {})  # type: ignore[arg-type]
+    evaluation._remove()
     with torch.no_grad():
         for _ in range(2):
             evaluation._called(part, ())
-    evaluation._no_longer(model)
+    evaluation._stop_waiting_for(model)
     net.train()
 
 
@@ -72,8 +72,8 @@ def test_modules_that_are_frozen_are_not_waited_for(monkeypatch: pytest.MonkeyPa
     model.forwards = 8
     for module in (net[1], nn.Sequential(nn.Linear(2, 2))):
         look(net, module)
-    evaluation._evaluating(SimpleNamespace(), (net[0].eval(),), {})  # type: ignore[arg-type]
-    assert len(evaluation._Awaited.parts) == 1
+    evaluation._eval_called(SimpleNamespace(), (net[0].eval(),), {})  # type: ignore[arg-type]
+    assert len(evaluation._Hook.parts) == 1
     evaluation._called(net[0], ())  # with gradients: it trains
-    evaluation._no_longer(model)
-    assert not evaluation._Awaited.parts and not told
+    evaluation._stop_waiting_for(model)
+    assert not evaluation._Hook.parts and not told

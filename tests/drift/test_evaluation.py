@@ -31,7 +31,7 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     monkeypatch.setattr(replica_digests, "Waiting", Busy)
     monkeypatch.setattr(replica_digests, "buffers", lambda model: [])
     evaluation._Known.evaluated.clear()
-    evaluation._look(recorder, model, site=3)
+    evaluation._record_evaluation(recorder, model, site=3)
     assert not told, "nothing waits for the device"
     recorder.step = 9
     if leaves:
@@ -44,4 +44,4 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
         ("buffers", "eval", (8,), 7, 3),
     ]
     assert all(isinstance(e, Digests) for e in told)
-    assert not evaluation._Known.trials
+    assert not evaluation._Known.pending

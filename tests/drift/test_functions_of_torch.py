@@ -81,7 +81,7 @@ def test_the_call_that_changes_these_gradients_is_named():
 def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
     told = []
     recorder = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
     monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
     models, steps = [], []
     for number in range(2):
@@ -95,9 +95,9 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
-    manual_edits._changing()
+    manual_edits._function_begins()
     gradients[0].mul_(factor)
-    manual_edits._changed(recorder, (CLIP, ITS_OWN), None, None)
+    manual_edits._function_ends(recorder, (CLIP, ITS_OWN), None, None)
     for step in steps:
         manual_edits._step_begins(recorder, step)
     assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]

@@ -81,9 +81,9 @@ def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
 
 def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     told = []
-    monkeypatch.setattr(manual_edits, "_edits", manual_edits._Edits())
+    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
     model = type("Model", (), {"number": 0})()
-    followed = manual_edits._followed(model)
+    followed = manual_edits._edits_of(model)
     followed.sites["parameters", False] = (LINE, OTHER)
     recorder = type("Active", (), {"emit": told.append, "step": 3})()
     holding = type("Holding", (), {"model": model, "optimizer": 0})()
@@ -96,4 +96,4 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     for step, number in ((3, 7), (4, 8)):
         manual_edits._emit(recorder, step, holding, "parameters", taken(7, 1), taken(number, 2))
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
-    assert followed.wanted["parameters"] == 0
+    assert followed.trace_position["parameters"] == 0

@@ -1,7 +1,8 @@
-"""Parameters that this rank edits between the wrap, which makes them equal, and the first step.
+"""Does this rank change parameters between the wrap, which makes them equal, and the first step?
 
-It happens once, so no line can be followed when it is known: the source is asked which statement
-between the wrap and the first forward changes tensors in place.
+Digests from the wrap are compared with those at the first forwards. It happens once, so its line
+cannot be traced when it is noticed: the source code between the wrap and the first forward is
+searched for statements that change tensors in place.
 """
 
 from __future__ import annotations
@@ -24,37 +25,44 @@ from ...training.tracked_model import Model
 LOST = "edits of parameters between the wrap and the first step"
 
 LOOKED_AT = 6
+"""Parameters sampled per model: edits at this point (initialisation, loading) reach all or many."""
+
 FORWARDS = 4
-"""Forwards before the first step at which they are looked at."""
+"""Forwards before the first step at which they are compared; gradient accumulation has more."""
 
 FRAMES_AT_MOST = 50
+"""Of the stack, against runaway recursion."""
 
-Place = tuple[CodeType, int]
+Line = tuple[CodeType, int]
 
 
-class Fresh:
-    """A model that has not stepped yet: digests of some parameters as the wrap left them, the
-    lines of the user's that were running, and what edited them before the first forward.
+class UnsteppedModel:
+    """A wrapped model before its first optimizer step.
 
     Attributes:
-        forwards: so far; moved: at one after the first, they were not what the wrap left.
+        positions: of the sampled parameters, in `Wrapped.parameters`.
+        numbers: their digests as the wrap left them.
+        lines: the user's lines that were running at the wrap, outermost first.
+        forwards: forwards so far.
+        moved: at a forward after the first, the digests were no longer those of the wrap.
+        edited_at: lines before the first forward that change tensors in place.
     """
 
-    def __init__(self, positions: list[int], numbers: list[int], places: list[Place]) -> None:
+    def __init__(self, positions: list[int], numbers: list[int], lines: list[Line]) -> None:
         self.positions = positions
         self.numbers = numbers
-        self.places = places
+        self.lines = lines
         self.forwards = 0
         self.moved = False
-        self.edited_at: list[Place] = []
+        self.edited_at: list[Line] = []
 
 
-_fresh: dict[Model, Fresh] = {}
+_unstepped: dict[Model, UnsteppedModel] = {}
 _waiting = Subscriptions()
 
 
 def install() -> None:
-    _fresh.clear()
+    _unstepped.clear()
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
     _waiting[:] = (
         lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
@@ -67,7 +75,7 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
     replicated = [p for p in range(count) if p not in model.ignored]
     step = max(1, len(replicated) // (LOOKED_AT - 1))
     positions = sorted({*replicated[::step][: LOOKED_AT - 1], *replicated[-1:]})
-    _fresh[model] = Fresh(positions, _numbers(model, positions), _places(recorder))
+    _unstepped[model] = UnsteppedModel(positions, _numbers(model, positions), _user_lines(recorder))
     _waiting.enable()
 
 
@@ -75,9 +83,9 @@ def _numbers(model: Model, positions: list[int]) -> list[int]:
     return digests([model.parameters[p]() for p in positions])
 
 
-def _places(recorder: Recorder) -> list[Place]:
-    """Where the user's code is, outermost first."""
-    found: list[Place] = []
+def _user_lines(recorder: Recorder) -> list[Line]:
+    """The user's lines on the stack, outermost first."""
+    found: list[Line] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < FRAMES_AT_MOST:
         if recorder.sites.kind(frame.f_code) == "user":
@@ -87,26 +95,26 @@ def _places(recorder: Recorder) -> list[Place]:
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    fresh = _fresh.get(forward.model)
-    if fresh is None or fresh.forwards == FORWARDS:
+    unstepped = _unstepped.get(forward.model)
+    if unstepped is None or unstepped.forwards == FORWARDS:
         return
-    fresh.forwards += 1
-    if _numbers(forward.model, fresh.positions) == fresh.numbers:
+    unstepped.forwards += 1
+    if _numbers(forward.model, unstepped.positions) == unstepped.numbers:
         return
-    if fresh.forwards == 1:
-        fresh.edited_at = editing(fresh.places, _places(recorder))
-    fresh.moved = fresh.forwards > 1
+    if unstepped.forwards == 1:
+        unstepped.edited_at = editing(unstepped.lines, _user_lines(recorder))
+    unstepped.moved = unstepped.forwards > 1
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        fresh = _fresh.pop(holding.model, None)
-        if fresh is None:
+        unstepped = _unstepped.pop(holding.model, None)
+        if unstepped is None:
             continue
-        changed = _numbers(holding.model, fresh.positions) != fresh.numbers
-        if not changed and not fresh.moved:
+        changed = _numbers(holding.model, unstepped.positions) != unstepped.numbers
+        if not changed and not unstepped.moved:
             continue
-        sites = [recorder.sites.number(*place) for place in fresh.edited_at]
+        sites = [recorder.sites.number(*line) for line in unstepped.edited_at]
         mine = Edited(
             at=time.monotonic(),
             model=holding.model.number,
@@ -122,7 +130,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         recorder.emit(
             replace(mine, step=step.number + 1, changed=False, undone=False, site=-1, more=())
         )
-    for model in [m for m in _fresh if m not in wrapped_models.live()]:
-        del _fresh[model]
-    if not _fresh:
+    for model in [m for m in _unstepped if m not in wrapped_models.live()]:
+        del _unstepped[model]
+    if not _unstepped:
         _waiting.disable()

@@ -1,8 +1,8 @@
-"""What is evaluated: parameters and buffers at the first forward without gradients after training.
+"""Do all ranks evaluate the same weights?
 
-Where the model inside of the wrapper is called, no forward of the wrapper tells of it. `eval()` is
-called rarely: only from there to the next forward of the model a hook waits for that. A part of the
-model may be evaluated by itself.
+Parameters and buffers are digested at the first forward without gradients after training. Programs
+may call the inner model, or a part of it, and not the wrapper; a global forward hook sees that, and
+is registered only between a call of `eval()` and the model's next forward.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from . import replica_digests
 LOST = "drift at evaluation"
 
 RARELY = 4
-"""Forwards with gradients after which a part that is called without is evaluated; one that is
-called in between is part of the training (it makes the targets, say)."""
+"""A part that is called without gradients counts as evaluated if at least this many forwards with
+gradients came before. One that is called more often belongs to training: it computes targets, say.
+"""
 
 
 class Evaluated:
-    """How often a model was evaluated after so many forwards with gradients.
+    """The evaluations of a model since its last forward with gradients.
 
     Attributes:
+        forwards: forwards with gradients before them; -1 before the first evaluation.
+        times: evaluations recorded since, not counting the first.
         begun: `eval()` was called, and no forward has followed yet.
     """
 
@@ -43,8 +46,9 @@ class Evaluated:
         self.begun = False
 
 
-class Trial(NamedTuple):
-    """Digests of an evaluation, perhaps on their way from the device; the rest as in `Digests`."""
+class PendingDigests(NamedTuple):
+    """Digests of an evaluation that may still be on their way from the device; the other fields are
+    those of `Digests`."""
 
     row: Row
     model: int
@@ -57,12 +61,20 @@ class Trial(NamedTuple):
 class _Known:
     evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
     in_parts: defaultdict[int, Evaluated] = defaultdict(Evaluated)
-    trials: list[Trial] = []
+    pending: list[PendingDigests] = []
     settling = Subscriptions()
-    """While digests are on their way."""
+    """Enabled while digests are on their way."""
 
 
-class _Awaited:
+class _Hook:
+    """The global forward hook and what it waits for.
+
+    Attributes:
+        models: models in evaluation mode whose next forward is recorded; `parts` submodules that
+            were put there on their own.
+        forwards: subscription to forwards of wrappers, which end the wait.
+    """
+
     handle: Any = None
     models: set[Model] = set()
     parts: list[tuple[weakref.ref[Any], Model]] = []
@@ -74,20 +86,20 @@ def install() -> None:
 
     _Known.evaluated.clear()
     _Known.in_parts.clear()
-    _Known.trials.clear()
+    _Known.pending.clear()
     lifecycle.trial_ends.subscribe(_trial_ends, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
     _Known.settling[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
-    _Awaited.models.clear()
-    _Awaited.parts.clear()
-    around(torch.nn.Module, "eval", before=_evaluating, lost=LOST)
-    _Awaited.forwards[:] = (
+    _Hook.models.clear()
+    _Hook.parts.clear()
+    around(torch.nn.Module, "eval", before=_eval_called, lost=LOST)
+    _Hook.forwards[:] = (
         lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
     )
-    on_restore(_let_go)
+    on_restore(_remove)
 
 
-def _evaluating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _eval_called(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     import torch
 
     module = args[0]
@@ -106,41 +118,41 @@ def _evaluating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any
         if compiling() or any(
             hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in parts
         ):
-            return  # a hook would have it compiled anew
+            return  # a global hook would make torch.compile compile it again
         if whole:
-            _Awaited.models.add(model)
-        elif not any(part() is module for part, _ in _Awaited.parts):
-            _Awaited.parts.append((weakref.ref(module), model))
-        if _Awaited.handle is None:
+            _Hook.models.add(model)
+        elif not any(part() is module for part, _ in _Hook.parts):
+            _Hook.parts.append((weakref.ref(module), model))
+        if _Hook.handle is None:
             register = torch.nn.modules.module.register_module_forward_pre_hook
-            _Awaited.handle = register(shielded("evaluation", _called, LOST))
-            _Awaited.forwards.enable()
+            _Hook.handle = register(shielded("evaluation", _called, LOST))
+            _Hook.forwards.enable()
 
 
 def _called(module: Any, args: Any) -> None:
     if module.training or forwards.running():
         return
-    model = next((m for m in _Awaited.models if m.inner() is module), None)
+    model = next((m for m in _Hook.models if m.inner() is module), None)
     if model is not None:
-        guarded("evaluation", lambda recorder: _inner(recorder, model), lost=LOST)
+        guarded("evaluation", lambda recorder: _model_called(recorder, model), lost=LOST)
         return
-    part = next((p for p in _Awaited.parts if p[0]() is module), None)
+    part = next((p for p in _Hook.parts if p[0]() is module), None)
     if part is not None:
-        guarded("evaluation", lambda recorder: _part(recorder, module, *part), lost=LOST)
+        guarded("evaluation", lambda recorder: _part_called(recorder, module, *part), lost=LOST)
 
 
-def _part(recorder: Recorder, module: Any, part: weakref.ref[Any], model: Model) -> None:
+def _part_called(recorder: Recorder, module: Any, part: weakref.ref[Any], model: Model) -> None:
     import torch
 
     if torch.is_grad_enabled():
         return
-    _Awaited.parts[:] = (p for p in _Awaited.parts if p[0] is not part)
-    _look_at_part(recorder, module, model, recorder.site())
-    _rest()
+    _Hook.parts[:] = (p for p in _Hook.parts if p[0] is not part)
+    _record_part(recorder, module, model, recorder.site())
+    _remove_if_idle()
 
 
-def _look_at_part(recorder: Recorder, module: Any, model: Model, site: int) -> None:
-    """The buffers of a part of the model, as `_look` of all: the others are still in training."""
+def _record_part(recorder: Recorder, module: Any, model: Model, site: int) -> None:
+    """Digest the buffers of a part that is evaluated; other parts are still in training."""
     known = _Known.in_parts[model.number]
     if known.forwards != model.forwards:
         often = model.forwards - max(0, known.forwards) < RARELY
@@ -154,26 +166,30 @@ def _look_at_part(recorder: Recorder, module: Any, model: Model, site: int) -> N
     )
     if waiting is not None:
         row = Row(key, 1, model.synced_backwards, waiting)
-        _Known.trials.append(Trial(row, model.number, "buffers", "part", recorder.step, site))
+        _Known.pending.append(
+            PendingDigests(row, model.number, "buffers", "part", recorder.step, site)
+        )
     _emit(recorder)
 
 
-def _inner(recorder: Recorder, model: Model) -> None:
+def _model_called(recorder: Recorder, model: Model) -> None:
     import torch
 
     if not torch.is_grad_enabled():
-        _no_longer(model)
-        _look(recorder, model, recorder.site())
+        _stop_waiting_for(model)
+        _record_evaluation(recorder, model, recorder.site())
 
 
 def _trial_ends(recorder: Recorder, forward: Forward) -> None:
     if not (forward.grad_enabled or forward.error is not None or forward.wrapper.training):
-        _look(recorder, forward.model, forward.site)
+        _record_evaluation(recorder, forward.model, forward.site)
 
 
-def _look(recorder: Recorder, model: Model, site: int) -> None:
-    """The first forward without gradients after training: what is evaluated must be the same. So
-    with those after an `eval()` without training in between: other weights may be loaded by then.
+def _record_evaluation(recorder: Recorder, model: Model, site: int) -> None:
+    """Digest a model at its first forward without gradients after training.
+
+    Later evaluations without training in between are recorded if `eval()` was called again, up to
+    `AGAIN` times: other weights may have been loaded by then.
     """
     known = _Known.evaluated[model.number]
     begun, known.begun = known.begun, False
@@ -196,16 +212,18 @@ def _look(recorder: Recorder, model: Model, site: int) -> None:
         waiting = replica_digests.digest(recorder, tensors)
         if waiting is not None:
             row = Row(key, 1, model.synced_backwards, waiting)
-            _Known.trials.append(Trial(row, model.number, kind, point, recorder.step, site))
+            _Known.pending.append(
+                PendingDigests(row, model.number, kind, point, recorder.step, site)
+            )
     _emit(recorder)
 
 
 def _emit(recorder: Recorder, *, wait: bool = False) -> None:
-    trials = _Known.trials
-    while trials and trials[0].row.waiting.ready(wait=wait):
-        row, model, kind, point, step, site = trials.pop(0)
+    pending = _Known.pending
+    while pending and pending[0].row.waiting.ready(wait=wait):
+        row, model, kind, point, step, site = pending.pop(0)
         replica_digests.write(recorder, [row], model, -1, kind, point, step, site)
-    _Known.settling.enable(bool(trials))
+    _Known.settling.enable(bool(pending))
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
@@ -217,22 +235,22 @@ def _leaving(recorder: Recorder, _: None) -> None:
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    _no_longer(forward.model)
+    _stop_waiting_for(forward.model)
 
 
-def _no_longer(model: Model) -> None:
-    _Awaited.models.discard(model)
-    _Awaited.parts[:] = (p for p in _Awaited.parts if p[1] is not model)
-    _rest()
+def _stop_waiting_for(model: Model) -> None:
+    _Hook.models.discard(model)
+    _Hook.parts[:] = (p for p in _Hook.parts if p[1] is not model)
+    _remove_if_idle()
 
 
-def _rest() -> None:
-    if not (_Awaited.models or _Awaited.parts):
-        _let_go()
+def _remove_if_idle() -> None:
+    if not (_Hook.models or _Hook.parts):
+        _remove()
 
 
-def _let_go() -> None:
-    handle, _Awaited.handle = _Awaited.handle, None
+def _remove() -> None:
+    handle, _Hook.handle = _Hook.handle, None
     if handle is not None:
         handle.remove()
-        _Awaited.forwards.disable()
+        _Hook.forwards.disable()

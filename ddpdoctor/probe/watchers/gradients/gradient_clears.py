@@ -1,5 +1,8 @@
-"""The statement between a backward and a step that clears gradients, read off the source of the
-function that both stand in: it may be reached once only."""
+"""Which statement between a backward and a step clears gradients?
+
+The source code of the function that holds both is searched, since the statement may run only once
+and cannot be traced afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from ...source.source_text import parts_of
 from ...tensors.digests import ABSENT, ZERO
 
 CLEARED = {ABSENT, ZERO}
-"""Digests of no gradient, and of one of zeros."""
+"""Digests of a gradient that is None, and of one that is zero."""
 
 
 def clearing_site(recorder: Recorder, frame: FrameType, backward_site: int) -> tuple[int, ...]:
-    """The site of that line of the user's function that runs, after a backward; none if unknown."""
+    """Site of the line that clears gradients between the backward and the line that is running in
+    the innermost user function; empty if unknown."""
     user, line = recorder.sites.user_frame(frame), -1
     if user is not None:
         line = clearing_line(user, recorder.sites.line(backward_site, user.f_code))
@@ -26,8 +30,8 @@ def clearing_site(recorder: Recorder, frame: FrameType, backward_site: int) -> t
 
 
 def clearing_line(frame: FrameType, after: int) -> int:
-    """The only line of a running function, after that one and before the line that is running, that
-    clears gradients; -1 where there is none, or there are several."""
+    """The only line of a running function that clears gradients, between `after` and the current
+    line; -1 if there is none or several."""
     if after < 0:
         return -1
     names = Scope(variables(frame), frame.f_globals)
@@ -46,20 +50,20 @@ def _clears(node: ast.Assign | ast.Call) -> bool:
     """Whether it is `p.grad.zero_()`, `p.grad = None`, `optimizer.zero_grad()` or the like."""
     if isinstance(node, ast.Assign):
         given = any(isinstance(t, ast.Attribute) and t.attr == "grad" for t in node.targets)
-        return given and (_is_nothing(node.value) or "zeros" in _called(node.value))
-    name = _called(node)
+        return given and (_is_none_or_zero(node.value) or "zeros" in _called_name(node.value))
+    name = _called_name(node)
     if name in ("zero_grad", "_foreach_zero_"):
         return True
-    filled = name == "zero_" or (name == "fill_" and all(map(_is_nothing, node.args)))
+    filled = name == "zero_" or (name == "fill_" and all(map(_is_none_or_zero, node.args)))
     return filled and any(getattr(n, "attr", "") == "grad" for n in ast.walk(node.func))
 
 
-def _is_nothing(node: ast.expr) -> bool:
+def _is_none_or_zero(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and not node.value
 
 
-def _called(node: ast.expr) -> str:
-    """The last name of what is called, empty where nothing is."""
+def _called_name(node: ast.expr) -> str:
+    """The last name of a called function (`zeros` in `torch.zeros()`); empty if it is no call."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute):
         return function.attr

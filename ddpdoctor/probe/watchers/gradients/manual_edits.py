@@ -1,8 +1,8 @@
-"""What this rank changes by hand: gradients before a step, parameters and the optimizer's state
-between steps.
+"""Does this rank change gradients before a step, or parameters and optimizer state between steps?
 
 Only this rank's own tensors before and after are compared, so that a difference between ranks can
-be blamed on the rank that made it, and on the line.
+be blamed on the rank that made it, and on the line. The first steps are always looked at, later
+ones as far as the doctor's budget allows.
 """
 
 from __future__ import annotations
@@ -27,39 +27,61 @@ from ...training.written_gradients import WrittenGradients
 from . import gradient_sync
 from .gradient_clears import CLEARED, clearing_site
 
-LOST = "edits of gradients and parameters by hand"
+LOST = "edits of gradients and parameters by hand"  # a key of `analysis.replicas.causes`
 
 LOOKED_AT = 6
+"""Tensors sampled per model: an edit usually reaches all tensors, and each costs a digest."""
+
 ALWAYS = 64
-"""Steps in which tensors are taken whatever it costs."""
+"""Steps in which snapshots are taken whatever they cost: most programs do in their first steps all
+that they ever do."""
 
-SHARE, LEAST = 0.15, 0.05
-"""Part of the doctor's budget for this, while it is within the budget and where it is not."""
+BUDGET_SHARE, LEAST_SHARE = 0.15, 0.05
+"""Share of the doctor's budget for this module, while the doctor is within its budget and after."""
 
-APART, OVERDUE, WITHIN = 100, 400, 16
-"""Steps between looks whatever they cost, where a step is due and else; and how long one stands."""
+STEPS_APART, STEPS_OVERDUE, STEPS_OPEN = 100, 400, 16
+"""Steps from one look beyond the budget to the next, at a step that is due and at any other; and
+for how many steps such a look stays open for each optimizer of the model."""
 
 EMITTED_AT_MOST = 300
 EMITTED_ON_DEMAND = 20
+"""Edits recorded per model, and those kept in reserve for `look_now`."""
+
 TRACED_AT_MOST = 6
-"""Times that the lines between two moments are followed to find the one that edits; after that
-only where the next edit is due, if they come as regularly as the last two."""
+"""Times that lines are traced to find the one that edits: tracing slows Python down several times.
+After that they are traced only where the next edit is due, if the last two set a rhythm."""
 
 SEARCHES = 3
-"""Through the running functions' source for what edits an optimizer's state, per model."""
+"""Searches of the source of running functions for a line that edits optimizer state, per model."""
 
-NOTHING: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
-"""Told of what was not edited."""
+NOT_EDITED: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
+"""What is recorded of an unedited kind; see `_emit`."""
 
 
-class Followed:
-    """What is known of one model: tensors taken, and what was told of each kind.
+class ModelEdits:
+    """Snapshots of one model, and what was recorded of each kind of edit.
+
+    The kinds are `gradients`, `parameters` and `state`.
 
     Attributes:
+        gradients: since the last backward; `parameters` and `states` by optimizer, since its last
+            step.
+        emitted: by kind and optimizer, what was recorded last.
+        sites: lines that edit, by kind and whether values changed or were only written anew; one
+            that divides by the world size comes first, and is in `divisors` as written.
+        searched: searches for a line that edits optimizer state, see `SEARCHES`.
+        clears: lines that clear gradients, None until they were searched for.
+        traced: traces so far, by kind.
+        trace_position: by kind, the parameter to trace until its line is found.
+        changed_at, expected: by kind, the step of the last edit and that of the next one if they
+            come at regular intervals.
         whole: one optimizer holds all gradients, as far as is known.
-        look_from: step from which to look whatever it costs, at each of what is not in `looked`.
-        sites: by kind, and whether they were changed or put back; a line that divides by the world
-            size is the first of them.
+        count: edits recorded.
+        moments: times at which a snapshot was possible.
+        next_at: time from which the budget allows the next snapshot.
+        look_from: step from which to look beyond the budget, at everything not in `looked`
+            (optimizers by number, None for the gradients).
+        followed_up: looks beyond the budget because an edit was seen just before.
     """
 
     def __init__(self) -> None:
@@ -73,7 +95,7 @@ class Followed:
         self.backward_site = -1
         self.clears: tuple[int, ...] | None = None
         self.traced: dict[str, int] = {}
-        self.wanted: dict[str, int] = {}
+        self.trace_position: dict[str, int] = {}
         self.changed_at: dict[str, int] = {}
         self.expected: dict[str, int] = {}
         self.tracer: Tracer | None = None
@@ -81,35 +103,38 @@ class Followed:
         self.count = 0
         self.moments = 0
         self.next_at = 0.0
-        self.look_from = -WITHIN
+        self.look_from = -STEPS_OPEN
         self.looked: set[int | None] = set()
         self.followed_up = 0
 
     def look_at(self, step: int) -> None:
-        """Whatever it costs, from that step on."""
+        """Look from that step on, even beyond the budget."""
         self.look_from = step
         self.looked.clear()
 
-    def owes(self, step: int, what: int | None = None) -> bool:
-        """Whether an optimizer's parameters are still to be looked at then, or the gradients."""
-        return step < self.look_from + WITHIN and what not in self.looked
+    def still_due(self, step: int, what: int | None = None) -> bool:
+        """Whether a look beyond the budget is still open for an optimizer's parameters (`what`: its
+        number) or for the gradients (None)."""
+        return step < self.look_from + STEPS_OPEN and what not in self.looked
 
-    def waits(self, step: int) -> bool:
-        """Nothing is taken, and it is too early to take anything."""
-        return bool(self.next_at) and not (self.parameters or self.gradients or self.owes(step))
+    def idle(self, step: int) -> bool:
+        """Whether there is no snapshot, and none may be taken at this step."""
+        return bool(self.next_at) and not (
+            self.parameters or self.gradients or self.still_due(step)
+        )
 
 
-class _Edits:
+class _Watched:
     def __init__(self) -> None:
-        self.models: dict[Model, Followed] = {}
+        self.models: dict[Model, ModelEdits] = {}
         self.calls: dict[int, int] = {}
         self.depth = 0
         self.spent_ns = 0
 
 
-_edits = _Edits()
+_watched = _Watched()
 _looking = Subscriptions()
-"""While there is something taken, or something may be."""
+"""Enabled while there is a snapshot, or one may be taken."""
 
 
 def install() -> None:
@@ -117,13 +142,13 @@ def install() -> None:
     import torch.nn.utils as utils
     from torch.nn.utils import clip_grad
 
-    _edits.__init__()  # type: ignore[misc]
+    _watched.__init__()  # type: ignore[misc]
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         if hasattr(clip_grad, name):
             owners = (clip_grad, utils)
             lost = "clipping of gradients"
-            around(owners, name, before=_clipping(name), after=_changed, lost=lost)
-    around(torch.amp.GradScaler, "unscale_", before=_unscaling, after=_changed, lost=LOST)
+            around(owners, name, before=_clipping(name), after=_function_ends, lost=lost)
+    around(torch.amp.GradScaler, "unscale_", before=_unscaling, after=_function_ends, lost=LOST)
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
@@ -138,10 +163,10 @@ def _clipping(name: str) -> Any:
     def before(
         recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, int]:
-        _changing()
+        _function_begins()
         site = recorder.site()
-        call = _edits.calls.get(site, 0)
-        _edits.calls[site] = call + 1
+        call = _watched.calls.get(site, 0)
+        _watched.calls[site] = call + 1
         if call < 20 or call & (call - 1) == 0:
             at = time.monotonic()
             recorder.emit(Clipped(at=at, function=name, step=recorder.step, call=call, site=site))
@@ -153,55 +178,59 @@ def _clipping(name: str) -> Any:
 def _unscaling(
     recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, int]:
-    _changing()
+    _function_begins()
     return "unscale_", -1
 
 
-def _changing() -> None:
-    """A function of torch's is about to change gradients."""
-    _edits.depth += 1
-    if _edits.depth > 1:
+def _function_begins() -> None:
+    """A function of torch is about to change gradients: note what was done to them before it."""
+    _watched.depth += 1
+    if _watched.depth > 1:
         return
     began = time.perf_counter_ns()
-    for model, taken in _taken():
-        taken.called(_gradients(model, taken.positions))
-    _edits.spent_ns += time.perf_counter_ns() - began
+    for model, snapshot in _gradient_snapshots():
+        snapshot.called(_gradients(model, snapshot.positions))
+    _watched.spent_ns += time.perf_counter_ns() - began
 
 
-def _changed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _edits.depth = max(0, _edits.depth - 1)
-    if _edits.depth or token is None:
+def _function_ends(
+    recorder: Recorder, token: Any, result: Any, error: BaseException | None
+) -> None:
+    _watched.depth = max(0, _watched.depth - 1)
+    if _watched.depth or token is None:
         return
     name, site = token
     began = time.perf_counter_ns()
-    for model, taken in _taken():
-        taken.returned(_gradients(model, taken.positions), name, site)
-        tracer = _followed(model).tracer
+    for model, snapshot in _gradient_snapshots():
+        snapshot.returned(_gradients(model, snapshot.positions), name, site)
+        tracer = _edits_of(model).tracer
         if tracer is not None and tracer.kind == "gradients":
             tracer.pass_over()
-    _edits.spent_ns += time.perf_counter_ns() - began
+    _watched.spent_ns += time.perf_counter_ns() - began
 
 
-def _taken() -> list[tuple[Model, Taken]]:
-    return [(m, f.gradients) for m, f in _edits.models.items() if f.gradients is not None]
+def _gradient_snapshots() -> list[tuple[Model, Taken]]:
+    return [(m, f.gradients) for m, f in _watched.models.items() if f.gradients is not None]
 
 
 def _gradients(model: Model, positions: list[int]) -> list[Any]:
     return [_gradient(model, p) for p in positions]
 
 
-def _followed(model: Model) -> Followed:
-    if (found := _edits.models.get(model)) is None:
-        found = _edits.models[model] = Followed()
+def _edits_of(model: Model) -> ModelEdits:
+    if (found := _watched.models.get(model)) is None:
+        found = _watched.models[model] = ModelEdits()
     return found
 
 
 def look_now(model: Model) -> None:
-    """Something was seen to happen to the gradients: look from the next backward on, whatever it
-    costs, for as long as at the start."""
-    followed = _followed(model)
-    followed.moments, followed.next_at = 0, 0.0
-    followed.count = min(followed.count, EMITTED_AT_MOST - EMITTED_ON_DEMAND)
+    """Take snapshots from the next backward on, for as many steps as at the start of the run.
+
+    For watchers that have seen something happen to the gradients.
+    """
+    edits = _edits_of(model)
+    edits.moments, edits.next_at = 0, 0.0
+    edits.count = min(edits.count, EMITTED_AT_MOST - EMITTED_ON_DEMAND)
     _looking.enable()
 
 
@@ -210,64 +239,72 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
 
 
 def _pulse(recorder: Recorder, step: Step) -> None:
-    if any(step.began >= followed.next_at for followed in _edits.models.values()):
+    if any(step.began >= edits.next_at for edits in _watched.models.values()):
         _looking.enable()
-    _step_due(recorder, step, OVERDUE)
+    _step_due(recorder, step, STEPS_OVERDUE)
 
 
-def _step_due(recorder: Recorder, step: Step, apart: int = APART) -> None:
-    """Look now and then whatever it costs, or what begins late would never be seen. Steps that are
-    due are multiples of some number, and so may those be in which a program edits: a bit later."""
-    for followed in _edits.models.values():
-        if followed.next_at and recorder.step - followed.look_from >= apart:
-            followed.look_at(recorder.step + 1 + recorder.step // apart % 7)
+def _step_due(recorder: Recorder, step: Step, apart: int = STEPS_APART) -> None:
+    """Look now and then beyond the budget, or edits that begin late would never be seen.
+
+    Steps that are due are multiples of some number, and so may be those in which a program edits:
+    look a varying number of steps later.
+    """
+    for edits in _watched.models.values():
+        if edits.next_at and recorder.step - edits.look_from >= apart:
+            edits.look_at(recorder.step + 1 + recorder.step // apart % 7)
             _looking.enable()
 
 
-def _affordable(recorder: Recorder, followed: Followed, what: int | None = None) -> bool:
-    """Whether to take tensors now; the ranks need not agree, nothing here is compared."""
-    followed.moments += 1
-    if followed.moments <= 2 * ALWAYS:
+def _affordable(recorder: Recorder, edits: ModelEdits, what: int | None = None) -> bool:
+    """Whether to take a snapshot now. Ranks need not agree: snapshots are not compared across
+    ranks."""
+    edits.moments += 1
+    if edits.moments <= 2 * ALWAYS:
         return True
     if recorder.every:
         return recorder.step % recorder.every == 0
-    if recorder.step >= followed.look_from and followed.owes(recorder.step, what):
-        followed.looked.add(what)
+    if recorder.step >= edits.look_from and edits.still_due(recorder.step, what):
+        edits.looked.add(what)
         return True
     now = time.monotonic()
-    if now < followed.next_at:
+    if now < edits.next_at:
         return False
-    share = SHARE if recorder.affordable() else LEAST
+    share = BUDGET_SHARE if recorder.affordable() else LEAST_SHARE
     part = max(1e-9, recorder.budget_percent / 100 * share)
-    followed.next_at = recorder.started + _edits.spent_ns / 1e9 / part
-    return now >= followed.next_at
+    edits.next_at = recorder.started + _watched.spent_ns / 1e9 / part
+    return now >= edits.next_at
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _edits.depth = 0
+    _watched.depth = 0
     if backward.error is not None:
         return
     for model in backward.models:
-        followed = _followed(model)
-        followed.gradients = None
-        if not gradient_sync.averaged(model) or not _affordable(recorder, followed):
+        edits = _edits_of(model)
+        edits.gradients = None
+        if not gradient_sync.averaged(model) or not _affordable(recorder, edits):
             continue
         began = time.perf_counter_ns()
-        positions = _chosen(recorder, model.expected) if followed.whole else _some(model.expected)
-        followed.gradients = Taken(positions, _gradients(model, positions), sampled=True)
-        followed.backward_site = backward.site
-        followed.gradients.touched = WrittenGradients(model, model.expected)
-        _trace(recorder, followed, "gradients", model)
-        _edits.spent_ns += time.perf_counter_ns() - began
+        positions = (
+            _positions_to_look_at(recorder, model.expected)
+            if edits.whole
+            else _sampled(model.expected)
+        )
+        edits.gradients = Taken(positions, _gradients(model, positions), sampled=True)
+        edits.backward_site = backward.site
+        edits.gradients.touched = WrittenGradients(model, model.expected)
+        _trace(recorder, edits, "gradients", model)
+        _watched.spent_ns += time.perf_counter_ns() - began
 
 
-def _chosen(recorder: Recorder, positions: list[int]) -> list[int]:
-    """All of them where the user asked for this step."""
+def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]:
+    """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
-    return list(positions) if asked else _some(positions)
+    return list(positions) if asked else _sampled(positions)
 
 
-def _some(positions: list[int]) -> list[int]:
+def _sampled(positions: list[int]) -> list[int]:
     step = max(1, len(positions) // (LOOKED_AT - 1))
     return sorted({*positions[::step][: LOOKED_AT - 1], *positions[-1:]})
 
@@ -279,31 +316,31 @@ def _gradient(model: Model, position: int) -> Any:
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        followed = _followed(holding.model)
-        if holding.optimizer not in followed.parameters and followed.gradients is None:
+        edits = _edits_of(holding.model)
+        if holding.optimizer not in edits.parameters and edits.gradients is None:
             continue
         began = time.perf_counter_ns()
         emit_parameters(recorder, step.number, holding)
-        if (before := followed.states.pop(holding.optimizer, None)) is not None:
+        if (before := edits.states.pop(holding.optimizer, None)) is not None:
             after = _state(step, holding, before.positions)
             if after.numbers != before.numbers:
-                _find_state_edit(recorder, followed, step)
+                _find_line_of_state_edit(recorder, edits, step)
             _emit(recorder, step.number, holding, "state", before, after)
-        taken = followed.gradients
-        followed.gradients = None
-        if taken is not None:
-            mine = taken.only(holding.held)
+        snapshot = edits.gradients
+        edits.gradients = None
+        if snapshot is not None:
+            mine = snapshot.only(holding.held)
             if mine.positions and not step.closure:
                 now = Taken(mine.positions, _gradients(holding.model, mine.positions), sampled=True)
                 _emit(recorder, step.number, holding, "gradients", mine, now)
-            if rest := set(taken.positions).difference(mine.positions):
-                followed.whole, followed.gradients = False, taken.only(rest)
-        _edits.spent_ns += time.perf_counter_ns() - began
+            if rest := set(snapshot.positions).difference(mine.positions):
+                edits.whole, edits.gradients = False, snapshot.only(rest)
+        _watched.spent_ns += time.perf_counter_ns() - began
 
 
 def emit_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> None:
-    """Before a step, or when none is to come."""
-    before = _followed(holding.model).parameters.pop(holding.optimizer, None)
+    """Compare an optimizer's parameters with their snapshot, before its step or at the end."""
+    before = _edits_of(holding.model).parameters.pop(holding.optimizer, None)
     if before is not None:
         now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
         _emit(recorder, step, holding, "parameters", before, now)
@@ -311,53 +348,55 @@ def emit_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> N
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        followed = _followed(holding.model)
-        if not _affordable(recorder, followed, holding.optimizer):
+        edits = _edits_of(holding.model)
+        if not _affordable(recorder, edits, holding.optimizer):
             continue
         began = time.perf_counter_ns()
-        positions = _chosen(recorder, holding.positions)
+        positions = _positions_to_look_at(recorder, holding.positions)
         held = holding.parameters(positions)
-        followed.parameters[holding.optimizer] = Taken(positions, held, sampled=False)
-        followed.states[holding.optimizer] = _state(step, holding, positions)
-        _trace(recorder, followed, "parameters", holding.model)
-        _trace(recorder, followed, "state", holding.model, step)
-        _edits.spent_ns += time.perf_counter_ns() - began
-    if not recorder.every and all(f.waits(recorder.step) for f in _edits.models.values()):
+        edits.parameters[holding.optimizer] = Taken(positions, held, sampled=False)
+        edits.states[holding.optimizer] = _state(step, holding, positions)
+        _trace(recorder, edits, "parameters", holding.model)
+        _trace(recorder, edits, "state", holding.model, step)
+        _watched.spent_ns += time.perf_counter_ns() - began
+    if not recorder.every and all(f.idle(recorder.step) for f in _watched.models.values()):
         _looking.disable()
 
 
 def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> Taken:
-    """The optimizer's state, by what stands for it: no tensor is read."""
-    taken = Taken(positions, [], sampled=True)
+    """A snapshot of the optimizer's state by identity and version; no tensor is read."""
+    snapshot = Taken(positions, [], sampled=True)
     optimizer = step.optimizer()
-    taken.numbers = [state_of(optimizer, p) for p in holding.parameters(positions)]
-    return taken
+    snapshot.numbers = [state_of(optimizer, p) for p in holding.parameters(positions)]
+    return snapshot
 
 
-def _find_state_edit(recorder: Recorder, followed: Followed, step: Step) -> None:
-    """It may happen once only: the source of what is running is asked for its line."""
+def _find_line_of_state_edit(recorder: Recorder, edits: ModelEdits, step: Step) -> None:
+    """Search the source of the running functions for a line that edits optimizer state: it may run
+    only once, so tracing comes too late."""
     optimizer = step.optimizer()
-    if optimizer is None or ("state", True) in followed.sites or followed.searched == SEARCHES:
+    if optimizer is None or ("state", True) in edits.sites or edits.searched == SEARCHES:
         return
-    followed.searched += 1
+    edits.searched += 1
     found = state_edit_in_frames(
         sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", optimizer
     )
     if found is not None:
-        followed.sites["state", True] = (recorder.sites.number(found.code, found.line),)
+        edits.sites["state", True] = (recorder.sites.number(found.code, found.line),)
 
 
-def _clearing(recorder: Recorder, followed: Followed) -> tuple[int, ...]:
-    """The same for gradients that are gone, or zero."""
-    if followed.clears is None:
-        followed.clears = clearing_site(recorder, sys._getframe(1), followed.backward_site)
-    return followed.clears
+def _clearing_sites(recorder: Recorder, edits: ModelEdits) -> tuple[int, ...]:
+    """Lines that clear gradients between the last backward and here; searched once per model."""
+    if edits.clears is None:
+        edits.clears = clearing_site(recorder, sys._getframe(1), edits.backward_site)
+    return edits.clears
 
 
 def _emit(
     recorder: Recorder, step: int, holding: OptimizerModel, kind: str, before: Taken, now: Taken
 ) -> None:
-    followed = _followed(holding.model)
+    """Compare two snapshots and record an edit, unless it equals the last one recorded."""
+    edits = _edits_of(holding.model)
     pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
     differing = [p for p, old, new in pairs if old != new]
     counted: list[int] = []
@@ -371,36 +410,36 @@ def _emit(
     changers = dict(before.changers) if differing else {}
     share = ratio(before.values, now.values) if differing and kind == "gradients" else 0.0
     besides = before.besides(now) if beside and differing else 0.0
-    if followed.tracer is not None and followed.tracer.kind == kind:
-        found = followed.tracer.stop()
-        followed.tracer = None
+    if edits.tracer is not None and edits.tracer.kind == kind:
+        found = edits.tracer.stop()
+        edits.tracer = None
         if found and (changed or undone):
-            followed.wanted.pop(kind, None)
+            edits.trace_position.pop(kind, None)
             divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
-            found.sort(key=lambda at: not divisors[at])
-            followed.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
-            followed.divisors[kind, changed] = divisors[found[0]]
+            found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
+            edits.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
+            edits.divisors[kind, changed] = divisors[found[0]]
     after = dict(zip(now.positions, now.numbers, strict=True))
     by_hand = undone or counted or (differing if beside or not functions else [])
-    if by_hand and (kind, changed) not in followed.sites:
+    if by_hand and (kind, changed) not in edits.sites:
         gone = [p for p in by_hand if after.get(p) == ABSENT]
-        followed.wanted[kind] = (gone or by_hand)[0]
-        followed.expected[kind] = 2 * recorder.step - followed.changed_at.get(kind, recorder.step)
-        followed.changed_at[kind] = recorder.step
-    late = followed.next_at and followed.followed_up < TRACED_AT_MOST
-    if late and kind in followed.wanted and recorder.step - followed.changed_at[kind] <= 1:
-        followed.followed_up += 1  # it was seen just now: its line may be found in the next steps
-        followed.look_at(recorder.step + 1)
+        edits.trace_position[kind] = (gone or by_hand)[0]
+        edits.expected[kind] = 2 * recorder.step - edits.changed_at.get(kind, recorder.step)
+        edits.changed_at[kind] = recorder.step
+    late = edits.next_at and edits.followed_up < TRACED_AT_MOST
+    if late and kind in edits.trace_position and recorder.step - edits.changed_at[kind] <= 1:
+        edits.followed_up += 1  # edits may come in every step now: trace the next ones
+        edits.look_at(recorder.step + 1)
     key = (kind, holding.optimizer)
-    sites = followed.sites.get((kind, changed), ()) if changed or undone else ()
+    sites = edits.sites.get((kind, changed), ()) if changed or undone else ()
     if kind == "gradients" and differing and not sites:
-        sites = _clearing(recorder, followed) if {after[p] for p in differing} <= CLEARED else ()
+        sites = _clearing_sites(recorder, edits) if {after[p] for p in differing} <= CLEARED else ()
     how = (beside, bool(undone), bool(counted))
     state = (changed, share, besides, sites, how, functions, changers)
-    if followed.emitted.get(key, NOTHING) == state or followed.count >= EMITTED_AT_MOST:
+    if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EMITTED_AT_MOST:
         return
-    followed.count += 1
-    followed.emitted[key] = state
+    edits.count += 1
+    edits.emitted[key] = state
     recorder.emit(
         Edited(
             at=time.monotonic(),
@@ -418,26 +457,26 @@ def _emit(
             beside=beside,
             undone=bool(undone),
             counted=bool(counted),
-            divisor=followed.divisors.get((kind, True), "") if changed else "",
+            divisor=edits.divisors.get((kind, True), "") if changed else "",
         )
     )
 
 
 def _trace(
-    recorder: Recorder, followed: Followed, kind: str, model: Model, step: Step | None = None
+    recorder: Recorder, edits: ModelEdits, kind: str, model: Model, step: Step | None = None
 ) -> None:
-    """Follow the lines up to the next moment, where the last time something was edited."""
-    position = followed.wanted.get(kind, -1)
-    traced = followed.traced.get(kind, 0)
-    if position < 0 or followed.tracer is not None:
+    """Trace lines up to the next comparison, if the last one found an edit but no line."""
+    position = edits.trace_position.get(kind, -1)
+    traced = edits.traced.get(kind, 0)
+    if position < 0 or edits.tracer is not None:
         return
-    if traced >= TRACED_AT_MOST and followed.expected.get(kind) != recorder.step:
+    if traced >= TRACED_AT_MOST and edits.expected.get(kind) != recorder.step:
         return
     inner = model.inner()
     if inner is None or any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in inner.modules()
     ):
-        return  # torch.compile and a trace function do not go together
+        return  # a trace function would make torch.compile recompile
     reference = model.parameters[position]
     optimizer = step.optimizer if step is not None else None
 
@@ -448,5 +487,5 @@ def _trace(
         tensor = parameter.grad if parameter is not None and kind == "gradients" else parameter
         return digests([tensor])[0]
 
-    followed.traced[kind] = traced + 1
-    followed.tracer = Tracer.start(recorder, kind, number)
+    edits.traced[kind] = traced + 1
+    edits.tracer = Tracer.start(recorder, kind, number)

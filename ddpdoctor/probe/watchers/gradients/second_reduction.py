@@ -1,4 +1,8 @@
-"""Collectives that the program itself makes on gradients that DDP has averaged."""
+"""Does the program all-reduce gradients that DDP has already averaged?
+
+Every reducing call between a backward and a step is compared with the gradients, by memory, size
+and a few values.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +22,47 @@ from . import gradient_sync, manual_edits
 LOST = "collectives on gradients"
 
 LOOKED_AT = 6
-"""Steps of a line in which what it makes of the gradients is looked at, whatever that costs."""
+"""Steps per line in which `manual_edits` measures what the call does to the gradients, beyond the
+doctor's budget: without a measured factor the finding proves little."""
 
 EMITTED = 20
-"""Steps of a line that are told of one by one, later ones each time their number doubles."""
+"""Steps per line that are recorded one by one; later ones at powers of two."""
 
 OWN, COPY = "own", "copy"
-"""What a collective is made on: gradients themselves, or copies of them."""
+"""A collective got the gradients themselves, or copies of them."""
 
 
-class _Summed:
+class _Reductions:
     """
     Attributes:
-        latest: by site, the last step in which it made one, told or `untold`.
+        sizes: by model, see `_sizes`.
+        latest: by site, its last call.
+        unrecorded: those of `latest` that are not on record.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[Model, frozenset[int]] = {}
         self.latest: dict[int, GradientReduced] = {}
-        self.untold: dict[int, GradientReduced] = {}
+        self.unrecorded: dict[int, GradientReduced] = {}
 
 
-_summed = _Summed()
+_reductions = _Reductions()
 
 
 def install() -> None:
-    _summed.__init__()  # type: ignore[misc]
+    _reductions.__init__()  # type: ignore[misc]
     call_hooks.called.subscribe(_called, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _called(recorder: Recorder, call: Call) -> None:
-    """A collective that the program itself makes on gradients that DDP has averaged."""
+    """Record a call if it reduces gradients that DDP has averaged in this backward."""
     if call.reduction is None or not call.tensors or backwards.running():
         return
     for model in wrapped_models.live():
         if not gradient_sync.averaged(model):
             continue
-        found = {kind for t in call.tensors if (kind := _is_gradient(model, t))}
+        found = {kind for t in call.tensors if (kind := _match_gradient(model, t))}
         if found:
             operation = str(call.reduction).rpartition(".")[2]
             _emit_reduced(recorder, model, operation, copied=found == {COPY})
@@ -63,24 +70,25 @@ def _called(recorder: Recorder, call: Call) -> None:
 
 
 def _sizes(model: Model) -> frozenset[int]:
-    """Numbers of elements of the parameters that DDP averages, and of all of them."""
-    found = _summed.sizes.get(model)
+    """Sizes a copy of gradients can have: of each parameter that DDP averages, and of all in one
+    flat buffer."""
+    found = _reductions.sizes.get(model)
     if found is None:
         held = (model.parameters[position]() for position in model.expected)
         sizes = [p.numel() for p in held if p is not None]
-        found = _summed.sizes[model] = frozenset([*sizes, sum(sizes)])
+        found = _reductions.sizes[model] = frozenset([*sizes, sum(sizes)])
     return found
 
 
 def _emit_reduced(recorder: Recorder, model: Model, operation: str, *, copied: bool) -> None:
     site = recorder.site()
-    last = _summed.latest.get(site)
+    last = _reductions.latest.get(site)
     if last is not None and last.step == recorder.step:
         return
     number = last.call + 1 if last is not None else 0
     if number < LOOKED_AT:
-        manual_edits.look_now(model)  # by what this multiplies them
-    event = _summed.latest[site] = GradientReduced(
+        manual_edits.look_now(model)  # measures the factor by which the call changes them
+    event = _reductions.latest[site] = GradientReduced(
         at=time.monotonic(),
         model=model.number,
         op=operation,
@@ -91,21 +99,21 @@ def _emit_reduced(recorder: Recorder, model: Model, operation: str, *, copied: b
     )
     if number < EMITTED or number & (number - 1) == 0:
         recorder.emit(event)
-        _summed.untold.pop(site, None)
+        _reductions.unrecorded.pop(site, None)
     else:
-        _summed.untold[site] = event
+        _reductions.unrecorded[site] = event
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    """In how many steps they were made."""
-    for event in _summed.untold.values():
+    """Record each line's last call: its number says in how many steps there was one."""
+    for event in _reductions.unrecorded.values():
         recorder.emit(event)
-    _summed.untold.clear()
+    _reductions.unrecorded.clear()
 
 
-def _is_gradient(model: Model, tensor: Any) -> str:
-    """Whether a tensor shares memory with one of the gradients, or holds a copy: of one of them, or
-    of all in a row."""
+def _match_gradient(model: Model, tensor: Any) -> str:
+    """`OWN` if a tensor shares memory with a gradient, `COPY` if it holds a copy of one or of all
+    in a row, else empty."""
     try:
         storage = tensor.untyped_storage()
         wanted = storage.data_ptr()
@@ -113,7 +121,7 @@ def _is_gradient(model: Model, tensor: Any) -> str:
     except (RuntimeError, NotImplementedError):
         return ""
     if whole and tensor.numel() not in _sizes(model):
-        return ""  # most often: a loss or a count
+        return ""  # the quick way out for losses and counts, which most calls carry
     held = (model.parameters[position]() for position in model.expected)
     grads = [p.grad for p in held if p is not None and p.grad is not None]
     if any(g is tensor or memory_of(g) == wanted for g in grads):
@@ -122,8 +130,11 @@ def _is_gradient(model: Model, tensor: Any) -> str:
 
 
 def _copied(tensor: Any, grads: list[Any]) -> bool:
-    """Whether a tensor begins as a gradient does and ends as one does; nothing is read from a
-    device, and zeros prove nothing."""
+    """Whether the first and last value of a tensor are those of gradients.
+
+    False for tensors on a device, which it would have to wait for, and for zeros, which prove
+    nothing.
+    """
     import torch
 
     if not tensor.is_cpu or not tensor.is_floating_point() or type(tensor) is not torch.Tensor:

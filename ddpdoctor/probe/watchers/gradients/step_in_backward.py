@@ -1,5 +1,8 @@
-"""Optimizers that step inside the backward, as hooks on parameters have them do, on gradients that
-DDP has yet to average."""
+"""Does an optimizer step inside the backward, on gradients that DDP has not averaged yet?
+
+Hooks on parameters do that (`register_post_accumulate_grad_hook`). A step is counted if the model's
+process group had not communicated since the backward began.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,19 @@ from ..manual_sync import exchanges
 
 LOST = "steps inside the backward"
 FIRST = 8
+"""Backwards recorded one by one; later ones at powers of two."""
 
 
-class Inside:
-    """What is known of one model.
+class StepsInBackward:
+    """Steps of one model inside backwards.
 
     Attributes:
-        backward: the last one in which an optimizer stepped it.
-        count: backwards in which one did so before the group had communicated; the last of them is
-            at `backward_site`, the first of these steps at `site`, number `first` of its optimizer.
-        told: `count` when it was last recorded.
-        carried: what the program itself had exchanged before the first.
+        backward: number of the last backward in which an optimizer stepped it.
+        count: backwards in which a step came before the group had communicated; the last of them
+            is at `backward_site`.
+        first, site: number and line of the first of these steps.
+        emitted: `count` when it was last recorded.
+        carried: `exchanges.numbers_passed()` before the first of these steps.
     """
 
     def __init__(self) -> None:
@@ -36,13 +41,14 @@ class Inside:
         self.first = self.site = -1
 
 
-class Within(tuple[Model, ...]):
+class SteppedModels(tuple[Model, ...]):
     """The models that an optimizer holds parameters of."""
 
 
-_known: dict[Model, Inside] = {}
+_known: dict[Model, StepsInBackward] = {}
 _began: dict[Model, tuple[int, int]] = {}
-"""By model, torch's count of its group's collectives when the backward began; the line of that."""
+"""By model, torch's count of its group's collectives when the backward began, and the line of the
+backward."""
 
 
 def install() -> None:
@@ -67,11 +73,11 @@ def _due(count: int) -> bool:
 
 
 def _step_inside(recorder: Recorder, step: Step) -> None:
-    within = step.known.notes.get(Within)
-    if within is None:
-        within = step.known.notes[Within] = _within(step)
-    for model in within:
-        inside = _known.setdefault(model, Inside())
+    stepped = step.known.notes.get(SteppedModels)
+    if stepped is None:
+        stepped = step.known.notes[SteppedModels] = _stepped_models(step)
+    for model in stepped:
+        inside = _known.setdefault(model, StepsInBackward())
         if inside.backward == backwards.count():
             continue
         inside.backward = backwards.count()
@@ -84,11 +90,11 @@ def _step_inside(recorder: Recorder, step: Step) -> None:
         inside.count, inside.backward_site = inside.count + 1, site
 
 
-def _within(step: Step) -> Within:
+def _stepped_models(step: Step) -> SteppedModels:
     optimizer = step.optimizer()
     groups = optimizer.param_groups if optimizer is not None else ()
     held = {id(p) for group in groups for p in group["params"]}
-    return Within(
+    return SteppedModels(
         model
         for model in _began
         if any(id(model.parameters[position]()) in held for position in model.expected)
@@ -101,7 +107,7 @@ def _leaving(recorder: Recorder, _: None) -> None:
             _emit(recorder, model, inside)
 
 
-def _emit(recorder: Recorder, model: Model, inside: Inside) -> None:
+def _emit(recorder: Recorder, model: Model, inside: StepsInBackward) -> None:
     inside.emitted = inside.count
     alive = model.live_parameters()
     each = digests([alive[position] for position in model.expected]) if alive else []

@@ -1,4 +1,8 @@
-"""Gradients that are exactly zero, again and again, of parameters that the optimizer changes."""
+"""Which parameters have gradients that are always exactly zero, and change all the same?
+
+Gradients are read before steps that are powers of two, and after `SAMPLES` of these before every
+step that is due. Weight decay or momentum may still move such parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,22 @@ from ...training.records import OptimizerModel, Step
 LOST = "gradients that are always zero"
 
 PARAMETERS_AT_MOST = 2000
+"""Larger holdings are not looked at: every gradient is read as a whole."""
 
 SAMPLES = 4
-"""Looks that must agree; from then on every step that is due is looked at."""
+"""Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""
 
 
-class Zeros:
-    """Of one holding: positions whose gradient was zero in all steps looked at so far.
+class AlwaysZero:
+    """Positions of parameters of one model in one optimizer whose gradient is always zero.
 
     Attributes:
-        changed: those that a step changed all the same; told: those on record.
-        alive: those whose gradient was not zero when all were looked at.
-        before: digests of the parameters before the step that is being taken.
+        always: positions with a zero gradient in every sample; None before the first.
+        alive: positions with a nonzero gradient in the first sample.
+        changed: positions of `always` whose parameters a step changed.
+        emitted: positions on record.
+        samples: samples so far.
+        before: digests of parameters before the current step.
     """
 
     def __init__(self) -> None:
@@ -49,51 +57,55 @@ def install() -> None:
 
 def _step_due(recorder: Recorder, step: Step) -> None:
     rare = not step.number & (step.number - 1)
-    known: dict[OptimizerModel, Zeros] = step.known.notes.setdefault(Zeros, {})
+    known: dict[OptimizerModel, AlwaysZero] = step.known.notes.setdefault(AlwaysZero, {})
     for holding in step.holdings:
-        zeros = known.setdefault(holding, Zeros())
-        if zeros.always == set() or not (rare or zeros.samples >= SAMPLES):
+        watched = known.setdefault(holding, AlwaysZero())
+        if watched.always == set() or not (rare or watched.samples >= SAMPLES):
             continue
-        seen = _look(holding, zeros.always)
+        seen = _zero_by_position(holding, watched.always)
         if seen is None:
             continue
-        if zeros.always is None:
-            zeros.alive = {position for position, zero in seen.items() if not zero}
-        zeros.always = {position for position, zero in seen.items() if zero}
-        zeros.samples += 1
-        if zeros.emitted - zeros.always:
-            _emit(recorder, holding, zeros, step)
-        if rare and zeros.always:
-            zeros.before = _digests(holding, sorted(zeros.always))
+        if watched.always is None:
+            watched.alive = {position for position, zero in seen.items() if not zero}
+        watched.always = {position for position, zero in seen.items() if zero}
+        watched.samples += 1
+        if watched.emitted - watched.always:
+            _emit(recorder, holding, watched, step)
+        if rare and watched.always:
+            watched.before = _digests(holding, sorted(watched.always))
             _ends.enable()
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    """Which of them the optimizer changed."""
-    known: dict[OptimizerModel, Zeros] = step.known.notes.get(Zeros, {})
-    for holding, zeros in known.items():
-        before, zeros.before = zeros.before, {}
+    """Note which parameters with zero gradients the step changed."""
+    known: dict[OptimizerModel, AlwaysZero] = step.known.notes.get(AlwaysZero, {})
+    for holding, watched in known.items():
+        before, watched.before = watched.before, {}
         after = _digests(holding, list(before))
-        zeros.changed |= {p for p, old in before.items() if ABSENT != old != after[p] != ABSENT}
-        if before and zeros.samples >= SAMPLES:
-            _emit(recorder, holding, zeros, step)
-    _ends.enable(any(z.before for k in optimizers.known() for z in k.notes.get(Zeros, {}).values()))
+        watched.changed |= {p for p, old in before.items() if ABSENT != old != after[p] != ABSENT}
+        if before and watched.samples >= SAMPLES:
+            _emit(recorder, holding, watched, step)
+    _ends.enable(
+        any(z.before for k in optimizers.known() for z in k.notes.get(AlwaysZero, {}).values())
+    )
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    """What the last backward left may say otherwise."""
+    """Correct the record at the end: the last backward may have left nonzero gradients."""
     for known in optimizers.known():
-        for holding, zeros in known.notes.get(Zeros, {}).items():
-            seen = _look(holding, zeros.emitted) or {}
+        for holding, watched in known.notes.get(AlwaysZero, {}).items():
+            seen = _zero_by_position(holding, watched.emitted) or {}
             ended = {position for position, zero in seen.items() if not zero}
-            if ended and zeros.always and known.step is not None:
-                zeros.always -= ended
-                _emit(recorder, holding, zeros, known.step)
+            if ended and watched.always and known.step is not None:
+                watched.always -= ended
+                _emit(recorder, holding, watched, known.step)
 
 
-def _look(holding: OptimizerModel, before: set[int] | None) -> dict[int, bool] | None:
-    """Whether the gradients that exist are zero, by position; None where they cannot be read, or a
-    device would have to be waited for."""
+def _zero_by_position(holding: OptimizerModel, before: set[int] | None) -> dict[int, bool] | None:
+    """For each gradient at positions `before` (None: at all), whether it is all zero.
+
+    Returns None if one cannot be read without waiting for a device.
+    """
     positions = holding.synchronised if before is None else sorted(before)
     if len(positions) > PARAMETERS_AT_MOST:
         return {}
@@ -112,11 +124,11 @@ def _digests(holding: OptimizerModel, positions: list[int]) -> dict[int, int]:
     return dict(zip(positions, digests(holding.parameters(positions)), strict=True))
 
 
-def _emit(recorder: Recorder, holding: OptimizerModel, zeros: Zeros, step: Step) -> None:
-    now = zeros.changed & (zeros.always or set())
-    if not now and not zeros.emitted:
+def _emit(recorder: Recorder, holding: OptimizerModel, watched: AlwaysZero, step: Step) -> None:
+    now = watched.changed & (watched.always or set())
+    if not now and not watched.emitted:
         return
-    zeros.emitted = now
+    watched.emitted = now
     optimizer, indices = step.optimizer(), sorted(now)
     groups = () if optimizer is None else optimizer.param_groups
     decays = {id(p): float(g.get("weight_decay") or 0) for g in groups for p in g["params"]}
@@ -129,10 +141,10 @@ def _emit(recorder: Recorder, holding: OptimizerModel, zeros: Zeros, step: Step)
             model=holding.model.number,
             optimizer=holding.optimizer,
             step=step.number,
-            samples=zeros.samples,
+            samples=watched.samples,
             indices=tuple(indices),
             weight_decay=max(own, default=0.0),
             moved=tuple(i for i, decay in zip(indices, own, strict=True) if not decay),
-            beside=tuple(i for i in sorted(zeros.alive) if owners[i] in modules),
+            beside=tuple(i for i in sorted(watched.alive) if owners[i] in modules),
         )
     )
