@@ -3,95 +3,118 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.audit_table import audit_table
+from ddpdoctor.analysis.data.fault import LoaderFault
 from ddpdoctor.analysis.data.forward_inputs import (
+    EqualGradients,
     EqualInputs,
     Inputs,
-    SameWork,
-    alike,
+    equal_gradients,
+    equal_inputs,
     inputs,
-    same_work,
 )
-from ddpdoctor.analysis.data.loader_faults import (
-    AGAIN,
-    FROM_EPOCH,
-    MOVING,
-    SELECTED,
-    STREAM,
-    LoaderFault,
-    faults,
-    of_check,
-)
+from ddpdoctor.analysis.data.loader_faults import faults, of_check
 from ddpdoctor.analysis.data.phrases import (
     dataset,
     figures,
     no_loader,
+    on_each_rank,
     related,
     since,
     steps_from,
     use,
 )
-from ddpdoctor.analysis.data.rng_state import in_step
+from ddpdoctor.analysis.data.rng_state import equal_generators
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
-from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps, Table
-from ddpdoctor.run import Location, Rank, Run, ranks_text, some, whom
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps, Table
+from ddpdoctor.run import Location, Rank, Run, listed, ranks_text, some, whom
+
+SETS_NAMED = 3
+"""Most sets of ranks that a summary names."""
 
 
 class DataOverlap(Check):
     """Ranks, or the workers of one rank, consume the same samples
 
     ## What it finds
-    Ranks that train on the same samples although no sampler is to blame: an `IterableDataset` that
-    is not split by rank or by worker, ranks that read the same files, a loop of plain Python that
-    takes the same slices or draws the same random positions on every rank, be it only later in the
-    run, a sampler of one's own whose shares overlap, parts of one data set (`Subset`, slices of a
-    list) that each rank selects and that overlap. Data that each rank has of its own, but for some
-    ranks that hold the same. Samples that a data set picks at random, whatever the index, from a
-    generator that stands alike on all ranks.
+    Ranks that train on the same samples for another reason than a missing or misconfigured
+    `DistributedSampler`:
+
+    - an `IterableDataset` that is not sharded by rank or by worker
+    - ranks that read the same files
+    - a custom sampler whose shares overlap
+    - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
+    - data that differs between ranks, except for some ranks that hold the same
+    - samples that are picked at random, from a generator in the same state on all ranks
+    - a loop without a loader that feeds the same slices or the same random positions
+
+    Also where this begins only later in the run.
 
     ## How it knows
-    Indices that loaders deliver (all of them up to 262,144 per line that makes the loader, then one
-    in 2, in 4 and so on) are compared between the ranks, and digests of some 256 samples of epochs
-    0, 1, 2, 4, 8 and so on; of streams, which have no indices, also of all rows of an epoch that
-    has no more than 4096. Without a loader it is the inputs of wrapped models, at the first 16
-    forwards, then at every eighth and ever fewer; without a wrapper some values of each rank's own
-    gradients before the program exchanges them, in four steps. Content is read in host memory only.
-    What a `Subset` selects is recorded up to 16,384 samples, at equal distances up to 262,144.
-    Parts overlap where the end of one, three in ten samples or more, is the beginning of another,
-    or nine in ten are the same, all ranks select from data that is made of the same, and that much
-    is read by both. Of lists that each rank holds the digests tell whether one goes on where
-    another is not over.
-    The finding is proven; suspected where samples could not be looked at, are all alike or change
-    each time they are read, and where inputs are not known or seem to be drawn on the spot.
+    With loaders, the delivered indices are compared between the ranks (all of them up to 262,144
+    per line that makes the loader, then one in 2, in 4 and so on), and so are digests of some 256
+    samples of epochs 0, 1, 2, 4, 8 and so on. Streams have no indices; of these, all rows of an
+    epoch of at most 4096 are digested, too. What a `Subset` selects is recorded up to 16,384
+    samples, regular selections up to 262,144.
+
+    Without loaders, the inputs of wrapped models are compared, at the first 16 forwards, then at
+    every eighth and ever fewer. Without a wrapper, it is some values of each rank's own gradients
+    before the program synchronises them, in four steps. Only host memory is read.
+
+    Selections overlap if one begins with the end of another (three in ten samples or more), or if
+    nine in ten samples are equal; the data beneath must be the same on all ranks, and both ranks
+    must read that much of it. Lists that each rank holds are compared by digests.
+
+    The finding is proven. It is suspected if samples could not be compared, are all identical or
+    change each time they are read, and if inputs are unknown or seem to be random.
 
     ## Why it hurts
-    The work of several ranks (or workers) is that of one; an epoch sees every sample several
-    times.
+    Several ranks (or workers) do the work of one, and an epoch holds every sample several times.
 
     ## How to fix it
-    In the data set: take every n-th sample, n being ranks times workers, from `dist.get_rank()`
-    and `torch.utils.data.get_worker_info()`; of files or other parts each rank can take its own
-    (`parts[rank::world_size]`) only where they are as many as the ranks, or a multiple. In a plain
-    loop: start at the rank and stride by the world size, or seed the generator of the positions
-    with the rank added. Where the data set itself picks at random, too: a `DistributedSampler`
-    changes nothing there.
+    In the dataset, take every n-th sample, where n is ranks times workers, from `dist.get_rank()`
+    and `torch.utils.data.get_worker_info()`. Files or other parts can be assigned to ranks
+    (`parts[rank::world_size]`) only if their number is a multiple of the number of ranks. In a
+    loop without a loader, start at the rank and stride by the world size, or add the rank to the
+    seed. A dataset that picks samples at random needs the rank in its seed, too: a
+    `DistributedSampler` has no effect there.
 
     ## When it stays quiet
-    Content that differs; streams that draw with replacement; parts with samples that all ranks are
-    to have beside their own, and those that overlap by little; ranks that are handed their inputs
-    on purpose (broadcast, scatter) or share them in a tensor-parallel group or as stages of a
-    pipeline; ranks that exchange tensors in a process group of their own step by step, or make one
-    and hold the same part of the data; samplers that deal out each of some samples equally often,
-    to other ranks each time (repeated augmentation). Inputs that never change or are drawn from the
-    global random generators on the spot are a note, as is evaluation.
+    - The samples differ.
+    - Streams are drawn with replacement.
+    - Selections overlap by little, or all ranks have some samples in common.
+    - One rank sends the inputs to the others (broadcast, scatter), or they are shared within a
+      tensor-parallel group or between the stages of a pipeline.
+    - The ranks exchange tensors in a smaller process group of their own in every step, or have one
+      and hold the same part of the data.
+    - A sampler repeats each of some samples equally often, on other ranks each time (repeated
+      augmentation).
+
+    Only a note: inputs that never change or are drawn from the global random generators just
+    before the forward; evaluation.
     """
 
     code = "DDP507"
     name = "data-overlap"
     family = "data"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "unsharded-stream": "all ranks iterate the whole of an iterable dataset",
+        "unsharded-workers": "the workers of one rank each iterate the whole of its dataset",
+        "repeated-parts": "some ranks deliver the same samples, while others deliver other ones",
+        "equal-random-generators": "the dataset picks samples at random, equally on all ranks",
+        "overlapping-selections": "the ranks select parts of one dataset that overlap",
+        "different-shuffles": "each rank takes its share of another order",
+        "overlapping-shares": "the sampler yields some samples on several ranks",
+        "equal-inputs": "without a loader, ranks feed a model the same inputs",
+        "equal-random-inputs": "without a loader, ranks feed a model equal random numbers",
+        "constant-inputs": "without a loader, ranks feed a model equal inputs that never change",
+        "equal-gradients": "without DDP, ranks compute the same gradients before they exchange "
+        "them",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if (reason := no_loader(run)) is None or any(
@@ -102,8 +125,8 @@ class DataOverlap(Check):
         if run.any(ForwardInput):
             return f"{reason}, and no input of a wrapped model was in host memory"
         return (
-            f"{reason}, no forward of a wrapped model was seen, and no gradients of a rank's own "
-            "before the program exchanges them with all others"
+            f"{reason}, no forward of a wrapped model was seen, and no gradients before a manual "
+            "all-reduce"
         )
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -111,61 +134,59 @@ class DataOverlap(Check):
         for fault in of_check(run, self.name):
             yield self._of_loader(run, fault)
         for given in inputs(run):
-            if sets := [same for same in alike(run, given) if not same.meant]:
+            if sets := [same for same in equal_inputs(run, given) if not same.intended]:
                 yield self._of_inputs(run, given, sets)
-        for work in () if found else same_work(run):
+        for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        alike = other.check == "identical-augmentation" and other.location == mine.location
-        return alike and STREAM in mine.evidence
+        same_loader = other.check == "identical-augmentation" and other.location == mine.location
+        return same_loader and mine.rule == "equal-random-generators"
 
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)
 
     def _of_loader(self, run: Run, fault: LoaderFault) -> Finding:
         reader, audit = fault.readers[0], fault.audit
-        workers = fault.evidence.get("between") == "workers"
-        note = bool(fault.doubt) or not fault.loader.trains
-        first = fault.evidence.get(FROM_EPOCH, 0)
-        number = first if isinstance(first, int) else 0
+        workers = fault.overlap == "unsharded-workers"
+        note = fault.doubt is not None or not fault.loader.trains
+        number = fault.first_epoch
         who = _sets(fault.parts) if len(fault.parts) > 1 else whom(fault.ranks, run.world_size)
         who = f"the workers of {who}" if workers else who
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
-        elif workers or STREAM in fault.evidence:
+        elif workers or fault.overlap == "equal-random-generators":
             what = "the same samples"
         else:
-            count, of = (
-                fault.evidence[k] for k in ("delivered by several ranks", "samples compared")
-            )
-            what = f"the same samples ({count} of {of} compared)"
+            what = "the same samples ({} of {} compared)".format(*fault.compared)
         return self.finding(
+            rule=fault.overlap,
             severity=Severity.NOTE if note else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
             steps=steps_from(reader, reader.epoch(number)),
             subjects=(reader.seen.dataset,),
             location=_spot(fault),
-            label="not divided among the workers"
+            label="not sharded by worker"
             if workers
             else "picks the same samples on these ranks"
-            if STREAM in fault.evidence
-            else "not divided among the ranks",
+            if fault.overlap == "equal-random-generators"
+            else "ranks get the same samples",
             related=related(reader),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
-            f"{since(reader, number)}" + (f" ({fault.doubt})" if fault.doubt else ""),
-            cause=_cause(fault, workers=workers),
+            f"{since(reader, number)}" + (f" ({fault.doubt.value})" if fault.doubt else ""),
+            cause=_cause(fault),
             fix=_fix(fault),
-            evidence={**(figures(audit) if audit else {}), **fault.evidence},
+            evidence={**(figures(audit) if audit else {}), **_evidence(fault)},
             at=reader.rank.wall(audit.at if audit else reader.epochs[number].began.at),
         )
 
-    def _of_gradients(self, run: Run, work: SameWork) -> Finding:
+    def _of_gradients(self, run: Run, work: EqualGradients) -> Finding:
         rank = run.ranks[work.ranks[0]]
         sure = work.seen and not (work.drawn or work.constant)
         count = len(work.steps)
         return self.finding(
+            rule="equal-gradients",
             severity=Severity.ERROR if sure else Severity.NOTE,
             confidence=Confidence.PROVEN if sure else Confidence.SUSPECTED,
             ranks=work.ranks,
@@ -173,19 +194,18 @@ class DataOverlap(Check):
             subjects=(work.kind,),
             location=rank.location(work.event.site),
             label="the same inputs on these ranks",
-            summary=f"{whom(work.ranks, run.world_size)} compute the same gradients of "
-            f"{work.kind}, bit for bit, in each of {count} steps compared, before they "
-            "exchange them"
-            + (" (from random numbers, drawn alike on all of them)" if work.drawn else "")
+            summary=f"{whom(work.ranks, run.world_size)} compute bit-identical gradients of "
+            f"{work.kind} in all {count} compared steps, before they exchange them"
+            + (" (from equal random inputs)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
-            cause="every rank does the work of one: it takes the same samples from the same data",
-            fix="take every n-th sample: `data[rank::world_size]`; where samples are drawn, seed "
-            "with the rank added",
+            cause="each of these ranks trains on the same samples, so they do the work of one",
+            fix="shard the data: `data[rank::world_size]`; if samples are drawn at random, add "
+            "the rank to the seed",
             evidence={
                 "steps compared": work.steps,
                 "for example": [float(f"{v:.6g}") for v in work.event.local[:8]],
-                "inputs are known to be the same": work.seen,
-                "drawn on the spot": work.drawn,
+                "inputs are known to be equal": work.seen,
+                "inputs are random": work.drawn,
             },
             at=rank.wall(work.event.at),
         )
@@ -195,7 +215,9 @@ class DataOverlap(Check):
         sets = [s for s in sets if s.toy == same.toy]
         rank = run.ranks[same.ranks[0]]
         parts = tuple(s.ranks for s in sets)
+        rule = _rule_of_inputs(same)
         return self.finding(
+            rule=rule,
             severity=Severity.NOTE if same.toy else Severity.ERROR,
             confidence=Confidence.SUSPECTED if same.toy else Confidence.PROVEN,
             ranks=tuple(sorted({r for ranks in parts for r in ranks})),
@@ -204,18 +226,13 @@ class DataOverlap(Check):
             steps=_steps(rank, given, same) if same.late else None,
             label="the same inputs on these ranks",
             summary=f"{_sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)} feed "
-            f"{given.kind} the same inputs at each of {len(same.forwards)} forwards compared"
-            + (f" from number {same.forwards[0]} on" if same.late else "")
-            + (" (random numbers, drawn alike on all of them)" if same.drawn else "")
+            f"{given.kind} the same inputs at all {len(same.forwards)} compared forwards"
+            + (f" from forward {same.forwards[0]} on" if same.late else "")
+            + (" (equal random numbers)" if same.drawn else "")
             + (" (they never change)" if same.constant else ""),
-            cause="every rank takes the same samples, or draws the same random positions: the "
-            "random generators of the ranks stand alike"
-            if same.drawn
-            else "every rank works on the same, constant data, as one rank would alone"
-            if same.constant
-            else "every rank takes the same samples from the same data",
-            fix="take every n-th sample: `data[rank::world_size]`; where positions are drawn, seed "
-            "with the rank added: `torch.manual_seed(seed + rank)` after the model was made",
+            cause=CAUSES_OF_INPUTS[rule],
+            fix="shard the data: `data[rank::world_size]`; if positions are drawn at random, seed "
+            "with the rank: `torch.manual_seed(seed + rank)` after the model is built",
             evidence={
                 "forwards compared": some(same.forwards, 20),
                 **({"differed last at": same.differed} if same.late else {}),
@@ -223,21 +240,35 @@ class DataOverlap(Check):
                     f"{given.by_rank[same.ranks[0]][n].digest:08x}" for n in same.forwards[:8]
                 ],
                 "numbers per input": same.event.numbers,
-                "drawn on the spot": same.drawn,
+                "inputs are random": same.drawn,
             },
             at=rank.wall(same.event.at),
         )
 
 
+CAUSES_OF_INPUTS = {
+    "equal-random-inputs": "each rank takes the same samples, or draws the same random positions: "
+    "the ranks' random generators are in the same state",
+    "constant-inputs": "every rank trains on the same constant data, as a single rank would",
+    "equal-inputs": "each of these ranks takes the same samples from the same data",
+}
+
+
+def _rule_of_inputs(same: EqualInputs) -> str:
+    if same.drawn:
+        return "equal-random-inputs"
+    return "constant-inputs" if same.constant else "equal-inputs"
+
+
 def _spot(fault: LoaderFault) -> Location | None:
-    """The line that selects what a `Subset` holds, or makes the loader."""
+    """The line that makes the overlapping `Subset`, or else the loader."""
     reader = fault.readers[0]
-    layers = reader.seen.layers if SELECTED in fault.evidence else ()
+    layers = reader.seen.layers if fault.overlap == "overlapping-selections" else ()
     return next((at for e in layers if (at := reader.rank.location(e.site))), reader.made_at)
 
 
 def _steps(rank: Rank, given: Inputs, same: EqualInputs) -> Steps:
-    """The steps of the forwards compared, of the optimizer that took the most."""
+    """The steps of the forwards compared, counted by the optimizer that took the most."""
     done = rank.of(StepDone)
     most = max((e.optimizer for e in done), key=rank.steps_of, default=-1)
     ends = sorted(e.at for e in done if e.optimizer == most for _ in range(e.count))
@@ -246,70 +277,105 @@ def _steps(rank: Rank, given: Inputs, same: EqualInputs) -> Steps:
     return Steps(min(found), max(found), len(found), len(found))
 
 
-def _cause(fault: LoaderFault, *, workers: bool) -> str:
-    seen, moving = fault.readers[0].seen, fault.evidence.get(MOVING)
-    if (names := fault.evidence.get(STREAM)) is not None:
-        which = " and ".join(names) if isinstance(names, list) else ""
+def _evidence(fault: LoaderFault) -> Evidence:
+    """Figures beyond those of the audit."""
+    common, of = fault.compared
+    if fault.overlap == "equal-random-generators":
+        return {
+            "generators in the same state": list(fault.generators) or "the dataset's own",
+            "the dataset uses the index": not fault.readers[0].seen.indexless,
+            "equal samples at equal positions": fault.equal_samples,
+            "equal batches given to the model": fault.equal_batches,
+        }
+    if fault.overlap == "unsharded-workers":
+        return {
+            "workers": fault.readers[0].seen.workers,
+            "delivered by several workers": f"{common} of {of} samples compared",
+            "batches": {r.rank.rank: r.epochs[0].batches for r in fault.readers},
+        }
+    if of:
+        return {
+            "samples compared": of,
+            "delivered by several ranks": common,
+            "workers of one rank overlap too": fault.workers_overlap,
+            "batches": {r.rank.rank: r.epochs[fault.first_epoch].batches for r in fault.readers},
+            **({"from epoch": fault.first_epoch} if fault.first_epoch else {}),
+        }
+    return {
+        **({"selected by each rank": fault.selections} if fault.selections else {}),
+        **({"shared samples by epoch": fault.shared_by_epoch} if fault.shared_by_epoch else {}),
+        **({"samples are made of": ", ".join(fault.sources)} if fault.sources else {}),
+    }
+
+
+def _cause(fault: LoaderFault) -> str:
+    seen = fault.readers[0].seen
+    if fault.overlap == "equal-random-generators":
+        which = listed(fault.generators)
         return (
-            f"{seen.dataset} chooses its samples at random, whatever the index, and "
-            + (f"the generator of {which}" if which else "the generator that it draws from")
-            + " stands alike on all of these ranks"
+            f"{seen.dataset} picks samples at random, whatever the index, and "
+            + (f"the generator of {which}" if which else "its random generator")
+            + " is in the same state on all of these ranks"
         )
-    if isinstance(chosen := fault.evidence.get(SELECTED), dict):
-        reported = ", ".join(
-            f"{places} on rank {rank}" for rank, places in list(chosen.items())[:4]
-        )
-        return f"the parts of one data set that the ranks select for themselves overlap: {reported}"
-    if isinstance(moving, list):
+    if fault.overlap == "overlapping-selections":
         return (
-            f"the shares that {seen.sampler} hands out overlap, in another number of samples each "
-            f"epoch ({some(moving, 6)}): the ranks seem to shuffle in different orders"
+            "the ranks select overlapping parts of one dataset: "
+            f"{on_each_rank(fault.selections.items())}"
         )
-    if not seen.iterable and not fault.parts:
-        return f"the shares that {seen.sampler} hands out overlap"
-    if fault.parts:
+    if fault.overlap == "different-shuffles":
         return (
-            f"{_sets(fault.parts)} deliver the same of {seen.dataset}, and others other samples: "
-            "the parts that the ranks choose are fewer than the ranks, or are drawn alike"
+            f"the shares that {seen.sampler} yields overlap, by another number of samples in each "
+            f"epoch ({some(fault.shared_by_epoch, 6)}): the ranks seem to shuffle differently"
         )
-    what = "each rank iterates the whole of"
-    if workers:
-        what = "each worker iterates all that its rank reads of"
-    return f"{what} {seen.dataset}: no sampler can divide an iterable one"
+    if fault.overlap == "overlapping-shares":
+        return f"the shares that {seen.sampler} yields overlap"
+    if fault.overlap == "repeated-parts":
+        return (
+            f"{_sets(fault.parts)} deliver the same part of {seen.dataset}, others another one: "
+            "there are fewer parts than ranks, or some ranks draw theirs from the same seed"
+        )
+    who = "each rank iterates the whole dataset"
+    if fault.overlap == "unsharded-workers":
+        who = "each worker iterates everything that its rank reads"
+    return f"{who}: no sampler applies to {seen.dataset}, which is iterable"
 
 
 def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
     """`ranks 0,2 and ranks 1,3`."""
-    reported, rest = " and ".join(map(ranks_text, parts[:3])), len(parts) - 3
-    return reported + (f" and {rest} more sets of ranks" if rest > 0 else "")
+    named, rest = list(map(ranks_text, parts[:SETS_NAMED])), len(parts) - SETS_NAMED
+    return " and ".join([*named, f"{rest} more sets of ranks"] if rest > 0 else named)
 
 
 def _fix(fault: LoaderFault) -> str:
     seen = fault.readers[0].seen
-    workers = fault.evidence.get("between") == "workers"
-    if STREAM in fault.evidence:
-        drawn = in_step(fault.readers)
-        return drawn.fix if drawn else f"add the rank to the seed from which {seen.dataset} draws"
-    if fault.parts and not seen.iterable:
+    if fault.overlap == "equal-random-generators":
+        drawn = equal_generators(fault.readers)
+        return drawn.fix if drawn else f"add the rank to the seed that {seen.dataset} draws from"
+    if fault.overlap == "repeated-parts" and not seen.iterable:
         return (
-            "give each rank a part or a seed of its own, by `rank` itself; or load the same whole "
-            "data set on every rank and divide it: `DataLoader(dataset, "
+            "select the part, or the seed, of each rank by `rank` itself; or load the whole "
+            "dataset on every rank and shard it: `DataLoader(dataset, "
             "sampler=DistributedSampler(dataset))`"
         )
-    if SELECTED in fault.evidence:
+    if fault.overlap == "overlapping-selections":
         return (
             "let each rank select its own part: `indices[rank::world_size]`, or `indices[rank * n: "
             "(rank + 1) * n]` with `n = len(indices) // world_size`"
         )
-    if MOVING in fault.evidence:
+    if fault.overlap == "different-shuffles":
         return (
-            "shuffle alike on all ranks, by `seed + epoch` without the rank, and let each rank "
+            "shuffle equally on all ranks, by `seed + epoch` without the rank, and let each rank "
             "take its own share of that order"
         )
-    if not seen.iterable:
+    if fault.overlap == "overlapping-shares":
         return "let each rank take its own share of one order: `indices[rank::world_size]`"
-    offered = "split_by_worker" if workers else "split_by_node"
-    own = (
+    return _shard_stream(fault)
+
+
+def _shard_stream(fault: LoaderFault) -> str:
+    """How to shard an iterable dataset by rank and worker, or by worker alone."""
+    workers = fault.overlap == "unsharded-workers"
+    code = (
         "`info = get_worker_info()`, `n, i = (info.num_workers, info.id) if info else (1, 0)`, "
         + (
             "`islice(samples, i, None, n)`"
@@ -317,19 +383,21 @@ def _fix(fault: LoaderFault) -> str:
             else "`islice(samples, rank * n + i, None, world_size * n)`"
         )
     )
-    if not workers and all(r.seen.workers > 1 for r in fault.readers) and not fault.evidence[AGAIN]:
-        own = (
-            "if its workers divide it already, let the rank take part in that: `rank * "
-            "info.num_workers + info.id` of `world_size * info.num_workers` in place of `info.id` "
-            f"of `info.num_workers`; if not, {own}"
+    by_worker = all(r.seen.workers > 1 for r in fault.readers) and not fault.workers_overlap
+    if not workers and by_worker:
+        code = (
+            "if it already shards by worker, use `rank * info.num_workers + info.id` for `info.id` "
+            "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
+            f"{code}"
         )
-    if fault.parts:
+    if fault.overlap == "repeated-parts":
         return (
-            "choosing a part by the rank does for as many parts as there are ranks, or a multiple "
-            f"(`parts[rank::world_size]`); else let every rank go through all of them, and take "
-            f"its own samples: {own}"
+            "assigning parts by rank (`parts[rank::world_size]`) works only if their number is a "
+            "multiple of the number of ranks; otherwise let every rank iterate all parts and take "
+            f"its own samples: {code}"
         )
+    function = "split_by_worker" if workers else "split_by_node"
     return (
-        f"split it by the means of the library that it is from (`{offered}`), if it is from one; "
-        f"else in `{seen.dataset}.__iter__`: {own}"
+        f"if the dataset is from a library, use its own function for it (`{function}`); otherwise "
+        f"in `{fault.readers[0].seen.dataset}.__iter__`: {code}"
     )

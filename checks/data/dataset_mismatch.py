@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
-from ddpdoctor.analysis.data.loader_faults import HELD_OUT, TWICE, LoaderFault, of_check
-from ddpdoctor.analysis.data.phrases import SHORTEST, datasets, figures, no_loader, related
+from ddpdoctor.analysis.data.fault import Difference, LoaderFault
+from ddpdoctor.analysis.data.loader_faults import of_check
+from ddpdoctor.analysis.data.phrases import (
+    SHORTEST,
+    datasets,
+    figures,
+    no_loader,
+    on_each_rank,
+    related,
+)
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
-from ddpdoctor.run import Location, Run, ranks_do, whom
+from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 
 KINDS = {
     "indices": "indices of a Subset",
@@ -17,49 +26,77 @@ KINDS = {
     "text": "texts, such as paths",
     "tensor": "tensors",
 }
+"""`Payload.kind` in words."""
+
+
+class Explanation(NamedTuple):
+    """Why the ranks' datasets differ, and what to change.
+
+    Attributes:
+        rule: names the explanation; `cause` and `fix` are the texts of it.
+    """
+
+    rule: str
+    cause: str
+    fix: str
 
 
 class DatasetMismatch(Check):
-    """Ranks divide different data sets among them
+    """Ranks shard different datasets
 
     ## What it finds
-    Ranks that share a data set by index, but whose indices stand for different samples: a
-    `random_split` or another random choice without a common generator, a listing of files in
-    another order, data sets of different length. Shares that each rank selected already, and that a
-    sampler divides once more. Without such a sampler: splits that each rank makes for itself, so
-    that one trains on what another holds out.
+    Ranks that share a dataset by index although equal indices are other samples on each rank: a
+    `random_split` or another random selection without a common seed, files listed in another order,
+    datasets of different lengths. Also a selection that each rank makes and a sampler shards again.
+    Without a distributed sampler: splits that each rank makes by itself, so that one rank trains on
+    what another one holds out.
 
     ## How it knows
     When a loader is first iterated (the first eight that a line makes, then ever fewer), each rank
-    digests what its data set selects samples by: `Subset.indices`, lists of ids or paths, tensors;
-    of lists longer than 8192 entries half as many or more, spread evenly. The digests are compared
-    between ranks whose sampler divides the data, or whose indices are seen to; or that train on
-    `Subset`s of one data set with three in ten samples in common, and each hold out what is not in
-    their own but, three in ten of it or more, in that of another. The finding is
-    proven where indices, ids (whole numbers, none twice, closer together than by chance), texts,
-    lengths or the order of equal entries differ, or a fifth of the samples that were looked at
-    stand at other indices on another rank; else, where each rank holds tensors of its own, it is
-    suspected.
+    digests what its dataset selects samples by: `Subset.indices`, lists of ids or paths, tensors.
+    Of lists longer than 8192 entries it is half of them or more, evenly spaced. The digests are
+    compared between ranks whose sampler shards the data, or that are seen to read disjoint indices.
+    Splits are compared between ranks that train on `Subset`s of one dataset: these must have three
+    in ten samples in common, and so must what one rank holds out and another one trains on.
+
+    The finding is proven if indices, ids (distinct whole numbers, denser than by chance), texts,
+    lengths or the order of equal entries differ, or if a fifth of the compared samples have another
+    index on another rank. Otherwise, if each rank holds its own tensors, it is suspected.
 
     ## Why it hurts
-    The shares do not add up to the data set: some samples are trained twice, others never, and with
-    a random split samples of the test set of one rank are in the training set of another.
+    The shares do not add up to the dataset: some samples are trained on twice, others never. With a
+    random split, test samples of one rank are in the training set of another.
 
     ## How to fix it
     `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`; `sorted(...)`
-    around every listing of files; shuffle lists with a generator of their own and a fixed seed.
+    around every listing of files; a separate generator with a fixed seed to shuffle lists.
 
     ## When it stays quiet
-    The data sets agree; data sharded by hand per rank and read without a distributed sampler, also
-    where shards have some samples in common. Where
-    each rank fills its own tensors with numbers, it is a note: whether they stand for one data set
-    cannot be told.
+    - The datasets are equal.
+    - Each rank reads its own shard without a distributed sampler, even if shards have some samples
+      in common.
+
+    Only a note: each rank fills its own tensors with numbers, so that it is unknown whether they
+    should be one dataset.
     """
 
     code = "DDP511"
     name = "dataset-mismatch"
     family = "data"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "sharded-twice": "the ranks select shares of the dataset, and a sampler shards each again",
+        "leaking-split": "without a distributed sampler, ranks train on what others hold out",
+        "selections-of-unequal-length": "each rank selects another number of samples",
+        "shuffled-lists": "each rank holds the same list of samples in another order",
+        "random-selection": "each rank selects other samples of the same data",
+        "random-indices": "each rank passes other indices to `Subset`",
+        "random-split": "`random_split`, or the like, gives another `Subset` on each rank",
+        "lists-of-unequal-length": "each rank makes a list of another length, and a sampler shards "
+        "it",
+        "own-entries": "each rank holds other entries, such as random tensors",
+        "listing-order": "each rank lists or makes the entries by itself",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_loader(run)
@@ -67,7 +104,7 @@ class DatasetMismatch(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
         for fault in of_check(run, self.name):
-            known = next((g for g in groups if any(_one(fault, other) for other in g)), None)
+            known = next((g for g in groups if any(_same_fault(fault, o) for o in g)), None)
             if known is None:
                 groups.append([fault])
             else:
@@ -78,89 +115,94 @@ class DatasetMismatch(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
-    def _report(self, run: Run, fault: LoaderFault, alike: list[LoaderFault]) -> Finding:
-        """`alike`: the same fault in other data sets, the other parts of a split say."""
-        audit, reader = fault.audit, fault.readers[0]
-        assert audit is not None
-        names = list(fault.evidence["differs"])  # type: ignore[call-overload]
-        reordered = bool(fault.evidence["same entries in another order"])
-        kind = str(fault.evidence["kind"])
+    def _report(self, run: Run, fault: LoaderFault, others: list[LoaderFault]) -> Finding:
+        """The finding; `others` are the same fault in other datasets (parts of a split)."""
+        audit, reader, difference = fault.audit, fault.readers[0], fault.difference
+        assert audit is not None and difference is not None
         lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
-        alone = len(fault.ranks) < len(audit.epochs)
-        sets = [reader, *(f.readers[0] for f in alike)]
-        split, sampled = _split(fault), reader.seen.distributed
-        leaks = HELD_OUT in fault.evidence
-        how = "holds the same entries in another order" if reordered else "differs"
+        sets = [reader, *(f.readers[0] for f in others)]
+        split = _split(fault)
+        why = _explain(fault, difference, lengths, split)
         return self.finding(
+            rule=why.rule,
             severity=Severity.NOTE if fault.doubt else Severity.ERROR,
             confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
             ranks=fault.ranks,
             steps=_steps(fault),
-            subjects=(*dict.fromkeys(r.seen.dataset for r in sets), *names),
+            subjects=(*dict.fromkeys(r.seen.dataset for r in sets), *difference.names),
             location=_spot(fault),
-            label="makes another choice on each rank"
+            label="selects other samples on each rank"
             if split
-            else "divides a data set that is not the same on all ranks",
+            else "shards a dataset that differs between ranks",
             related=related(reader, sampler=split is not None),
-            summary=_leaks(run, fault)
-            if leaks
-            else _twice(run, fault)
-            if TWICE in fault.evidence
-            else (
-                f"{ranks_do(fault.ranks, 'divide')} another data set than the other ranks"
-                if alone
-                else f"{whom(fault.ranks, run.world_size)} divide different data sets among them"
-            )
-            + f": `{names[0]}` of {datasets(sets)} {how} between ranks"
+            summary=_summary(run, fault, difference, audit, datasets(sets))
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
-            + (f" ({fault.doubt})" if fault.doubt else ""),
-            **(
-                _shared_out(reader.seen.sampler)
-                if TWICE in fault.evidence
-                else _why(kind, lengths, split, reordered=reordered, leaks=leaks, sampled=sampled)
-            ),
-            evidence={
-                **fault.evidence,
-                "kind": KINDS.get(kind, "entries"),
-                "lengths": lengths,
-                **(figures(audit) if leaks else _positions(audit)),
-            },
+            + (f" ({fault.doubt.value})" if fault.doubt else ""),
+            cause=why.cause,
+            fix=why.fix,
+            evidence=_evidence(fault, difference, audit, lengths),
             at=reader.rank.wall(audit.at),
         )
 
 
-def _leaks(run: Run, fault: LoaderFault) -> str:
-    rank, count = next(iter(fault.evidence[HELD_OUT].items()))  # type: ignore[attr-defined]
+def _summary(run: Run, fault: LoaderFault, difference: Difference, audit: Audit, names: str) -> str:
+    who = whom(fault.ranks, run.world_size)
+    if fault.held_out:
+        rank, (count, of) = next(iter(fault.held_out.items()))
+        return (
+            f"{who} split one dataset differently: other ranks train on {count} of {of} samples "
+            f"that rank {rank} holds out"
+        )
+    if fault.sharded_twice:
+        read, length = fault.sharded_twice
+        return (
+            f"{who} select their own shares, and {fault.readers[0].seen.sampler} shards each again:"
+            f" an epoch reads {read} of {length} samples"
+        )
+    alone = len(fault.ranks) < len(audit.epochs)
+    how = "has the same entries in another order" if difference.reordered else "differs"
     return (
-        f"{whom(fault.ranks, run.world_size)} split one data set, each for itself: {count} "
-        f"samples that rank {rank} holds out are trained on by other ranks"
-    )
+        f"{ranks_do(fault.ranks, 'shard')} another dataset than the other ranks"
+        if alone
+        else f"{who} shard different datasets"
+    ) + f": `{difference.names[0]}` of {names} {how}"
 
 
-def _twice(run: Run, fault: LoaderFault) -> str:
-    sampler = fault.readers[0].seen.sampler
-    return (
-        f"{whom(fault.ranks, run.world_size)} select shares of their own, and {sampler} divides "
-        f"each of them once more: an epoch reads {fault.evidence[TWICE]} samples"
-    )
+def _evidence(
+    fault: LoaderFault, difference: Difference, audit: Audit, lengths: dict[int, int]
+) -> Evidence:
+    moved, of = difference.moved
+    # Indices stand for other samples on each rank: what the audit counts are positions.
+    positions = {
+        ("positions read" if k == "samples read" else k): v for k, v in figures(audit).items()
+    }
+    held_out = {r: f"{n} of {total}" for r, (n, total) in fault.held_out.items()}
+    read, length = fault.sharded_twice or (0, 0)
+    return {
+        "differs": list(difference.names),
+        "same entries in another order": difference.reordered,
+        "digests": difference.digests,
+        "ranks with equal digests": list(map(ranks_text, equal_ranks(difference.digests))),
+        "kind": KINDS.get(difference.kind, "entries"),
+        **({"same samples at other indices": f"{moved} of {of}"} if moved else {}),
+        **({"held out, but trained on by other ranks": held_out} if held_out else {}),
+        **({"samples read in an epoch": f"{read} of {length}"} if length else {}),
+        "lengths": lengths,
+        **(figures(audit) if held_out else positions),
+    }
 
 
-def _one(a: LoaderFault, b: LoaderFault) -> bool:
-    """Whether two loaders suffer from one fault: one line makes their data sets, or what differs is
-    the same beneath them."""
-    if (a.doubt, a.ranks) != (b.doubt, b.ranks):
+def _same_fault(a: LoaderFault, b: LoaderFault) -> bool:
+    """Whether two loaders suffer from one fault: one line makes their datasets, or what differs is
+    the same dataset beneath them."""
+    if (a.doubt, a.ranks) != (b.doubt, b.ranks) or a.difference is None or b.difference is None:
         return False
-    beneath = _split(a) is None and a.evidence["digests"] == b.evidence["digests"]
+    beneath = _split(a) is None and a.difference.digests == b.difference.digests
     return beneath or _spot(a) == _spot(b)
 
 
-def _positions(audit: Audit) -> Evidence:
-    """What is counted are positions, which stand for other samples on each rank."""
-    return {("positions seen" if k == "seen" else k): v for k, v in figures(audit).items()}
-
-
 def _steps(fault: LoaderFault) -> Steps | None:
-    """Those since the loader was first iterated, where one optimizer trains on what it gives."""
+    """The steps since the loader was first iterated; None unless one optimizer trains on it."""
     reader = fault.readers[0]
     first, end = reader.epochs[0].began.step, reader.rank.steps
     if not fault.loader.trains or first >= end or len(reader.rank.of(OptimizerSeen)) > 1:
@@ -168,90 +210,101 @@ def _steps(fault: LoaderFault) -> Steps | None:
     return Steps(first, end - 1, end - first)
 
 
+def _explain(
+    fault: LoaderFault, difference: Difference, lengths: dict[int, int], split: Location | None
+) -> Explanation:
+    """The first explanation that fits; `split` is the line that makes the `Subset`."""
+    sampler = fault.readers[0].seen.sampler
+    if fault.sharded_twice:
+        return Explanation(
+            "sharded-twice",
+            f"the ranks' own selections shard the dataset already, and {sampler} shards it again",
+            f"shard once: remove the ranks' own selection, or remove {sampler}",
+        )
+    why = _why(fault, difference, lengths, split)
+    if not fault.held_out:
+        return why
+    fix = why.fix
+    if why.rule == "random-split":
+        fix += ", and a `DistributedSampler` over the training part"
+    return Explanation("leaking-split", why.cause, fix)
+
+
 def _why(
-    kind: str,
-    lengths: dict[int, int],
-    split: Location | None,
-    *,
-    reordered: bool,
-    leaks: bool,
-    sampled: bool,
-) -> dict[str, str]:
-    """`split`: the line that makes the `Subset`; `sampled`: a distributed sampler divides what each
-    rank holds."""
-    chosen = kind in ("indices", "choice")
-    unlike = len(set(lengths.values())) > 1
-    reported = ", ".join(f"{length} on rank {n}" for n, length in sorted(lengths.items()))
-    if chosen and unlike:  # a random split is equally long everywhere
-        return {
-            "cause": f"each rank chose for itself which samples it keeps: {reported}",
-            "fix": "choose them by what is the same on all ranks, or on one rank and send the "
-            "indices to the others (`dist.broadcast_object_list`)",
-        }
-    if kind == "choice" and reordered:
-        return {
-            "cause": "each rank has shuffled the list for itself",
-            "fix": "shuffle it with a generator of one seed on all ranks "
-            "(`random.Random(0).shuffle(ids)`), or leave that to the sampler",
-        }
+    fault: LoaderFault, difference: Difference, lengths: dict[int, int], split: Location | None
+) -> Explanation:
+    """Why the entries of the datasets differ."""
+    kind = difference.kind
+    unequal = len(set(lengths.values())) > 1
+    if kind in ("indices", "choice") and unequal:  # a random split is equally long everywhere
+        return Explanation(
+            "selections-of-unequal-length",
+            f"each rank selects its samples by itself: {on_each_rank(lengths.items())}",
+            "select them by what is equal on all ranks, or on one rank, and send the indices to "
+            "the others (`dist.broadcast_object_list`)",
+        )
+    if kind == "choice" and difference.reordered:
+        return Explanation(
+            "shuffled-lists",
+            "each rank shuffles the list by itself",
+            "shuffle it with the same seed on all ranks (`random.Random(0).shuffle(ids)`), or "
+            "leave that to the sampler",
+        )
     if kind == "choice":
-        return {
-            "cause": "each rank chose for itself which samples it keeps, and the sampler then "
-            "gives it a share of these only",
-            "fix": "choose them with a generator of one seed on all ranks (`random.Random(0)`, "
-            "`torch.Generator().manual_seed(0)`); where each rank is to read a part of its own, "
-            "leave the `DistributedSampler` out",
-        }
+        return Explanation(
+            "random-selection",
+            "each rank selects its samples by itself, and the sampler then gives it only a share "
+            "of these",
+            "select them with the same seed on all ranks (`random.Random(0)`, "
+            "`torch.Generator().manual_seed(0)`); if each rank should read its own part, remove "
+            "the `DistributedSampler`",
+        )
     if kind == "indices" and split is not None and "Subset(" in split.source:
-        return {
-            "cause": "each rank chose the indices for itself, at random or by what is not the same "
-            "on all ranks",
-            "fix": "choose them with a generator of one seed on all ranks "
+        return Explanation(
+            "random-indices",
+            "each rank selects the indices by itself, at random or by something that differs "
+            "between ranks",
+            "select them with the same seed on all ranks "
             "(`torch.randperm(n, generator=torch.Generator().manual_seed(0))`, "
             "`numpy.random.default_rng(0).permutation(n)`)",
-        }
+        )
     if kind == "indices":
-        return {
-            "cause": "`random_split` (or another random choice) was made by each rank for itself",
-            "fix": "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`"
-            + (", and a `DistributedSampler` over the part that is trained on" if leaks else ""),
-        }
-    if unlike and sampled:
-        return {
-            "cause": f"each rank has listed or made the entries for itself ({reported}), and the "
-            "sampler gives it a share of these only",
-            "fix": "where each rank is to read a shard of its own, leave the `DistributedSampler` "
-            f"out and {SHORTEST}; where all are to hold the same, list it on one rank and send the "
-            "list to the others (`dist.broadcast_object_list`)",
-        }
-    if kind != "text" and not (reordered or unlike):
-        return {
-            "cause": "each rank made the entries for itself, of random numbers or from sources of "
-            "its own",
-            "fix": "where they are random, seed alike on all ranks before the data set is made "
+        return Explanation(
+            "random-split",
+            "each rank calls `random_split` (or selects at random) with its own random state",
+            "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+        )
+    if unequal and fault.readers[0].seen.distributed:
+        return Explanation(
+            "lists-of-unequal-length",
+            f"each rank lists or makes the entries by itself ({on_each_rank(lengths.items())}), "
+            "and the sampler gives it only a share of these",
+            "if each rank should read its own shard, remove the `DistributedSampler` and "
+            f"{SHORTEST}; if all should hold the same, list it on one rank and send the list to "
+            "the others (`dist.broadcast_object_list`)",
+        )
+    if kind != "text" and not (difference.reordered or unequal):
+        return Explanation(
+            "own-entries",
+            "each rank makes the entries by itself, from random numbers or its own sources",
+            "if they are random, use the same seed on all ranks before the dataset is made "
             "(`torch.manual_seed(seed)`, `np.random.seed(seed)`), or make it on one rank, save it "
             "and load it on all",
-        }
-    return {
-        "cause": "each rank has listed or made the entries for itself",
-        "fix": "make the order the same on all ranks: `sorted(...)` around the listing, or a "
-        "generator with a fixed seed",
-    }
-
-
-def _shared_out(sampler: str) -> dict[str, str]:
-    return {
-        "cause": f"what the ranks select divides the data set already, and {sampler} divides it "
-        "again",
-        "fix": f"shard once: drop the ranks' own selection, or drop {sampler}",
-    }
+        )
+    return Explanation(
+        "listing-order",
+        "each rank lists or makes the entries by itself",
+        "make the order the same on all ranks: `sorted(...)` around the listing, or a generator "
+        "with a fixed seed",
+    )
 
 
 def _split(fault: LoaderFault) -> Location | None:
-    """The line that chose what a `Subset` holds."""
-    reader, names = fault.readers[0], fault.evidence["differs"]
+    """The line that makes the `Subset` whose indices differ."""
+    reader = fault.readers[0]
+    names = fault.difference.names if fault.difference else ()
     for depth, layer in enumerate(reader.seen.layers):
-        if "dataset." * depth + "indices" in names:  # type: ignore[operator]
+        if "dataset." * depth + "indices" in names:
             return reader.rank.location(layer.site)
     return None
 

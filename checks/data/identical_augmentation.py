@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.data.phrases import no_loader, related
-from ddpdoctor.analysis.data.rng_state import NAMES, in_step, noted
+from ddpdoctor.analysis.data.rng_state import (
+    NAMES,
+    EqualGenerators,
+    equal_generators,
+    worker_states,
+)
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import WorkerRandom
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, whom
+from ddpdoctor.run import Run, listed, whom
+
+SHOWN_RANKS, SHOWN_WORKERS = 16, 8
 
 
 class IdenticalAugmentation(Check):
     """Ranks draw the same random numbers for their data
 
     ## What it finds
-    Random generators that stand alike on several ranks when an epoch begins, and from which loading
-    batches then really drew; the same in worker processes, whether they inherit that from the ranks
-    or a `worker_init_fn` seeds them without the rank.
+    Random generators that are in the same state on several ranks when an epoch begins, and that
+    loading batches then draws from. Also in worker processes, whether they get the state from the
+    ranks or a `worker_init_fn` seeds them without the rank.
 
     ## How it knows
-    As an epoch begins, each rank digests the states of torch's, numpy's and Python's generators
-    without drawing from them, and notes the base seed of the workers. In the first two epochs it
-    compares the states before and after the second, third and fourth batch, where there are no
-    workers. Workers digest their generators after their first batch and note which of them the
-    first four advanced; where they cannot (they are not forked), the ranks' base seeds are compared
-    and digests of samples tell whether the second epoch has other content. What the ranks had in
-    the first epoch is compared between them. The finding is proven.
+    When an epoch begins, each rank digests the states of torch's, numpy's and Python's generators,
+    without drawing from them, and records the base seed of the workers. In the first two epochs of
+    a loader without workers it compares the states before and after the second, third and fourth
+    batch. Workers digest their generators after their first batch, and record which of them the
+    first four batches advance. If workers cannot (they are not forked), the ranks' base seeds are
+    compared, and digests of samples tell whether the second epoch has other content. The states of
+    the first epoch are compared between the ranks. The finding is proven.
 
     ## Why it hurts
-    The n-th sample of every rank gets the same crop, flip or noise: less variety than there could
-    be. It is often no harm.
+    The n-th sample of every rank gets the same crop, flip or noise, so there is less variety. It is
+    often harmless.
 
     ## How to fix it
-    Seed by rank after the model was made: `torch.manual_seed(seed + rank)`, the same for numpy and
+    Seed by rank after the model is built: `torch.manual_seed(seed + rank)`, and likewise numpy and
     `random`; or give the loader `generator=torch.Generator().manual_seed(seed + rank)`.
 
     ## When it stays quiet
-    Nothing random happens while data is loaded; a stream is shuffled as it begins, alike on all
-    ranks, which then share it out; the ranks' generators differ, or their workers'.
+    - Loading data draws no random numbers.
+    - The generators differ between ranks, or those of their workers do.
+    - A stream is shuffled when it begins, equally on all ranks, which then shard it.
     """
 
     code = "DDP510"
     name = "identical-augmentation"
     family = "data"
     severity = Severity.NOTE
+    rules: ClassVar[Mapping[str, str]] = {
+        "equal-rank-generators": "the ranks themselves draw, from generators in the same state",
+        "equal-worker-generators": "workers draw, and get the same seeds from their ranks",
+        "equal-worker-seeds": "workers draw, and are seeded with the same numbers on every rank, "
+        "although the ranks' base seeds differ",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_loader(run)
@@ -58,29 +73,33 @@ class IdenticalAugmentation(Check):
                     yield from self._judge(run, loader, loader.of(ranks))
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
-        if (drawn := in_step(readers)) is None:
+        if (drawn := equal_generators(readers)) is None:
             return
         reader = readers[0]
-        names, workers, peers = list(drawn.names), drawn.workers, [noted(r) for r in readers]
-        what = f"the state of {' and '.join(names)}" if names else "their workers' base seed"
+        names, peers = list(drawn.names), [worker_states(r) for r in readers]
+        what = f"the random state of {listed(names)}" if names else "the base seed of the workers"
         yield self.finding(
+            rule=_rule(drawn),
             ranks=tuple(r.rank.rank for r in readers),
             subjects=(reader.seen.dataset,),
             location=reader.made_at,
             label="draws the same random numbers on these ranks",
             related=related(reader),
-            summary=f"{whom([r.rank.rank for r in readers], run.world_size)} share {what} while "
-            f"{'their workers' if names and workers else 'they'} load {reader.seen.dataset}, so "
-            "they augment alike",
-            cause="the workers seed their generators with numbers that are the same on every rank, "
-            "and loading draws from them"
-            if drawn.alone
-            else "the ranks seed their generators with the same number, and loading draws from "
-            "them",
+            summary=f"{what} is the same on {whom([r.rank.rank for r in readers], run.world_size)} "
+            f"while {'their workers' if names and drawn.workers else 'they'} load "
+            f"{reader.seen.dataset}, so random augmentation is identical",
+            cause="the workers are seeded with the same numbers on every rank, and loading draws "
+            "from their generators"
+            if drawn.self_seeded
+            else "the ranks use the same seed, and loading draws from their generators",
             fix=drawn.fix,
             evidence={
-                "states at the begin": {r.rank.rank: _states(r) for r in readers[:16]},
-                "base seeds": {r.rank.rank: r.epochs[0].began.base_seed for r in readers[:16]},
+                "states at the begin of the epoch": {
+                    r.rank.rank: _digests(r.epochs[0].began.random) for r in readers[:SHOWN_RANKS]
+                },
+                "base seeds": {
+                    r.rank.rank: r.epochs[0].began.base_seed for r in readers[:SHOWN_RANKS]
+                },
                 "drawn while loading": names or "in the workers",
                 **({"workers after a batch": _of_workers(readers, peers)} if all(peers) else {}),
             },
@@ -88,11 +107,13 @@ class IdenticalAugmentation(Check):
         )
 
 
-def _states(reader: Reader) -> dict[str, str]:
-    return _words(reader.epochs[0].began.random)
+def _rule(drawn: EqualGenerators) -> str:
+    if drawn.self_seeded:
+        return "equal-worker-seeds"
+    return "equal-worker-generators" if drawn.workers else "equal-rank-generators"
 
 
-def _words(states: tuple[int, int, int]) -> dict[str, str]:
+def _digests(states: tuple[int, int, int]) -> dict[str, str]:
     return {n: f"{s:08x}" for n, s in zip(NAMES, states, strict=True)}
 
 
@@ -100,6 +121,6 @@ def _of_workers(
     readers: list[Reader], peers: list[dict[int, WorkerRandom]]
 ) -> dict[int, list[dict[str, str]]]:
     return {
-        reader.rank.rank: [_words(w.states) for w in list(workers.values())[:8]]
-        for reader, workers in zip(readers[:16], peers, strict=False)
+        reader.rank.rank: [_digests(w.states) for w in list(workers.values())[:SHOWN_WORKERS]]
+        for reader, workers in zip(readers[:SHOWN_RANKS], peers, strict=False)
     }

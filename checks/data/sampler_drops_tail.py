@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.epoch_audit import Audit, audits
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, spelled, use
+from ddpdoctor.analysis.data.phrases import figures, no_loader, related, spelled, use
 from ddpdoctor.events import LoaderSeen
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, some
+from ddpdoctor.run import Run, plural, some
 
 SMALL_TAIL = 0.1
-"""Share of the data that shuffled training may leave out of an epoch."""
+"""Share of the data that shuffled training may drop in an epoch: later epochs drop others."""
 
 
 class SamplerDropsTail(Check):
-    """`drop_last` leaves samples unseen
+    """`drop_last` leaves samples unread
 
     ## What it finds
-    Samples that no rank read in an epoch that ran to its end, because the sampler or the loader
-    drops what does not fill a batch or a round of ranks. What a sampler of one's own leaves out
-    beyond that is its choice.
+    Samples that no rank reads in a whole epoch, because the sampler or the loader drops what does
+    not fill a batch or divide by the number of ranks. If a custom sampler leaves out more than
+    that, it is its choice.
 
     ## How it knows
     Each rank records the indices that its loader delivers (all of them up to 262,144 per line that
-    makes the loader, then one in 2, in 4 and so on). Of an epoch that all ranks read to its end,
-    those that nobody read are counted, and compared with what sampler and loader are made to drop.
-    The finding is proven.
+    makes the loader, then one in 2, in 4 and so on). In an epoch that all ranks read to its end,
+    the indices that no rank read are counted, and compared with how many sampler and loader drop
+    according to their arguments. The finding is proven.
 
     ## Why it hurts
-    In evaluation the metric is not that of the whole set. In training without shuffling the same
-    samples are never learned from.
+    In evaluation, the metric is not that of the whole set. In training without shuffling, the same
+    samples are never trained on.
 
     ## How to fix it
     In evaluation, read each sample once with `sampler=range(rank, len(dataset), world_size)`, and
-    sum totals and counts once after the loop: without `drop_last` alone, the sampler would hand
-    some samples to two ranks. In training, leave `drop_last` out where every sample must count; or
-    shuffle, so that each epoch leaves out others.
+    sum totals and counts once after the loop. Removing `drop_last` alone is not enough: the sampler
+    would then pad, and yield some samples on two ranks. In training, remove `drop_last` if every
+    sample must count; or shuffle, so that each epoch drops other samples.
 
     ## When it stays quiet
-    Shuffled training that leaves out less than a tenth of the data per epoch, or other samples in
-    each epoch; a tail that another loader reads; epochs that were left early; nothing dropped.
+    - Shuffled training drops less than a tenth of the data per epoch, or other samples in each
+      epoch.
+    - Another loader reads the tail.
+    - The epoch is left early.
     """
 
     code = "DDP505"
     name = "sampler-drops-tail"
     family = "data"
     severity = Severity.NOTE
+    rules: ClassVar[Mapping[str, str]] = {
+        "sampler-drop-last": "the sampler drops what does not divide by the number of ranks",
+        "loader-drop-last": "the loader (or its BatchSampler) drops the last, incomplete batch",
+        "both-drop-last": "sampler and loader each drop samples",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_loader(run)
@@ -58,7 +66,7 @@ class SamplerDropsTail(Check):
         faulty = {id(f.loader) for f in faults(run)}
         for loader, ranks, made in audits(run):
             readers = loader.of(ranks)
-            by_loader, by_sampler = sum(map(_dropped, readers)), _of_a_round(readers)
+            by_loader, by_sampler = sum(map(_dropped, readers)), _dropped_by_sampler(readers)
             most = by_loader + by_sampler
             if most and id(loader) not in faulty:
                 whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
@@ -71,7 +79,7 @@ class SamplerDropsTail(Check):
     ) -> Iterator[Finding]:
         reader = loader.readers[min(audit.epochs)]
         share = audit.never * audit.sampled / audit.length
-        if loader.trains and _shuffled(audit) and (share < SMALL_TAIL or _others_each_time(whole)):
+        if loader.trains and _shuffled(audit) and (share < SMALL_TAIL or _reshuffled(whole)):
             return
         if _read_elsewhere(run, loader, audit):
             return
@@ -79,45 +87,50 @@ class SamplerDropsTail(Check):
         by = "its BatchSampler" if reader.seen.batches_given else "the loader"
         by_sampler = max(0, count - by_loader) if reader.seen.sampler_drop_last else 0
         mostly_sampler = by_sampler >= by_loader
-        made = f"{'the sampler' if mostly_sampler else by} was made with drop_last=True"
+        rule = "sampler-drop-last" if mostly_sampler else "loader-drop-last"
+        cause = f"{'the sampler' if mostly_sampler else by} has drop_last=True"
         if by_sampler and by_loader:
-            made = (
-                f"both were made with drop_last=True: {by} drops {by_loader} that fill no batch, "
-                f"the sampler {by_sampler} that do not go round all ranks"
+            rule = "both-drop-last"
+            cause = (
+                f"both have drop_last=True: {by} drops {by_loader} in incomplete batches, the "
+                f"sampler {by_sampler} that do not divide by the number of ranks"
             )
         yield self.finding(
+            rule=rule,
             ranks=tuple(audit.epochs),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at if mostly_sampler else reader.made_at,
-            label="drops what does not fill up",
+            label="drops the last samples",
             related=related(reader, sampler=bool(by_sampler) and not mostly_sampler),
-            summary=f"{count} of {dataset(reader)} are never seen in "
-            f"an epoch of {use(loader)}" + (f" (indices {some(missing, 6)})" if missing else ""),
-            cause=made,
+            summary=f"no rank reads {count} of the {audit.length} samples of {reader.seen.dataset} "
+            f"in an epoch of {use(loader)}"
+            + (f" ({plural(count, 'index', 'indices')} {some(missing, 6)})" if missing else ""),
+            cause=cause,
             fix=_fix_training(audit) if loader.trains else _fix_evaluation(reader, by_loader),
-            evidence={**figures(audit), "never seen, for example": spelled(missing)},
+            evidence={**figures(audit), "never read, for example": spelled(missing)},
             at=reader.rank.wall(audit.epochs[min(audit.epochs)].began.at),
         )
 
 
 def _fix_training(audit: Audit) -> str:
     shuffle = "" if _shuffled(audit) else ", or shuffle"
-    return f"leave `drop_last` out where every sample must count{shuffle}"
+    return f"remove `drop_last` if every sample must count{shuffle}"
 
 
 def _fix_evaluation(reader: Reader, by_loader: int) -> str:
-    """Without `drop_last` a sampler would hand some samples to two ranks, unless they go round."""
+    """Without `drop_last` a distributed sampler pads, so that is no fix unless the length divides
+    by the number of ranks."""
     seen = reader.seen
     sums = "sum totals and counts over the ranks once after the loop"
     if not seen.distributed or not (seen.sampler_drop_last or seen.length % seen.replicas):
-        return f"leave `drop_last` out, and {sums}"
+        return f"remove `drop_last`, and {sums}"
     without = ", without `drop_last` on the loader" if by_loader else ""
     once = "`sampler=range(rank, len(dataset), world_size)`"
     return f"read each sample once with {once}{without}, and {sums}"
 
 
 def _dropped(reader: Reader) -> int:
-    """How many of the samples given to a rank the loader drops, since they fill no batch."""
+    """How many of a rank's samples the loader drops in an incomplete batch."""
     seen = reader.seen
     given = seen.sampler_length
     if given < 0 and not seen.own_order:
@@ -125,8 +138,8 @@ def _dropped(reader: Reader) -> int:
     return given % seen.batch_size if seen.drop_last and seen.batch_size and given > 0 else 0
 
 
-def _of_a_round(readers: list[Reader]) -> int:
-    """How many samples at most do not go round all ranks."""
+def _dropped_by_sampler(readers: list[Reader]) -> int:
+    """How many samples at most the sampler drops because they do not divide by the ranks."""
     seen = readers[0].seen
     if not seen.sampler_drop_last:
         return 0
@@ -139,14 +152,14 @@ def _shuffled(audit: Audit) -> bool:
     return ended is not None and not in_order(ended)
 
 
-def _others_each_time(whole: list[Audit]) -> bool:
-    """Each epoch has an order of its own, and leaves out others."""
+def _reshuffled(whole: list[Audit]) -> bool:
+    """Whether each epoch has another order, and so drops other samples."""
     orders = {e.ended.order for a in whole if (e := a.epochs[min(a.epochs)]).ended is not None}
     return len(orders) == len(whole) > 1
 
 
 def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
-    """Whether other loaders read what this one leaves out."""
+    """Whether other loaders of the same use read the samples that this one drops."""
     if audit.sampled > 1:
         return False
     missing = {i for i in range(audit.length) if i not in audit.total}
@@ -159,8 +172,8 @@ def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
 
 
 def _read_through(of: LoaderSeen, reader: Reader) -> set[int]:
-    """Which indices of one loader's data set another loader of the rank read: through the same
-    object, or a `Subset` of it."""
+    """Indices of one loader's dataset (`of`) that another loader of the rank read, through the same
+    object or a `Subset` of it."""
     found: set[int] = set()
     wanted = of.layers[0].data if of.layers else -1
     for epoch in reader.epochs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled, steps_from
@@ -17,7 +18,8 @@ FEWEST = 4
 """Samples in an epoch whose order can hardly repeat by chance."""
 
 FEWEST_BATCHES = 2
-"""Batches in an epoch up to which a sampler of one's own may mean to repeat them."""
+"""Batches in an epoch up to which a custom sampler may repeat them on purpose (overfitting a few
+batches as a test)."""
 
 CYCLE = re.compile(r"\bcycle\(")
 
@@ -26,37 +28,43 @@ class SamplerEpochFrozen(Check):
     """`set_epoch` is not called: every epoch has the same order
 
     ## What it finds
-    A distributed sampler that is to shuffle, hands out the very same order in one epoch after
-    another, and began each of them with the same epoch number, also where one iterator of the
-    loader goes on over all epochs and only the sampler begins anew. So for samplers of one's own
-    whose code goes by what `set_epoch` stores, or seeds its generator by an `epoch`. And batches of
-    a first epoch that `itertools.cycle(loader)` keeps and hands out for ever.
+    A shuffling distributed sampler that yields the same order in one epoch after another, each with
+    the same epoch number. Also if one iterator of the loader spans all epochs and only the sampler
+    restarts; custom samplers that use what `set_epoch` stores, or seed their generator with an
+    `epoch`; batches of the first epoch that `itertools.cycle(loader)` repeats forever.
 
     ## How it knows
-    As an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
-    called; meanwhile, whether torch's sampler begins anew beneath it by the same number; of what is
-    delivered, a digest of all indices in their order and the first 16. Epochs that train are
-    compared with the one before on the same rank: by the digest, or by their first indices where
-    one was left early. The finding is proven.
+    When an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
+    called; during it, whether torch's sampler restarts with the same number; of the indices
+    delivered, the first 16 and a digest of all in order. Training epochs are compared with the one
+    before on the same rank: by the digest, or by their first indices if one was left early. The
+    finding is proven.
 
     ## Why it hurts
-    `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that: the batches
+    `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that. The batches
     are the same in every epoch, and so is each rank's share of the data.
 
     ## How to fix it
-    `sampler.set_epoch(epoch)` at the top of every epoch, before the loader is iterated. Instead of
-    `cycle(loader)`, a loop that iterates the loader anew.
+    `sampler.set_epoch(epoch)` at the start of every epoch, before the loader is iterated. Instead
+    of `cycle(loader)`, iterate the loader anew in every epoch.
 
     ## When it stays quiet
-    `shuffle=False`; a single epoch; evaluation; orders that differ although the number does not
-    (samplers that keep count themselves); samplers of one's own whose order does not depend on the
-    epoch, or of one or two batches; a training that begins anew with a new model.
+    - `shuffle=False`, a single epoch, or evaluation.
+    - The orders differ although the number does not (samplers that count epochs themselves).
+    - A custom sampler whose order does not depend on the epoch, or that has one or two batches.
+    - Training restarts with a new model.
     """
 
     code = "DDP503"
     name = "sampler-epoch-frozen"
     family = "data"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "set-epoch-not-called": "`set_epoch` is never called on torch's sampler",
+        "epoch-number-repeated": "`set_epoch` is called, but epochs repeat the number before",
+        "custom-sampler": "a custom sampler shuffles by an epoch number that never changes",
+        "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_loader(run)
@@ -67,43 +75,48 @@ class SamplerEpochFrozen(Check):
                 yield from self._judge(run, loader)
 
     def _judge(self, run: Run, loader: Loader) -> Iterator[Finding]:
-        kept = {r: n for r, reader in loader.readers.items() if (n := _cycled(reader))}
-        if kept:
-            yield self._report_cycle(run, loader, kept)
+        cycled = {r: n for r, reader in loader.readers.items() if (n := _cycled(reader))}
+        if cycled:
+            yield self._report_cycle(run, loader, cycled)
             return
         frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
         if not frozen:
             return
         reader = loader.readers[min(frozen)]
         repeats = frozen[min(frozen)]
-        trained = sum(e.trained > 0 for e in reader.epochs) + _again(reader)
+        trained = sum(e.trained > 0 for e in reader.epochs) + _restarts(reader)
         always = repeats + 1 >= trained
-        reported = f"{trained} of {trained}" if always else f"{repeats} of {trained}"
-        what = "had the same order" if always else "had the order of the one before"
+        which = "both epochs" if always and trained == 2 else f"all {trained} epochs"
+        what = "have the same order"
+        if not always:
+            which = f"{repeats} of {counted(trained, 'epoch')}"
+            what = "repeat the order of the one before"
         called = max(e.began.epochs_set for e in reader.epochs)
         name = reader.seen.epoch_name or "epoch"
-        why = "`set_epoch` is never called on the sampler"
+        rule, why = "set-epoch-not-called", "`set_epoch` is never called on the sampler"
         if not reader.seen.shuffle:  # calls are only seen on torch's own
             number = reader.epochs[0].began.sampler_epoch
-            why = f"{reader.seen.sampler} goes by its `{name}`, which stays {number}: "
+            rule, why = "custom-sampler", f"{reader.seen.sampler} shuffles by its `{name}`, which "
+            why += f"stays {number}: "
             why += "`set_epoch` is not called" if reader.seen.sets_epoch else "nothing sets it"
         elif called:
-            why = f"`set_epoch` was called {called} times, but {repeats} of the epochs had the "
-            why += "number of the one before"
+            rule = "epoch-number-repeated"
+            why = f"`set_epoch` is called {counted(called, 'time')}, but {repeats} of the epochs "
+            why += "have the number of the one before"
         yield self.finding(
+            rule=rule,
             ranks=tuple(frozen),
             steps=steps_from(reader, _first_repeat(reader)),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
-            label="shuffles by seed + epoch, and the epoch never changes"
+            label="shuffles by seed + epoch, but the epoch never changes"
             if reader.seen.shuffle
-            else "its sampler goes by the epoch, which never changes",
+            else "the sampler shuffles by the epoch, which never changes",
             related=related(reader, sampler=False),
-            summary=f"{reported} epochs over {dataset(reader)} {what} on "
-            f"{whom(frozen, run.world_size)}",
-            cause=f"{why}, so it shuffles alike every time",
+            summary=f"{which} over {dataset(reader)} {what} on {whom(frozen, run.world_size)}",
+            cause=f"{why}, so every shuffle gives the same order",
             fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
-            "at the top of every epoch, before the loader is iterated",
+            "at the start of every epoch, before the loader is iterated",
             fix_kind=FixKind.SAFE,
             evidence={
                 "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],
@@ -114,26 +127,28 @@ class SamplerEpochFrozen(Check):
                 },
                 **({"set_epoch calls": called} if reader.seen.shuffle else {}),
             },
-            at=reader.rank.wall(reader.epochs[-1 if _again(reader) else 1].began.at),
+            at=reader.rank.wall(reader.epochs[-1 if _restarts(reader) else 1].began.at),
         )
 
-    def _report_cycle(self, run: Run, loader: Loader, kept: dict[int, int]) -> Finding:
-        reader = loader.readers[min(kept)]
-        first, later = reader.epochs[0], kept[min(kept)]
+    def _report_cycle(self, run: Run, loader: Loader, cycled: dict[int, int]) -> Finding:
+        """The finding about `itertools.cycle`; `cycled` are the steps since, by rank."""
+        reader = loader.readers[min(cycled)]
+        first, later = reader.epochs[0], cycled[min(cycled)]
         return self.finding(
-            ranks=tuple(kept),
+            rule="cycled-loader",
+            ranks=tuple(cycled),
             subjects=(reader.seen.dataset,),
             location=reader.loop_at,
-            label="keeps the batches of the first epoch, and repeats these",
+            label="repeats the batches of the first epoch",
             related=related(reader, loop=False),
             summary=f"the {first.batches} batches of the first epoch over {dataset(reader)} are "
-            f"trained on again and again on {whom(kept, run.world_size)}, in the same order, for "
-            f"{counted(later, 'step')} more",
-            cause="`itertools.cycle` keeps all that it was handed: the loader is read once only, "
-            "so nothing is shuffled or augmented again, and every batch stays in memory",
-            fix="iterate the loader itself in every epoch: `while True:` around "
-            "`sampler.set_epoch(epoch)` and `for batch in loader:`, in a generator where `next` is "
-            "called on it",
+            f"repeated in the same order for {counted(later, 'more step')} on "
+            f"{whom(cycled, run.world_size)}",
+            cause="`itertools.cycle` keeps every batch and reads the loader only once, so nothing "
+            "is shuffled or augmented again, and all batches stay in memory",
+            fix="iterate the loader anew in every epoch: `while True:` around "
+            "`sampler.set_epoch(epoch)` and `for batch in loader:`, in a generator if the loop "
+            "calls `next`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "iterations over the loader": len(reader.epochs),
@@ -145,8 +160,8 @@ class SamplerEpochFrozen(Check):
 
 
 def _cycled(reader: Reader) -> int:
-    """Steps since a loader, which `itertools.cycle` iterates, ran dry for the first and last time;
-    0 where these need not be on the batches of before."""
+    """Steps since a loader that `itertools.cycle` iterates was exhausted, once and for all; 0 where
+    these steps may be on other batches."""
     first, spot, rank = reader.epochs[0], reader.loop_at, reader.rank
     named = spot is not None and CYCLE.search(spot.source)
     if not named or not reader.seen.shuffle or len(reader.epochs) > 1 or not first.exhausted:
@@ -169,7 +184,7 @@ def _end(epoch: Epoch) -> float:
 
 
 def _repeats(reader: Reader) -> int:
-    """How many epochs had the order of the one before and the same number in the sampler."""
+    """How many epochs had the order of the one before with the same epoch number."""
     own = reader.seen.shuffle is None and reader.seen.by_epoch
     if not reader.seen.shuffle and not own:
         return 0
@@ -179,23 +194,24 @@ def _repeats(reader: Reader) -> int:
     repeats = sum(_same(reader, a, b) for a, b in itertools.pairwise(whole))
     again = sum(_same(reader, a, b) for a, b in itertools.pairwise(left))
     if own and not any(e.batches > FEWEST_BATCHES for e in trained):
-        return 0  # the same again and again, to see whether a model can learn it
-    # A single batch taken twice may be a look at its shape.
+        return 0  # few batches are repeated on purpose, to test whether a model can overfit them
+    # A single batch taken twice may only serve to see its shape.
     repeats += again if again > 1 or any(e.batches > 1 for e in left) else 0
-    beneath = _again(reader)
+    beneath = _restarts(reader)
     in_turn = (e for e in trained if e.exhausted or e.batches > 1)
     most = max(repeats, sum(_same(reader, a, b) for a, b in itertools.pairwise(in_turn)))
     return most + beneath if repeats or beneath else 0
 
 
 def _first_repeat(reader: Reader) -> Epoch | None:
-    """The first epoch that had the order of the one before it, where it is one by itself."""
+    """The first epoch that had the order of the one before it; None where the sampler only
+    restarted within an epoch."""
     trained = [e for e in reader.epochs if e.ended is not None and e.ended.backwards]
     return next((b for a, b in itertools.pairwise(trained) if _same(reader, a, b)), None)
 
 
-def _again(reader: Reader) -> int:
-    """How often the sampler began its order anew beneath an iteration over the loader."""
+def _restarts(reader: Reader) -> int:
+    """How often torch's sampler restarted its order within an iteration over the loader."""
     if not reader.seen.shuffle or reader.seen.own_order:
         return 0
     ended = [e.ended for e in reader.epochs if e.ended and e.trained]
@@ -203,8 +219,8 @@ def _again(reader: Reader) -> int:
 
 
 def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
-    """Whether another model is trained in `new`: one was wrapped since; where none ever is, all
-    optimizers that step took their first step there."""
+    """Whether another model is trained in `new`: a model was wrapped since `old` began, or, in a
+    program without wrappers, all optimizers that step in `new` took their first step there."""
     start, wrapped = new.began.at, rank.of(Wrapped)
     if wrapped:
         return any(old.began.at < e.at < start for e in wrapped)
@@ -215,6 +231,7 @@ def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
 
 
 def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
+    """Whether two epochs had the same order and the same epoch number."""
     a, b = old.ended, new.ended
     if a is None or b is None or old.began.sampler_epoch is None:
         return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.data_calls import gathered
 from ddpdoctor.analysis.data.epoch_audit import Audit, audits
@@ -10,46 +11,53 @@ from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.loaders import Loader, Reader
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
-from ddpdoctor.run import Location, Run, ranks_text, some
+from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
 
 
 class SamplerPaddingDuplicates(Check):
     """The sampler pads, so that some samples count twice
 
     ## What it finds
-    `DistributedSampler` makes its parts equally long by handing out some samples a second time.
-    The report names their indices, the ranks that got them, and by how much a metric averaged
-    over all samples can be off at most.
+    `DistributedSampler` makes its shares equally long by repeating some samples. The report names
+    their indices, the ranks that read them, and the largest possible error of a metric averaged
+    over all samples.
 
     ## How it knows
-    When the loader is first iterated, each rank records the length of the data set and the
-    `total_size` of the sampler; then the indices that are delivered (all of them up to 262,144 per
-    line that makes the loader, then one in 2, in 4 and so on). Those that come more than once in an
-    epoch that all ranks read to its end are told. The finding is proven; suspected where at least
-    as many numbers as a rank read samples are gathered during or after the loop, by the sizes of
-    the tensors and objects.
+    When the loader is first iterated, each rank records the length of the dataset and the
+    `total_size` of the sampler; then it records the indices delivered (all of them up to 262,144
+    per line that makes the loader, then one in 2, in 4 and so on). Indices that come more than once
+    in an epoch that all ranks read to its end are reported. The finding is proven; it is suspected
+    if at least as many numbers as a rank read samples are gathered during or after the loop, by the
+    sizes of the tensors and objects.
 
     ## Why it hurts
-    In evaluation the metric depends on the number of ranks: the samples that are read twice count
-    twice. In training it hardly matters.
+    In evaluation, repeated samples count twice, so the metric depends on the number of ranks. In
+    training it hardly matters.
 
     ## How to fix it
-    Gather the predictions and drop what is beyond `len(dataset)`, or hand out the data without
-    padding: `sampler=range(rank, len(dataset), world_size)` reads each sample once. Then the parts
-    differ in length, so let no collective run per batch in that loop (or use `Join`).
-    `drop_last=True` leaves samples out instead.
+    Gather the predictions and drop those beyond `len(dataset)`, or read the data without padding:
+    `sampler=range(rank, len(dataset), world_size)` reads each sample once. The shares then differ
+    in length, so there must be no collective per batch in that loop (or use `Join`).
+    `drop_last=True` drops samples instead.
 
     ## When it stays quiet
-    The data divides evenly, or `drop_last=True`. What a sampler of one's own repeats in training,
-    or within one rank, is its choice; in evaluation the samples that several ranks read are told.
-    It is a note in training, and where a result of each sample may be gathered from the ranks,
-    since the surplus may be dropped there; gathered sums and counts are as far off as reduced ones.
+    - The length divides by the number of ranks, or `drop_last=True`.
+    - A custom sampler repeats samples in training, or within one rank: that is its choice.
+
+    Only a note: training; a result per sample may be gathered from the ranks, as repeated samples
+    may be dropped there. Gathered sums and counts have the same error as reduced ones.
     """
 
     code = "DDP504"
     name = "sampler-padding-duplicates"
     family = "data"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "padded-evaluation": "torch's sampler pads in an evaluation",
+        "padded-training": "torch's sampler pads in training",
+        "padding-gathered": "torch's sampler pads in an evaluation that gathers results per sample",
+        "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_loader(run)
@@ -64,14 +72,14 @@ class SamplerPaddingDuplicates(Check):
     def _judge(
         self, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
     ) -> Iterator[Finding]:
-        own = _own_way(readers[0])
+        own = _custom(readers[0])
         if own and loader.trains:
             return
         again = {a.number: a.shared if own else list(a.repeated) for a in made if a.complete}
-        counted = [a for a in made if again.get(a.number)]
-        if not counted:
+        repeating = [a for a in made if again.get(a.number)]
+        if not repeating:
             return
-        audit, reader, repeated = counted[0], readers[0], again[counted[0].number]
+        audit, reader, repeated = repeating[0], readers[0], again[repeating[0].number]
         padded = reader.seen.total_size - reader.seen.length
         surplus = len(repeated) * audit.sampled if own else padded
         gathered, spot = (False, None) if loader.trains else _gathering(readers)
@@ -80,23 +88,25 @@ class SamplerPaddingDuplicates(Check):
         bound = _bound(audit)
         named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
         yield self.finding(
+            rule=_rule(loader, own=own, gathered=gathered),
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
             ranks=tuple(owners),
             subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
-            label="gives some samples to several ranks"
+            label="yields some samples on several ranks"
             if own
             else f"pads {reader.seen.length} samples to {reader.seen.total_size}",
             related=related(reader, sampler=False, gathered=spot),
-            summary=f"{surplus} of {dataset(reader)} {'is' if surplus == 1 else 'are'} read "
-            f"{'by several ranks' if own else 'twice'} in an epoch of "
-            f"{'training' if loader.trains else 'evaluation'} (indices {named}, "
-            f"on {ranks_text(owners)})" + _effect(loader, bound, gathered=gathered),
-            cause=f"{reader.seen.sampler} hands them to more than one rank"
+            summary=f"{counted(surplus, 'sample')} of {dataset(reader)} "
+            f"{plural(surplus, 'is', 'are')} read {'by several ranks' if own else 'twice'} in an "
+            f"epoch of {'training' if loader.trains else 'evaluation'} "
+            f"({plural(surplus, 'index', 'indices')} {named}, on {ranks_text(owners)})"
+            + _effect(loader, bound, gathered=gathered),
+            cause=f"{reader.seen.sampler} yields them on more than one rank"
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
-            f"and the sampler pads to {reader.seen.total_size}",
+            f"so the sampler pads to {reader.seen.total_size}",
             fix=_fix(loader, reader, own=own, gathered=gathered),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -108,29 +118,37 @@ class SamplerPaddingDuplicates(Check):
         )
 
 
+def _rule(loader: Loader, *, own: bool, gathered: bool) -> str:
+    if own:
+        return "custom-sampler"
+    if loader.trains:
+        return "padded-training"
+    return "padding-gathered" if gathered else "padded-evaluation"
+
+
 def _effect(loader: Loader, bound: float, *, gathered: bool) -> str:
     if loader.trains:
         return ""
     if gathered:
-        return f": a metric over them would be off by up to {bound:.2%} if they are not cut off"
+        return f": unless repeats are dropped, an averaged metric is off by up to {bound:.2%}"
     return f": an averaged metric is off by up to {bound:.2%}"
 
 
 def _metric(bound: float, *, gathered: bool) -> dict[str, object]:
     return {
         "largest error of an averaged metric": f"{bound:.6f} of its range",
-        "results are gathered after the loop": gathered,
+        "results are gathered": gathered,
     }
 
 
 def _pads(reader: Reader) -> bool:
     seen = reader.seen
     pads = seen.total_size > seen.length > 0
-    return seen.distributed and not seen.sampler_drop_last and (pads or _own_way(reader))
+    return seen.distributed and not seen.sampler_drop_last and (pads or _custom(reader))
 
 
-def _own_way(reader: Reader) -> bool:
-    """Whether the indices are not what torch's `DistributedSampler` would hand out."""
+def _custom(reader: Reader) -> bool:
+    """Whether the indices are not those that torch's `DistributedSampler` would yield."""
     seen = reader.seen
     return seen.own_order or seen.total_size - seen.length >= seen.replicas
 
@@ -144,8 +162,8 @@ def _bound(audit: Audit) -> float:
 
 
 def _gathering(readers: list[Reader]) -> tuple[bool, Location | None]:
-    """Whether enough was gathered during or after a loop to hold something of each sample, and
-    where: sums cannot be rid of the surplus any more."""
+    """Whether enough was gathered during or after a loop to hold a result of each sample, and the
+    line. Repeated samples can be dropped from these, but not from sums."""
     for reader in readers:
         for epoch in reader.epochs:
             found = gathered(reader.rank, epoch.began.step)
@@ -156,20 +174,20 @@ def _gathering(readers: list[Reader]) -> tuple[bool, Location | None]:
 
 def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
     if loader.trains:
-        return "nothing, or `drop_last=True` on the sampler: in training a few repeats do no harm"
+        return "nothing: a few repeats are harmless in training; or `drop_last=True` on the sampler"
     length = reader.seen.length
     if gathered:
         once = (
-            "is kept by the sample's index"
+            "keeps one gathered result per sample index"
             if own
             else (
-                f"is put in the order of the data set (the first of each rank, then the second of "
-                f"each) and cut to {length}"
+                "sorts the gathered results into dataset order (the first of each rank, then the "
+                f"second of each) and keeps the first {length}"
             )
         )
         return (
-            f"nothing where what is gathered {once} before it is averaged; where it is not, do "
-            "that, or read each sample once with `sampler=range(rank, len(dataset), world_size)`"
+            f"nothing if the program {once} before averaging; otherwise do that, or read each "
+            "sample once with `sampler=range(rank, len(dataset), world_size)`"
         )
     once = "count each sample once" if own else f"keep the first {length}"
     return (

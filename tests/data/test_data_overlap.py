@@ -69,6 +69,7 @@ def test_a_stream_that_no_rank_splits() -> None:
 
 def test_the_same_files_in_another_order() -> None:
     (finding,) = examine(stream(COUNTING), stream(COUNTING[::-1]))
+    assert finding.rule == "unsharded-stream"
 
 
 def test_only_the_ranks_that_share() -> None:
@@ -79,8 +80,11 @@ def test_only_the_ranks_that_share() -> None:
 def test_fewer_parts_than_ranks() -> None:
     """To divide the part of each rank once more would leave samples unread."""
     (finding,) = examine(stream(COUNTING), stream(OTHERS), stream(COUNTING))
+    assert (finding.rule, finding.ranks) == ("repeated-parts", (0, 2))
     (finding,) = examine(*[stream(COUNTING), stream(OTHERS)] * 2)
+    assert (finding.rule, finding.ranks) == ("repeated-parts", (0, 1, 2, 3))
     (finding,) = examine(*[stream(COUNTING)] * 3)
+    assert finding.rule == "unsharded-stream"
 
 
 def test_parts_that_cannot_be_told_apart() -> None:
@@ -119,15 +123,16 @@ def test_workers_of_one_rank() -> None:
     twice = [batch for batch in COUNTING for _ in range(2)]
     others = [batch for batch in OTHERS for _ in range(2)]
     (finding,) = examine(stream(twice, workers=2), stream(others, workers=2))
+    assert finding.rule == "unsharded-workers"
     assert "samples compared" in str(finding.evidence["delivered by several workers"])
     (finding,) = examine(stream(twice, workers=2), stream(twice, workers=2))
-    assert finding.evidence["workers deliver them again"] is True
+    assert finding.evidence["workers of one rank overlap too"] is True
 
 
 def test_a_division_among_workers_is_extended_by_the_rank() -> None:
     """A second division on top of it would leave samples unread."""
     (finding,) = examine(stream(COUNTING, workers=2), stream(COUNTING, workers=2))
-    assert finding.evidence["workers deliver them again"] is False
+    assert finding.evidence["workers of one rank overlap too"] is False
     (finding,) = examine(stream(COUNTING, workers=1), stream(COUNTING, workers=1))
 
 
@@ -148,6 +153,7 @@ def rows_of(*epochs: Sequence[int], workers: int = 0, exhausted: bool = True) ->
 
 def test_streams_that_each_rank_shuffles_for_itself() -> None:
     (finding,) = examine(rows_of(shuffled(1), shuffled(2)), rows_of(shuffled(3), shuffled(4)))
+    assert finding.rule == "unsharded-stream"
     assert examine(rows_of(shuffled(1)[:36]), rows_of(shuffled(3)[:36])), "the last batch dropped"
 
 
@@ -180,6 +186,7 @@ def test_workers_that_each_shuffle_what_the_rank_reads() -> None:
 
     mine, yours = rows_of(two(1, 1), workers=2), rows_of(two(3, 101), workers=2)
     (finding,) = examine(mine, yours)
+    assert finding.rule == "unsharded-workers"
     assert not examine(mine, rows_of(shuffled(1, 201, 80), workers=2))
 
 
@@ -187,6 +194,7 @@ def test_a_sampler_of_ones_own_whose_shares_overlap() -> None:
     shares = [list(range(60)), list(range(40, 100))]
     ranks = [loader(0, [s], content=1, sampler="Shares") for s in shares]
     (finding,) = examine(*ranks)
+    assert finding.rule == "overlapping-shares"
 
 
 def shares(*epochs: range) -> list[Event]:
@@ -196,7 +204,7 @@ def shares(*epochs: range) -> list[Event]:
 def test_a_sampler_of_ones_own_that_shuffles_otherwise_on_each_rank() -> None:
     mine, yours = shares(range(50), range(20, 70)), shares(range(30, 80), range(60, 110))
     (finding,) = examine(mine, yours)
-    assert finding.evidence["read by several ranks, by epoch"] == [20, 10]
+    assert finding.evidence["shared samples by epoch"] == [20, 10]
     (finding,) = examine(shares(range(60), range(60)), shares(range(40, 100), range(40, 100)))
 
 
@@ -231,7 +239,7 @@ def test_shares_of_orders_of_their_own_that_are_filled_up() -> None:
         batched(*(part(shuffled(s, 0, 397), 1) for s in (3, 4)), length=397),
     )
     assert finding.severity is Severity.ERROR
-    assert finding.evidence["read by each rank"] == {0: 200, 1: 200}
+    assert finding.evidence["samples by rank"] == {0: 200, 1: 200}
 
 
 def test_samples_that_come_twice_on_purpose() -> None:

@@ -48,7 +48,7 @@ def test_a_random_split_of_each_rank() -> None:
 def test_what_is_counted_are_positions() -> None:
     run = run_of(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
     (finding,) = found(DatasetMismatch(), run)
-    assert str(finding.evidence["positions seen"]).startswith("100 once")
+    assert str(finding.evidence["positions read"]).startswith("100 once")
     ((table,), (same,)) = (
         audit_table(run_of(part(0, payload("indices", 1, 5)), part(1, payload("indices", n, 5))))
         for n in (2, 1)
@@ -67,6 +67,7 @@ def test_a_filter_of_each_rank_is_no_random_split() -> None:
         for r in range(2)
     )  # fmt: skip
     (finding,) = examine(first, second)
+    assert finding.rule == "selections-of-unequal-length"
 
 
 def test_shards_of_other_lengths_that_a_sampler_divides_once_more() -> None:
@@ -79,6 +80,7 @@ def test_shards_of_other_lengths_that_a_sampler_divides_once_more() -> None:
         for r in range(2)
     )  # fmt: skip
     (finding,) = examine(*shards)
+    assert finding.rule == "lists-of-unequal-length"
 
 
 def test_the_parts_of_one_split_are_one_finding() -> None:
@@ -112,6 +114,7 @@ def test_one_listing_beneath_two_loaders_is_one_finding() -> None:
         ]  # fmt: skip
 
     (finding,) = examine(both(0, 1, 1), both(1, 1, 1))
+    assert finding.rule == "listing-order"
     assert len(examine(both(0, 1, 7), both(1, 1, 7))) == 2, "two listings"
 
 
@@ -130,6 +133,7 @@ def test_indices_that_the_program_makes_itself(text: str, split: bool) -> None:
         for r in range(2)
     )  # fmt: skip
     (finding,) = examine(first, second)
+    assert finding.rule == ("random-split" if split else "random-indices")
 
 
 def test_the_rank_that_is_alone_is_named() -> None:
@@ -143,7 +147,7 @@ def test_the_rank_that_is_alone_is_named() -> None:
     ]  # fmt: skip
     (finding,) = found(DatasetMismatch(), run_of(*ranks))
     assert finding.ranks == (2,)
-    assert finding.evidence["groups of equal ranks"] == ["ranks 0-1,3 alike", "rank 2 alone"]
+    assert finding.evidence["ranks with equal digests"] == ["ranks 0-1,3", "rank 2"]
 
 
 def test_a_listing_in_another_order() -> None:
@@ -188,7 +192,7 @@ def holding(rank: int, first: int, kinds: int = 100) -> list[Event]:
 def test_tensors_that_each_rank_chose_from_the_same() -> None:
     (finding,) = examine(holding(0, 1), holding(1, 2))
     assert finding.severity is Severity.ERROR and finding.confidence is Confidence.PROVEN
-    assert finding.evidence["the same samples at other indices"] == "49 of 50"
+    assert finding.evidence["same samples at other indices"] == "49 of 50"
     for other in (holding(1, 1000), holding(1, 90)):  # none, and a few in common
         (finding,) = examine(holding(0, 1), other)
         assert finding.severity is Severity.NOTE
@@ -236,9 +240,7 @@ def remade(rank: int, indices: Sequence[int], step: int = 10) -> list[Event]:
 def test_a_split_that_only_later_differs_on_one_rank() -> None:
     others = [remade(r, [1, 1, 1, 1]) for r in range(2)]
     (finding,) = found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 2, 2])))
-    assert finding.ranks == (2,) and finding.summary.endswith(
-        "differs between ranks, from step 20 on"
-    )
+    assert finding.ranks == (2,) and finding.rule == "random-split"
     assert not found(DatasetMismatch(), run_of(*others, remade(2, [1, 1, 1, 1])))
     some = [remade(r, [1, 1, 0, 1, 0]) for r in range(2)]
     assert found(DatasetMismatch(), run_of(*some, remade(2, [1, 1, 0, 2, 0])))
@@ -255,9 +257,10 @@ def test_loaders_of_other_moments_are_not_compared() -> None:
 
 def test_random_entries_of_each_rank_are_no_listing() -> None:
     (finding,) = examine(part(0, payload("tensor", 1, 5)), part(1, payload("tensor", 2, 6)))
-    assert finding.severity is Severity.NOTE
+    assert (finding.severity, finding.rule) == (Severity.NOTE, "own-entries")
     assert finding.evidence["kind"] == "tensors"
     (listed,) = examine(part(0, payload("text", 1, 5)), part(1, payload("text", 2, 6)))
+    assert (listed.severity, listed.rule) == (Severity.ERROR, "listing-order")
 
 
 def test_a_batch_that_was_looked_at_first_is_not_the_loop() -> None:

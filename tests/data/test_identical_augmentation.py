@@ -35,6 +35,7 @@ def test_generators_of_their_own() -> None:
 
 def test_another_generator_is_drawn_from() -> None:
     (finding,) = examine(part(0, 5, ("random",)), part(1, 6, ("random",)))
+    assert finding.rule == "equal-rank-generators"
 
 
 def workers(
@@ -55,6 +56,7 @@ def workers(
 
 def test_workers_with_one_base_seed_whose_samples_change() -> None:
     (finding,) = examine(workers(0, seed=1, moves=True), workers(1, seed=1, moves=True))
+    assert finding.rule == "equal-worker-generators"
 
 
 def test_workers_that_draw_nothing() -> None:
@@ -73,6 +75,7 @@ def forked(seed: int, state: int, *drawn: str) -> tuple[WorkerRandom, ...]:
 def test_workers_that_seed_themselves_without_the_rank() -> None:
     ranks = [workers(r, seed=50 + r, moves=True, noted=forked(50 + r, 7, "numpy")) for r in (0, 1)]
     (finding,) = examine(*ranks)
+    assert finding.rule == "equal-worker-seeds"
 
 
 def test_workers_that_seed_themselves_with_the_rank() -> None:
@@ -88,3 +91,4 @@ def test_workers_that_stand_alike_and_draw_nothing() -> None:
 def test_workers_that_inherit_one_seed() -> None:
     ranks = [workers(r, seed=1, moves=True, noted=forked(1, 7, "numpy")) for r in (0, 1)]
     (finding,) = examine(*ranks)
+    assert finding.rule == "equal-worker-generators"

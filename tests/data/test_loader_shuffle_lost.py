@@ -45,6 +45,7 @@ def split(epochs: int, *contents: int) -> list[Finding]:
 def test_a_split_mixed_the_data_before_once() -> None:
     assert not split(1, 1)
     (finding,) = split(3, 1, 1)
+    assert finding.rule == "fixed-order"
 
 
 def test_a_split_that_is_mixed_anew_for_every_epoch() -> None:

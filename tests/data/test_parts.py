@@ -65,12 +65,14 @@ def both(first: Sequence[int], second: Sequence[int], **more: object) -> Run:
 def test_parts_that_overlap(first: Sequence[int], second: Sequence[int], shared: int) -> None:
     run = both(first, second)
     (finding,) = found(DataOverlap(), run)
+    assert finding.rule == "overlapping-selections"
     ((row,),) = (table.rows for table in DataOverlap().tables(run))
     assert row[3:6] == ("400", str(len({*first} ^ {*second})), str(shared))
 
 
 def test_long_parts_at_equal_distances() -> None:
     (finding,) = found(DataOverlap(), both(range(200), range(100, 300), regular=True))
+    assert finding.rule == "overlapping-selections"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,7 @@ def rest(places: Sequence[int]) -> list[int]:
 def test_splits_that_each_rank_makes_for_itself() -> None:
     run = run_of(*([*part(s), *held_out(rest(s))] for s in SHARES))
     (finding,) = found(DatasetMismatch(), run)
+    assert finding.rule == "leaking-split"
     assert not found(DataOverlap(), run)
     (table,) = audit_table(run)
     assert table.rows[0][3] == "400"
@@ -236,3 +239,4 @@ def test_shares_that_are_divided_once_more(shares: list[Sequence[int]], twice: b
         for r, s in enumerate(shares)
     ]
     (finding,) = found(DatasetMismatch(), run_of(*ranks))
+    assert finding.rule == ("sharded-twice" if twice else "random-split")

@@ -62,6 +62,7 @@ def test_samples_picked_by_generators_of_the_ranks_own() -> None:
 
 def test_samples_picked_by_a_generator_of_the_data_set_with_one_seed() -> None:
     (finding,) = told(crops(0, drawn=()), crops(1, drawn=()))
+    assert finding.rule == "equal-random-generators"
 
 
 def test_random_numbers_made_on_the_spot_are_a_note() -> None:

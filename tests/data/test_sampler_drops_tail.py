@@ -39,25 +39,27 @@ def examine(count: int, **more: object) -> list[Finding]:
 
 def test_evaluation_that_leaves_one_out() -> None:
     (finding,) = examine(42, trains=False)
-    assert finding.evidence["never seen, for example"] == "42"
+    assert finding.evidence["never read, for example"] == "42"
 
 
 @pytest.mark.parametrize(
-    ("more", "fix"),
+    ("more", "rule"),
     [
-        ({}, "read each sample once with `sampler=range(rank, len(dataset), world_size)`, and"),
-        ({"drop_last": True, "batch_size": 5}, "world_size)`, without `drop_last` on the loader,"),
+        ({}, "sampler-drop-last"),
+        ({"drop_last": True, "batch_size": 5}, "loader-drop-last"),
     ],
 )
-def test_what_an_evaluation_is_to_do_instead(more: dict[str, object], fix: str) -> None:
+def test_what_an_evaluation_is_to_do_instead(more: dict[str, object], rule: str) -> None:
     """Without `drop_last` alone, or shuffled, its metric would be off all the same."""
     (finding,) = examine(42, trains=False, **more)
+    assert finding.rule == rule
 
 
 def test_an_evaluation_in_which_only_the_loader_drops() -> None:
     """The samples go round the ranks: no sampler pads."""
     drops = {"drop_last": True, "sampler_drop_last": False, "total_size": 42, "batch_size": 5}
     (finding,) = examine(40, trains=False, length=42, **drops)
+    assert finding.rule == "loader-drop-last"
 
 
 def test_training_in_order_leaves_out_the_same_every_time() -> None:
@@ -87,6 +89,7 @@ def test_what_a_sampler_of_ones_own_leaves_out() -> None:
 def test_batches_that_are_given() -> None:
     given = {"own_order": True, "sampler_length": 23, "sampler_drop_last": False}
     (finding,) = examine(42, **given, drop_last=True, batches_given=True)
+    assert finding.rule == "loader-drop-last"
 
 
 def test_sampler_and_loader_drop() -> None:

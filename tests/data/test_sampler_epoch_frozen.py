@@ -53,6 +53,7 @@ def test_a_sampler_of_ones_own() -> None:
     own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets"}
     own |= {"batch_size": 2}
     (finding,) = examine(epochs(FIRST, FIRST, FIRST, by_epoch=True, **own))
+    assert finding.rule == "custom-sampler"
     assert not examine(epochs(FIRST, FIRST, FIRST, **own)), "its order is meant to be fixed"
     assert not examine(epochs(FIRST, FIRST, by_epoch=True, **own | {"shuffle": False}))
     assert not examine(epochs(FIRST, OTHER, numbers=[0, 1], by_epoch=True, **own))
@@ -64,10 +65,12 @@ def test_a_sampler_of_ones_own_that_is_told_by_an_attribute() -> None:
                               "by_epoch": True, "batch_size": 2}  # fmt: skip
     (finding,) = examine(epochs(FIRST, FIRST, epoch_name="epoch", sets_epoch=False, **own))
     (finding,) = examine(epochs(FIRST, FIRST, epoch_name="_epoch", **own))
+    assert finding.rule == "custom-sampler"
 
 
 def test_stages_of_two_epochs_each() -> None:
     (finding,) = examine(epochs(FIRST, FIRST, OTHER, OTHER, *[[*FIRST[2:], 7, 3]] * 2))
+    assert finding.rule == "set-epoch-not-called"
 
 
 def test_epochs_that_were_left_early_are_compared_by_how_they_begin() -> None:
@@ -79,6 +82,7 @@ def test_an_epoch_that_was_left_early_counts_among_the_others() -> None:
     left = {"exhausted": [True, True, False]}
     (finding,) = examine(epochs(FIRST, FIRST, FIRST[:5], ends=left))
     (finding,) = examine(epochs(FIRST, FIRST, OTHER[:5], numbers=[0, 0, 1], ends=left))
+    assert finding.rule == "set-epoch-not-called"
 
 
 def test_a_look_at_the_first_batch_before_training() -> None:
@@ -124,6 +128,7 @@ def test_a_loader_made_anew_for_every_epoch() -> None:
         for e in loader(n, [FIRST], began={"sampler_epoch": 0}, made=n, **fields)  # type: ignore[arg-type]
     ]
     (finding,) = examine(events)
+    assert finding.rule == "set-epoch-not-called"
 
 
 def test_a_training_that_begins_anew_with_a_new_model() -> None:
@@ -162,11 +167,13 @@ def test_a_loader_for_several_trainings_of_one_epoch(wrapped: bool) -> None:
     longer = [*trials, *searched(3, wrapped=wrapped, epochs=2)]
     run = make_run({r: [*prologue(2, wrapped=False), *longer] for r in range(2)})
     (finding,) = found(SamplerEpochFrozen(), run)
+    assert finding.rule == "set-epoch-not-called"
 
 
 def test_one_iterator_for_all_epochs_whose_sampler_begins_anew() -> None:
     on = {"exhausted": False}
     (finding,) = examine(epochs(FIRST * 3, ends={**on, "again": 2}))
+    assert finding.rule == "set-epoch-not-called"
     assert not examine(epochs(FIRST * 3, ends=on))
     assert not examine(epochs(FIRST * 3, ends={**on, "again": 2}, own_order=True))
     assert not examine(epochs(FIRST * 3, ends={**on, "again": 2, "backwards": 0}))

@@ -109,6 +109,7 @@ def test_what_a_sampler_of_ones_own_gives_to_several_ranks() -> None:
     (finding,) = found(
         SamplerPaddingDuplicates(), run_of(*[mine(r, trains=False) for r in range(2)])
     )
+    assert finding.rule == "custom-sampler"
 
 
 def gathering(*more: Event, op: str = "all_gather", numel: int = -1, calls: int = 1) -> Finding:
@@ -162,4 +163,4 @@ def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:
         )
         ranks.append(events)
     (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
-    assert "one index in 2 compared" in str(finding.evidence["seen"])
+    assert "1 index in 2 compared" in str(finding.evidence["samples read"])

@@ -51,6 +51,7 @@ def test_a_constant_rank() -> None:
 def test_a_sampler_of_one_s_own_is_told_the_numbers() -> None:
     """It need not ask the group where they are left out."""
     (finding,) = examine(*(sampled(2, 0, sampler="Mine", own_order=True) for _ in range(2)))
+    assert finding.rule == "wrong-group"
 
 
 def test_the_devices_of_one_node_instead_of_the_world() -> None:
@@ -60,10 +61,12 @@ def test_the_devices_of_one_node_instead_of_the_world() -> None:
 
 def test_more_replicas_than_ranks_leave_samples_unread() -> None:
     (finding,) = examine(sampled(4, 0), sampled(4, 1))
+    assert finding.rule == "wrong-group"
 
 
 def test_a_world_of_one() -> None:
     (finding,) = examine(sampled(1, 0), sampled(1, 0))
+    assert finding.rule == "wrong-group"
 
 
 def test_a_world_of_one_over_parts_made_by_hand() -> None:
@@ -127,6 +130,7 @@ def test_the_world_instead_of_the_data_parallel_ranks_of_a_mesh() -> None:
         alone = sampled(4, r, ends={"collectives": 0})  # in the groups, none over all ranks
         events[r] = [*prologue(4, group=(r % 2, r % 2 + 2)), split, *alone]
     (finding,) = found(SamplerRankMismatch(), make_run(events))
+    assert finding.rule == "wrong-group"
 
 
 def towers(numel: int, *, trains: bool = True) -> list[Finding]:
@@ -149,6 +153,7 @@ def towers(numel: int, *, trains: bool = True) -> list[Finding]:
 
 def test_groups_that_only_tell_each_other_their_losses() -> None:
     (finding,) = towers(2)
+    assert finding.rule == "wrong-group"
 
 
 def test_groups_that_share_gradients_or_samples_may_share_one_division() -> None:

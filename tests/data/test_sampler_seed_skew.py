@@ -29,6 +29,7 @@ def test_other_seeds() -> None:
     (finding,) = examine(
         part(0, MINE, seed=1, sampler_epoch=0), part(1, THEIRS, seed=2, sampler_epoch=0)
     )  # fmt: skip
+    assert finding.rule == "different-seeds"
 
 
 def test_set_epoch_on_one_rank_only() -> None:
@@ -90,6 +91,7 @@ def shares(rank: int, indices: list[int], seed: int, **more: object) -> list[Eve
 def test_a_sampler_of_ones_own() -> None:
     mine, yours = list(range(40)), list(range(20, 60))
     (finding,) = examine(shares(0, mine, 1), shares(1, yours, 2))
+    assert finding.rule == "different-seeds"
     assert not examine(shares(0, mine, 1), shares(1, yours, 1))
     assert not examine(shares(0, mine, 1, shuffle=False), shares(1, yours, 2, shuffle=False))
     split = {"distributed": True, "replicas": 2, "total_size": 80}
@@ -110,6 +112,7 @@ def small(rank: int, *, seed: int, within: int = 0) -> list[Event]:
 
 def test_few_samples_in_orders_of_their_own() -> None:
     (finding,) = found(SamplerSeedSkew(), run_of(*(small(r, seed=10 + r) for r in range(3))))
+    assert finding.rule == "different-seeds"
     drawn = (small(r, seed=10 + r, within=5) for r in range(3))  # with replacement
     assert not found(SamplerSeedSkew(), run_of(*drawn))
 

@@ -1,4 +1,4 @@
-"""The audit as a table: what every loader delivered, epoch by epoch."""
+"""The table "What the loaders delivered": one row per loader and epoch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from ...events import EpochEnded
 from ...report.findings import Table
 from ...run import Run, fold_ranks
 from .epoch_audit import Audit, audits, partitioned
-from .loader_faults import of_check, own_data
+from .loader_faults import of_check, own_datasets
 from .loaders import Loader, in_order, loaders
 from .phrases import use
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
+NOTHING = "-"
 LOADERS = 8
+"""Most loaders in the table; loaders with equal rows count once."""
 ROWS = 8
-"""Of one loader; equal epochs share one, and so do those in the middle that are too many. Loaders
-of one line with equal rows are told once."""
+"""Most rows of one loader; epochs with equal rows share one, and surplus ones in the middle too."""
 FEWEST = 8
-"""Indices that tell one order from another."""
+"""Indices that suffice to tell one order from another."""
 LISTED = 8
-"""Ranks whose data sets' lengths are listed one by one."""
+"""Most ranks for which the lengths of their datasets are listed one by one."""
 
 
 def audit_table(run: Run) -> Iterator[Table]:
@@ -28,20 +29,20 @@ def audit_table(run: Run) -> Iterator[Table]:
     audited = audits(run)
     overlaps = of_check(run, "data-overlap")
     sets = [f for f in overlaps if f.parts]
-    apart = [*of_check(run, "dataset-mismatch"), *sets]
-    alike: dict[tuple[tuple[str, ...], ...], int] = {}
+    mismatches = [*of_check(run, "dataset-mismatch"), *sets]
+    counts: dict[tuple[tuple[str, ...], ...], int] = {}
     for loader, ranks, made in audited:
-        own = own_data(loader.of(ranks)) and not any(partitioned(a) for a in made)
+        own = own_datasets(loader.of(ranks)) and not any(partitioned(a) for a in made)
         own = own or _indexless(made[0])
-        unlike = any(ranks.issuperset(f.ranks) for f in apart if f.loader is loader)
-        found = (f.beneath for f in (*overlaps, *apart) if f.loader is loader and f.beneath)
+        differs = any(ranks.issuperset(f.ranks) for f in mismatches if f.loader is loader)
+        found = (f.beneath for f in (*overlaps, *mismatches) if f.loader is loader and f.beneath)
         beneath = next(found, ())
-        of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or unlike)))
-        if of_loader in alike or len(alike) < LOADERS:
-            alike[of_loader] = alike.get(of_loader, 0) + 1
+        of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or differs)))
+        if of_loader in counts or len(counts) < LOADERS:
+            counts[of_loader] = counts.get(of_loader, 0) + 1
     rows = [
         (f"{name} x{count}" if count > 1 else name, *row)
-        for of_loader, count in alike.items()
+        for of_loader, count in counts.items()
         for name, *row in of_loader
     ]
     reported = {id(loader) for loader, _, _ in audited}
@@ -53,47 +54,50 @@ def audit_table(run: Run) -> Iterator[Table]:
 
 
 def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str, ...]]:
+    """The rows of one loader. `own`: each rank reads its own dataset."""
     folded: list[tuple[list[int], tuple[str, ...]]] = []
     for audit in made:
-        said = _said_apart(audit, made) if own else _said(audit, made)
-        if folded and folded[-1][1] == said:
+        row = _row_of_own_datasets(audit, made) if own else _row(audit, made)
+        if folded and folded[-1][1] == row:
             folded[-1][0].append(audit.number)
         else:
-            folded.append(([audit.number], said))
+            folded.append(([audit.number], row))
     if len(folded) > ROWS:
         left_out = [n for numbers, _ in folded[ROWS - 2 : -1] for n in numbers]
-        unlike = ("...",) * (len(COLUMNS) - 2)
-        folded = [*folded[: ROWS - 2], (left_out, unlike), folded[-1]]
-    return [(_name(loader), fold_ranks(numbers), *said) for numbers, said in folded]
+        ellipsis = ("...",) * (len(COLUMNS) - 2)
+        folded = [*folded[: ROWS - 2], (left_out, ellipsis), folded[-1]]
+    return [(_name(loader), fold_ranks(numbers), *row) for numbers, row in folded]
 
 
-def _said(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
+def _row(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
+    """The columns from `ranks` on, for ranks that share a dataset."""
     of = "" if audit.sampled == 1 else f" (1 in {audit.sampled})"
     return (
         fold_ranks(audit.epochs),
         f"{audit.length}{of}",
         str(audit.once),
         str(len(audit.repeated)),
-        str(audit.never) if _known(audit) else "-",
-        _order(audit, made) if _known(audit) else _left(_order(audit, made)),
+        str(audit.never) if _known(audit) else NOTHING,
+        _order_column(_order(audit, made), left=not _known(audit)),
     )
 
 
-def _said_apart(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
-    """Of ranks that each read a data set of their own: its indices say nothing about others'."""
+def _row_of_own_datasets(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
+    """The columns from `ranks` on, for ranks that each read their own dataset: equal indices are
+    not the same sample, so they are not counted."""
     lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
-    alike = len(set(lengths)) == 1
-    whose = "whatever the index" if _indexless(audit) else "each rank its own"
-    reported = " / ".join(map(str, lengths[:1] if alike else lengths))
-    if not alike and len(lengths) > LISTED:
+    equal = len(set(lengths)) == 1
+    whose = "index ignored" if _indexless(audit) else "each rank its own"
+    reported = " / ".join(map(str, lengths[:1] if equal else lengths))
+    if not equal and len(lengths) > LISTED:
         reported = f"{min(lengths)} to {max(lengths)}"
     return (
         fold_ranks(audit.epochs),
         f"{reported} ({whose})",
-        "-",
-        "-",
-        "-",
-        _order(audit, made) if audit.complete else _left(_order(audit, made)),
+        NOTHING,
+        NOTHING,
+        NOTHING,
+        _order_column(_order(audit, made), left=not audit.complete),
     )
 
 
@@ -102,23 +106,24 @@ def _indexless(audit: Audit) -> bool:
 
 
 def _known(audit: Audit) -> bool:
-    """Whether it is known what nobody read."""
+    """Whether it is known which samples no rank read."""
     return audit.complete or not audit.never
 
 
-def _left(order: str) -> str:
-    return "left early" if order == "-" else f"{order}, left early"
+def _order_column(order: str | None, *, left: bool) -> str:
+    """`shuffled`, `left early`, `in order, left early`."""
+    return ", ".join(part for part in (order, "left early" if left else None) if part) or NOTHING
 
 
 def _name(loader: Loader) -> str:
     return f"{loader.label} ({use(loader)})" if loader.used else loader.label
 
 
-def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
-    """Of this epoch, against the one before."""
+def _order(audit: Audit, made: tuple[Audit, ...]) -> str | None:
+    """The order of this epoch, compared with the one before; None while a rank is within it."""
     ends = {r: e.ended for r, e in audit.epochs.items() if e.ended is not None}
     if len(ends) < len(audit.epochs):
-        return "-"
+        return None
     padded = 0 < sum(e.samples for e in ends.values()) - audit.length < len(ends)
     if all(in_order(e) or (padded and _but_the_last(e, len(ends))) for e in ends.values()):
         return "in order"
@@ -133,13 +138,15 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str:
 
 
 def _but_the_last(ended: EpochEnded, ranks: int) -> bool:
-    """The few indices rose, but for one that begins the data set again, as padding does."""
+    """Whether the indices of a short epoch rose, except for a last one from the begin of the
+    dataset, as padding is."""
     *rising, last = ended.head or (0,)
     return len(ended.head) == ended.samples and rising == sorted(rising) and last < ranks
 
 
 def _same(before: EpochEnded, now: EpochEnded) -> bool:
-    """Of one that was left early only the first indices can be the same."""
+    """Whether two epochs had the same order. Where one was left early, their first indices
+    decide."""
     if before.samples == now.samples:
         return before.order == now.order
     count = min(len(before.head), len(now.head))
@@ -147,7 +154,7 @@ def _same(before: EpochEnded, now: EpochEnded) -> bool:
 
 
 def _unaudited(loader: Loader) -> tuple[str, ...]:
-    """Loaders without indices, and those that one rank alone iterates."""
+    """The row of a loader without indices, or that only one rank iterates."""
     readers = list(loader.readers.values())
     length = readers[0].seen.length
     epochs = max(len(r.epochs) for r in readers)
@@ -160,8 +167,8 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
         fold_ranks(range(epochs)),
         fold_ranks(loader.readers),
         str(length) if length >= 0 else "stream",
-        f"{' to '.join(map(str, dict.fromkeys((read[0], read[-1]))))} {whose}" if read else "-",
-        "-",
-        "-",
-        _left("-") if left else "-",
+        f"{' to '.join(map(str, dict.fromkeys((read[0], read[-1]))))} {whose}" if read else NOTHING,
+        NOTHING,
+        NOTHING,
+        _order_column(None, left=left),
     )

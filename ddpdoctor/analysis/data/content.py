@@ -1,7 +1,8 @@
-"""Whether two ranks that read the same indices read the same data."""
+"""Whether ranks that read the same indices read the same data, by digests of samples."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,35 +13,49 @@ from ...events.pack import unpack
 from .loaders import Epoch, Reader
 
 SURE = 1e-3
-"""Agreement that chance alone would give this rarely is no chance."""
+"""A probability of agreeing by chance below which agreement counts as proof."""
 
 SAME = 0.6
-"""Share of equal digests; the longest text of a batch looks like another where others pad."""
+"""Share of equal digests that makes two ranks' samples the same. Not 1: where batches are padded,
+the longest text of a batch has another digest than where it is padded itself."""
 
 AUGMENTED = 0.2
-"""Share that suffices where no two samples look alike: some are flipped, the others are the same
-samples beyond doubt."""
+"""As `SAME`, where all samples are distinct: augmentation changes some, but those that agree are
+the same samples beyond doubt."""
 
 FEWEST = 3
+"""Samples with equal digests that suffice under `AUGMENTED`."""
 
-APART = 0.75
-"""Share of values that are distinct where samples can be told from each other."""
+DISTINCT = 0.75
+"""Share of distinct digests from which on samples can be told from each other."""
 
 WHOLE = 0.8
-"""Share of two passes that is the same although the last batches of each may be dropped."""
+"""Share of two passes over a stream that must agree. Not 1: each may drop its last batches."""
 
 ONCE = 0.95
 MANY = 32
-"""Rows of a pass, and the share of them that occurs once."""
+"""Rows in a pass over a stream, and the share of them that must occur once, for it to be one pass
+over the data and neither random draws nor padding."""
 
-PLACES = 8
-"""Samples at the same places that are no chance."""
+POSITIONS = 8
+"""Distinct samples at equal positions that cannot agree by chance."""
 
 Row = tuple[int, ...]
+"""Digests of one sample, two for each part of the batch (see `ContentRead.columns`)."""
+
+
+class Agreement(enum.Enum):
+    """How the samples of ranks compare at equal indices."""
+
+    SAME = enum.auto()
+    DIFFERENT = enum.auto()
+    RANDOM = enum.auto()
+    """They differ, but also between two epochs of one rank (augmentation)."""
+    UNKNOWN = enum.auto()
 
 
 def rows(epoch: Epoch) -> list[tuple[int, Row]]:
-    """(number of the batch, digests) of the fingerprinted samples, in order of delivery."""
+    """(number of the batch, digests) of the examined samples, in order of delivery."""
     return [
         (batch, row)
         for read in epoch.content
@@ -60,7 +75,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def by_index(reader: Reader, number: int | None = None) -> dict[int, Row]:
-    """Digests of samples by their index, of one epoch or of the first that has them."""
+    """Digests of samples by their index, of one epoch or else of the first that has them."""
     found: dict[int, Row] = {}
     epochs = reader.looked
     for epoch in epochs if number is None else epochs[number : number + 1]:
@@ -70,38 +85,39 @@ def by_index(reader: Reader, number: int | None = None) -> dict[int, Row]:
     return found
 
 
-def verdict(readers: Sequence[Reader]) -> str:
-    """`same`, `differ`, `random` (no rank sees the same twice) or `unknown`, at equal indices."""
+def agreement(readers: Sequence[Reader]) -> Agreement:
+    """How the samples of these ranks compare at equal indices."""
     first, *others = readers
     mine = by_index(first)
     answers = [compare(mine, by_index(other)) for other in others]
-    if "same" in answers:
-        return "same"
-    if "differ" not in answers:
-        return "unknown"
-    again = [
+    if Agreement.SAME in answers:
+        return Agreement.SAME
+    if Agreement.DIFFERENT not in answers:
+        return Agreement.UNKNOWN
+    between_epochs = [
         compare(by_index(r, 0), by_index(r, 1))
         for r in readers
         if len(r.earlier) + len(r.epochs) > 1
     ]
-    return "random" if "differ" in again else "differ"
+    return Agreement.RANDOM if Agreement.DIFFERENT in between_epochs else Agreement.DIFFERENT
 
 
-def parts_differ(readers: Sequence[Reader]) -> bool:
-    """Whether at equal indices some telling part of the samples is another, whatever else agrees:
+def any_column_differs(readers: Sequence[Reader]) -> bool:
+    """Whether some column of the digests differs at equal indices, whatever the other columns do:
     labels in a regular order agree between any two shards."""
     first, *others = (by_index(r) for r in readers)
-    return any("differ" in _answers(first, other) for other in others)
+    return any(Agreement.DIFFERENT in _column_agreements(first, other) for other in others)
 
 
-def compare(a: dict[int, Row], b: dict[int, Row]) -> str:
-    """`same` where any telling part of the samples agrees, `differ` where none does."""
-    answers = _answers(a, b)
-    return next((a for a in ("same", "differ") if a in answers), "unknown")
+def compare(a: dict[int, Row], b: dict[int, Row]) -> Agreement:
+    """SAME where any telling column of the digests agrees, DIFFERENT where none does."""
+    answers = _column_agreements(a, b)
+    found = (a for a in (Agreement.SAME, Agreement.DIFFERENT) if a in answers)
+    return next(found, Agreement.UNKNOWN)
 
 
-def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
-    """For each telling part of the samples."""
+def _column_agreements(a: dict[int, Row], b: dict[int, Row]) -> list[Agreement]:
+    """How each column compares; constant ones and those with too few values are left out."""
     common = a.keys() & b.keys()
     answers = []
     for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
@@ -115,25 +131,26 @@ def _answers(a: dict[int, Row], b: dict[int, Row]) -> list[str]:
         chance = _chance(values)
         if len(pairs) * math.log(max(chance, 1e-9)) > math.log(SURE):
             continue  # constant, or too few values to tell
-        unlike = len(pairs) >= FEWEST / AUGMENTED and len(set(values)) >= APART * len(values)
-        if agreed >= (AUGMENTED if unlike else SAME):
-            answers.append("differ" if unlike and _own_parts(pairs) else "same")
+        distinct = len(pairs) >= FEWEST / AUGMENTED and len(set(values)) >= DISTINCT * len(values)
+        if agreed >= (AUGMENTED if distinct else SAME):
+            own = distinct and _in_blocks(pairs)
+            answers.append(Agreement.DIFFERENT if own else Agreement.SAME)
         else:
-            answers.append("differ" if agreed < 0.5 else "unknown")
+            answers.append(Agreement.DIFFERENT if agreed < 0.5 else Agreement.UNKNOWN)
     return answers
 
 
-def _own_parts(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether samples that agree and samples that do not, in the order of their indices, stand in a
-    few blocks: each rank has common ones and ones of its own. Augmented ones are mixed."""
-    alike = [x == y for x, y in pairs]
-    agreed, other = sum(alike), len(alike) - sum(alike)
-    blocks = 1 + sum(one != then for one, then in pairwise(alike))
-    return min(agreed, other) >= FEWEST / AUGMENTED and blocks <= agreed * other / len(alike)
+def _in_blocks(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether samples that agree and samples that differ, in the order of their indices, form a few
+    blocks: each rank then has common samples and its own. Augmented samples are mixed."""
+    equal = [x == y for x, y in pairs]
+    agreed, other = sum(equal), len(equal) - sum(equal)
+    blocks = 1 + sum(one != then for one, then in pairwise(equal))
+    return min(agreed, other) >= FEWEST / AUGMENTED and blocks <= agreed * other / len(equal)
 
 
 def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
-    """Whether some part of nearly all samples is another in `b` than in `a`."""
+    """Whether some column of nearly all samples differs between two epochs."""
     common = a.keys() & b.keys()
     for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
         pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
@@ -142,31 +159,31 @@ def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
     return False
 
 
-def elsewhere(a: dict[int, Row], b: dict[int, Row]) -> tuple[int, int]:
-    """How many samples of the smaller side the other one has at another index, all of a sample
-    being the same, and of how many. (0, 0) where samples are too alike to tell."""
+def moved_samples(a: dict[int, Row], b: dict[int, Row]) -> tuple[int, int]:
+    """How many samples of the smaller side the other one has at another index, with all digests
+    equal, and of how many. (0, 0) where too many samples are equal to tell."""
     few, many = sorted((a, b), key=len)
-    if any(len(set(side.values())) < APART * len(side) for side in (few, many)):
+    if any(len(set(side.values())) < DISTINCT * len(side) for side in (few, many)):
         return (0, 0)
     places = {row: index for index, row in many.items()}
     found = sum(places.get(row, index) != index for index, row in few.items())
     return found, len(few)
 
 
-def same_places(readers: Sequence[Reader]) -> int:
-    """How many samples, unlike each other, all ranks delivered at the same places; 0 where one of
-    them is another sample, or where only some samples were looked at, chosen by their indices."""
+def equal_positions(readers: Sequence[Reader]) -> int:
+    """How many distinct samples all ranks delivered, each at the same position; 0 where one of them
+    differs, or where only some samples were examined, chosen by their indices."""
     seen = [rows(r.epochs[0]) for r in readers]
     whole = all(len(found) >= r.epochs[0].samples for found, r in zip(seen, readers, strict=True))
     if not whole or any(found != seen[0] for found in seen):
         return 0
-    unlike = len({row for _, row in seen[0]})
-    return unlike if unlike >= max(PLACES, APART * len(seen[0])) else 0
+    distinct = len({row for _, row in seen[0]})
+    return distinct if distinct >= max(POSITIONS, DISTINCT * len(seen[0])) else 0
 
 
-def read_alike(readers: Sequence[Reader]) -> list[list[Reader]]:
-    """Those together of which all indices on record everywhere stand for samples of the same
-    digests, and whose data sets are made of the same."""
+def group_by_data(readers: Sequence[Reader]) -> list[list[Reader]]:
+    """The readers in groups with equal digests at all indices that every one of them has on record,
+    and with datasets made of the same entries."""
     samples = [by_index(r) for r in readers]
     common = sorted(set.intersection(*map(set, samples)))
     groups: dict[object, list[Reader]] = {}
@@ -177,9 +194,10 @@ def read_alike(readers: Sequence[Reader]) -> list[list[Reader]]:
     return list(groups.values())
 
 
-def held_alike(readers: Sequence[Reader]) -> list[str]:
-    """What the data sets make each sample of, where it is the same on all ranks, and all else that
-    they are told is, too. Equal texts may stand for other files on another machine."""
+def equal_sources(readers: Sequence[Reader]) -> list[str]:
+    """Names of what the datasets make each sample of, where that and all their settings are the
+    same on all ranks. Texts count on one machine only: equal paths may be other files on another.
+    """
     first = readers[0]
     if not first.seen.settings or len({r.seen.settings for r in readers}) > 1:
         return []
@@ -194,30 +212,30 @@ def held_alike(readers: Sequence[Reader]) -> list[str]:
     ]
 
 
-def reported_apart(readers: Sequence[Reader]) -> bool:
-    """Whether the data sets are told other numbers or texts on other ranks (which of the ranks it
-    is, say), and none is known to take an entry at the very index that it is given."""
-    reported = {r.seen.settings for r in readers}
+def settings_differ(readers: Sequence[Reader]) -> bool:
+    """Whether the datasets have other settings (the rank, say) on other ranks, and none is known
+    to take its entry at the very index that it is given."""
+    settings = {r.seen.settings for r in readers}
     tells = any(p.tells for r in readers for p in r.seen.payloads)
-    return len(reported) > 1 and 0 not in reported and not tells
+    return len(settings) > 1 and 0 not in settings and not tells
 
 
 def _chance(values: list[int]) -> float:
-    """How often two of them agree by chance."""
+    """The probability that two of these values, drawn at random, are equal."""
     counts = Counter(values)
     return sum((n / len(values)) ** 2 for n in counts.values())
 
 
 def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
-    """Of the samples that tell each other apart: how many of the smaller side the other has too,
-    and how many there are. (0, 0) where samples are too alike to tell."""
+    """How many samples of the smaller side the other has too, and of how many, by the column that
+    tells most of them apart. (0, 0) where too many samples are equal to tell."""
     best = (0, 0)
     for column in range(min((len(r) for r in (*a, *b)), default=0)):
         mine, yours = ([r[column] for r in side if r[column]] for side in (a, b))
         if min(len(mine), len(yours)) < 4:
             continue
-        apart = all(len(set(side)) >= APART * len(side) for side in (mine, yours))
-        if apart:
+        distinct = all(len(set(side)) >= DISTINCT * len(side) for side in (mine, yours))
+        if distinct:
             common = len(set(mine) & set(yours))
             best = max(best, (common, min(len(set(mine)), len(set(yours)))))
     return best
@@ -227,12 +245,10 @@ def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
 
 
 def same_pass(readers: Sequence[Reader], *, workers: bool, since: int = 0) -> tuple[int, int]:
-    """Whether two readers, or all workers of one, delivered the same rows in whole epochs (from
-    `since` on), in whatever order: how many were the same, and of how many. (0, 0) where not, or
-    not known.
-
-    Those that draw with replacement, or a choice of their own, differ in one epoch or the next.
-    """
+    """How many rows two readers, or all workers of one reader, both delivered in a whole epoch, in
+    any order, and of how many. (0, 0) where they are not one pass over the same data, or that is
+    not known. Two epochs are compared from `since` on: those that draw with replacement, or choose
+    by themselves, differ in one of them."""
     found = (0, 0)
     for epochs in zip(*(r.epochs[since : since + 2] for r in readers), strict=False):
         given = [_passes(e, max(1, e.seen.workers)) for e in epochs]
@@ -247,8 +263,8 @@ def same_pass(readers: Sequence[Reader], *, workers: bool, since: int = 0) -> tu
 
 
 def _passes(epoch: Epoch, workers: int) -> list[set[int]]:
-    """What each worker delivered in an epoch that ran dry. Empty where some of it is not on record,
-    or rows are repeated: nothing that is drawn at random or filled up tells one pass."""
+    """The rows that each worker delivered in an epoch that ran to its end. Empty where some are not
+    on record, or where rows repeat: random draws and padding are no pass over the data."""
     found: list[list[int]] = [[] for _ in range(workers)]
     covered: set[int] = set()
     for read in epoch.rows:

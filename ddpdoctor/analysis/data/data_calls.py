@@ -1,4 +1,5 @@
-"""What the program communicates itself, as far as it concerns data."""
+"""Collectives of the program's own that say something about data: gathered results, inputs that one
+rank sends to others, values exchanged in groups."""
 
 from __future__ import annotations
 
@@ -12,22 +13,23 @@ from ...run import Rank
 
 GATHERS = {name for name, o in OPERATIONS.items() if o.gathers and not o.several}
 SUMS = {name for name, o in OPERATIONS.items() if o.reduces and not o.several}
-HANDS_OUT = {name for name, o in OPERATIONS.items() if o.spreads}
+SPREADS = {name for name, o in OPERATIONS.items() if o.spreads}
 MEETS = {name for name, o in OPERATIONS.items() if o.meets}
 UNKNOWN = 1 << 40
-"""Entries of an object that could not be counted."""
+"""Entries of an object that could not be counted: more than any result needs."""
 
 FEW = 8
-"""Numbers in one call that report on the training, and are no samples, activations or gradients."""
+"""The most numbers in one call that are taken for a report on the training (a loss, counts), not
+for samples, activations or gradients."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a rank handed over to be gathered while so many optimizer steps were taken.
+    """What a rank passed to gathering collectives at one count of optimizer steps.
 
     Attributes:
-        numbers: at most, or numbers and letters where objects are gathered.
-        site: the line of the largest part.
+        numbers: how many numbers at most; of objects, numbers and letters.
+        site: the line of the call that gathers the largest part.
     """
 
     numbers: int
@@ -35,7 +37,7 @@ class Gathered:
 
 
 def gathered(rank: Rank, step: int) -> Gathered | None:
-    """What the rank gathered after `step` optimizer steps; None for nothing."""
+    """What the rank gathered after `step` optimizer steps and before the next; None for nothing."""
     sizes = {s.id: s.numel for s in rank.of(Signature) if s.op in GATHERS}
     if not sizes:
         return None
@@ -58,21 +60,22 @@ def gathered(rank: Rank, step: int) -> Gathered | None:
 
 
 def _times(run: CallRun, step: int) -> int:
-    """How often the block came after `step` optimizer steps."""
+    """How often a block of calls was made after `step` optimizer steps and before the next."""
     if run.every == 0:
         return run.repeat if step == run.step else 0
-    apart, between = divmod(step - run.step, run.every)
-    return int(between == 0 and 0 <= apart < run.repeat)
+    round_, between = divmod(step - run.step, run.every)
+    return int(between == 0 and 0 <= round_ < run.repeat)
 
 
 def sums_over_all(rank: Rank) -> bool:
-    """Whether more than single numbers are summed over all ranks, step after step."""
+    """Whether more than single numbers are summed over all ranks, again and again."""
     calls = _counted(rank, SUMS, several=True)
     return any(run.group == 0 and run.repeat > 1 for run, _ in calls)
 
 
 def only_reports_beyond(rank: Rank, ranks: frozenset[int]) -> bool:
-    """Whether all that the rank is known to exchange with others than these is a few numbers."""
+    """Whether the rank exchanges no more than a few numbers per call with ranks outside of `ranks`.
+    False where it exchanges nothing with them."""
     inside = {g.group for g in rank.of(GroupReady) if ranks >= set(g.ranks)}
     much = {s.id for s in rank.of(Signature) if s.op not in MEETS and not 0 <= s.numel <= FEW}
     blocks = {b.id for b in rank.of(CallBlock) if much & set(b.codes[::2])}
@@ -80,9 +83,10 @@ def only_reports_beyond(rank: Rank, ranks: frozenset[int]) -> bool:
     return bool(beyond) and not any(r.block in blocks for r in beyond)
 
 
-def work_together(rank: Rank, ranks: frozenset[int], times: int) -> bool:
-    """Whether these ranks exchange more than a few numbers so many times in a group of theirs that
-    not all ranks are in: they share what they compute, and so what they compute it from."""
+def exchange_in_own_group(rank: Rank, ranks: frozenset[int], times: int) -> bool:
+    """Whether these ranks exchange more than a few numbers at least `times` times in a group that
+    holds all of them but not all ranks. They then share what they compute, so they may well compute
+    it from the same inputs."""
     world = max((len(g.ranks) for g in rank.of(GroupReady)), default=0)
     theirs = {g.group for g in rank.of(GroupReady) if ranks <= {*g.ranks} and len(g.ranks) < world}
     much = {
@@ -93,9 +97,9 @@ def work_together(rank: Rank, ranks: frozenset[int], times: int) -> bool:
     return times <= sum(r.repeat * n for r, n in _of(rank, much) if r.group in theirs)
 
 
-def handed_out(rank: Rank) -> int:
-    """How often tensors or objects were received from another rank."""
-    return sum(run.repeat * count for run, count in _counted(rank, HANDS_OUT))
+def received_from_peers(rank: Rank) -> int:
+    """How often the rank took part in calls that send one rank's values to others (broadcast)."""
+    return sum(run.repeat * count for run, count in _counted(rank, SPREADS))
 
 
 def _counted(rank: Rank, ops: Set[str], *, several: bool = False) -> list[tuple[CallRun, int]]:
@@ -104,6 +108,6 @@ def _counted(rank: Rank, ops: Set[str], *, several: bool = False) -> list[tuple[
 
 
 def _of(rank: Rank, wanted: set[int]) -> list[tuple[CallRun, int]]:
-    """Where calls of these signatures were made, and how many in each round."""
+    """The runs of calls that hold these signatures, and how many of them each repetition has."""
     blocks = {b.id: sum(c in wanted for c in b.codes[::2]) for b in rank.of(CallBlock)}
     return [(r, n) for r in rank.of(CallRun) if (n := blocks.get(r.block, 0))]

@@ -1,4 +1,4 @@
-"""The exact statement over one epoch of one loader: seen once, more than once, never."""
+"""Which indices of one epoch of one loader were read once, more than once, or never."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NAMED = 20
 """Indices named in a finding."""
 
 REPEATS, FEWEST_REPEATS = 24, 11
-"""Samples that would come twice on one rank by chance; far fewer are no chance, or none at all."""
+"""Expected number of indices that come twice on one rank, if ranks draw at random. From `REPEATS`
+on, a quarter of it or less is not random; from `FEWEST_REPEATS` on, none at all is not."""
 
 
 @dataclass(eq=False)
@@ -23,8 +24,9 @@ class Audit:
     """What a set of ranks consumed in one epoch of a loader.
 
     Attributes:
+        number: of the epoch.
+        length: of the dataset.
         epochs: by rank.
-        sampled: one index in how many was compared.
     """
 
     number: int
@@ -33,14 +35,17 @@ class Audit:
 
     @cached_property
     def sampled(self) -> int:
+        """1 where every index was compared, n where one in n was."""
         return max(e.sampled for e in self.epochs.values())
 
     @cached_property
     def complete(self) -> bool:
+        """Whether all ranks read the epoch to its end."""
         return all(e.exhausted for e in self.epochs.values())
 
     @cached_property
     def per_rank(self) -> dict[int, Counter[int]]:
+        """How often each rank read each index."""
         return {r: Counter(e.of_every(self.sampled)) for r, e in self.epochs.items()}
 
     @cached_property
@@ -52,7 +57,7 @@ class Audit:
 
     @cached_property
     def repeated(self) -> dict[int, int]:
-        """Indices seen more than once, and how often."""
+        """Indices that were read more than once, and how often."""
         return {i: n for i, n in sorted(self.total.items()) if n > 1}
 
     @cached_property
@@ -65,7 +70,7 @@ class Audit:
 
     @cached_property
     def sharing(self) -> tuple[int, ...]:
-        """The ranks that read what others read too, those that share hardly any left out."""
+        """The ranks that read what others read too, except those that share few indices."""
         shared = set(self.shared)
         counts = {r: len(shared & own.keys()) for r, own in self.per_rank.items()}
         most = max(counts.values())
@@ -77,7 +82,7 @@ class Audit:
 
     @cached_property
     def never(self) -> int:
-        """How many of the data set nobody read."""
+        """How many of the compared indices of the dataset no rank read."""
         if self.sampled == 1:
             return max(0, self.length - len(self.total))
         shift = 33 - self.sampled.bit_length()
@@ -85,22 +90,24 @@ class Audit:
         return max(0, subset - len(self.total))
 
     def unseen(self) -> list[int]:
-        """The first of those that nobody read."""
+        """The first indices that no rank read; empty where not every index was compared."""
         found = (i for i in range(self.length) if i not in self.total)
         return [i for i, _ in zip(found, range(NAMED))] if self.sampled == 1 else []  # noqa: B905
 
     @cached_property
     def again_within(self) -> int:
-        """Indices that one rank read more than once."""
+        """How many indices one rank read more than once, summed over the ranks."""
         return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
 
     @cached_property
     def same_sets(self) -> bool:
+        """Whether all ranks read the same indices, in any order."""
         first, *others = self.per_rank.values()
         return all(o == first for o in others)
 
     @cached_property
     def same_order(self) -> bool:
+        """Whether all ranks read the same indices in the same order."""
         ends = [e.ended for e in self.epochs.values()]
         if any(e is None or not e.order for e in ends):
             return False
@@ -114,7 +121,7 @@ class Audit:
         return [r for r, counts in self.per_rank.items() if index in counts]
 
     def of(self, ranks: Collection[int]) -> Audit | None:
-        """The same of some of the ranks only; None where fewer than two of them took part."""
+        """The audit of only some of the ranks; None where fewer than two of them took part."""
         epochs = {r: e for r, e in self.epochs.items() if r in ranks}
         length = max((e.seen.length for e in epochs.values()), default=0)
         return Audit(self.number, length, epochs) if len(epochs) > 1 else None
@@ -129,7 +136,8 @@ class Audit:
 
 @lru_cache(maxsize=1)
 def audits(run: Run) -> tuple[tuple[Loader, frozenset[int], tuple[Audit, ...]], ...]:
-    """For every loader with indices and every set of ranks that divides the data: its epochs."""
+    """Every loader with indices, every set of ranks that ought to divide its data, and an audit of
+    each of its epochs."""
     found = []
     for loader in loaders(run):
         for ranks in divisions(run, loader):
@@ -154,7 +162,7 @@ def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
 
 
 def by_chance(audit: Audit) -> bool:
-    """Drawn with replacement, or repeated on purpose: ranks share some samples, as they should."""
+    """Whether ranks share samples as intended: drawn with replacement, or repeated on purpose."""
     if _deals_repeats(audit):
         return True
     drawn = any(e.seen.replacement for e in audit.epochs.values())
@@ -162,8 +170,8 @@ def by_chance(audit: Audit) -> bool:
 
 
 def _deals_repeats(audit: Audit) -> bool:
-    """Whether some of the data is dealt out as often as all of it would be once: each of these
-    samples the same number of times, on other ranks each time (repeated augmentation)."""
+    """Whether the sampler repeats a part of the data instead of reading all of it once: each of
+    these samples equally often, on other ranks each time (repeated augmentation)."""
     handed = sum(e.samples for e in audit.epochs.values())
     if not audit.complete or handed > audit.length or audit.again_within or not audit.total:
         return False
@@ -174,10 +182,10 @@ def _deals_repeats(audit: Audit) -> bool:
 
 
 def own_orders(made: Sequence[Audit]) -> bool:
-    """Whether each rank takes its share of an order of its own: together they read as many samples
-    as there are, and about as many come twice as never, but hardly any twice on one rank. Of
-    repeats that are drawn at random or stand in a common order, one in so many as there are other
-    ranks would."""
+    """Whether each rank takes its share of another order: together the ranks read as many samples
+    as there are, about as many of them twice as never, but hardly any twice on one rank. If samples
+    were drawn at random, or repeated in a common order, one in (ranks - 1) of the repeats would be
+    on one rank."""
     orders = {tuple(e.ended.order for e in a.epochs.values() if e.ended): a for a in made}
     whole = [a for a in orders.values() if a.complete]
     expected = sum(len(a.shared) / (len(a.epochs) - 1) for a in whole)
@@ -196,13 +204,13 @@ def _repeats_what_it_lacks(audit: Audit) -> bool:
 
 
 def pads(audit: Audit, batch: int) -> bool:
-    """Whether all was read, and what was read again only fills up the last batch of each rank."""
+    """Whether everything was read, and repeats only fill up the last batch of each rank."""
     again = sum(audit.total.values()) - len(audit.total)
     whole = audit.complete and not audit.never and not audit.same_sets
     return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
 
 
 def partitioned(audit: Audit) -> bool:
-    """What the ranks read adds up to the data set, without a sampler that says it divides."""
+    """Whether the ranks together read every sample of the dataset about once."""
     slack = len(audit.epochs)
     return audit.complete and len(audit.shared) <= slack and audit.never <= slack

@@ -1,4 +1,5 @@
-"""What the forwards of wrapped models were given, compared between the ranks that share a model."""
+"""Inputs of forwards of wrapped models, and gradients of unwrapped ones, compared between the ranks
+that train a model together."""
 
 from __future__ import annotations
 
@@ -10,28 +11,30 @@ from functools import lru_cache
 
 from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ...run import Rank, Run
-from .data_calls import handed_out, work_together
+from .data_calls import exchange_in_own_group, received_from_peers
 
 FEWEST, LATER = 3, 4
-"""Forwards to compare: that agree throughout, or from one of them to the last."""
+"""Compared forwards with equal inputs that suffice: where all are equal, and where they are equal
+from one of them to the last."""
 
 ENOUGH = 8
-"""Batches of a loader that are the same on ranks with other indices, which is no chance."""
+"""Distinct batches of a loader that cannot be equal by chance on ranks with other indices."""
 
 DRAWN_SHARE = 6
-"""One forward in so many that follows a draw of its inputs makes them toy data."""
+"""Inputs count as random toy data where one forward in this many follows a draw of as many random
+numbers: not every forward does, as a GAN draws once for two."""
 
 TOY_DRAWS = 300
-"""Draws beyond which a generator's state cannot tell how many there were."""
+"""The most draws that a generator's state can tell; beyond it counts as enough."""
 
 
 @dataclass(eq=False)
 class Inputs:
-    """The sampled forwards of one model on the ranks of one group.
+    """The recorded inputs of one model on the ranks of one group.
 
     Attributes:
         kind: the model's class.
-        by_rank: rank to number of the forward to what it was given.
+        by_rank: by rank and number of the forward.
     """
 
     model: int
@@ -40,14 +43,14 @@ class Inputs:
     by_rank: dict[int, dict[int, ForwardInput]]
 
     def common(self) -> list[int]:
-        """Forwards on record on all ranks."""
+        """Numbers of the forwards that are on record on all ranks, ascending."""
         numbers = [set(f) for f in self.by_rank.values()]
         return sorted(set.intersection(*numbers)) if numbers else []
 
 
 @lru_cache(maxsize=1)
 def inputs(run: Run) -> tuple[Inputs, ...]:
-    """For every model and every group that shares it."""
+    """The inputs of every wrapped model, for every group that shares it."""
     found: dict[tuple[int, frozenset[int]], dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
     kinds: dict[int, str] = {}
     for rank in run.ranks.values():
@@ -63,22 +66,22 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
     return tuple(Inputs(m, kinds[m], g, by) for (m, g), by in found.items() if len(by) > 1)
 
 
-def in_parts(run: Run, ranks: frozenset[int], size: int) -> bool:
-    """Whether these ranks give a wrapped model, at every forward compared, each its own rows of one
-    batch: in the order of the ranks, without overlap; or unlike ones that are together no more than
-    a batch (`x[rank::world_size]`).
+def sharded_inputs(run: Run, ranks: frozenset[int], size: int) -> bool:
+    """Whether these ranks feed a wrapped model, at every compared forward, each its own rows of one
+    batch: consecutive rows in the order of the ranks, or distinct ones that together are no more
+    than a batch (`x[rank::world_size]`).
 
     Args:
         size: samples in a batch.
     """
     return any(
-        _in_parts(given, ranks) or _shared_out(given, ranks, size)
+        _consecutive_rows(given, ranks) or _distinct_rows(given, ranks, size)
         for given in inputs(run)
         if ranks <= given.by_rank.keys()
     )
 
 
-def _shared_out(given: Inputs, ranks: frozenset[int], size: int) -> bool:
+def _distinct_rows(given: Inputs, ranks: frozenset[int], size: int) -> bool:
     common = given.common()
     rows = [[given.by_rank[r][n] for r in ranks] for n in common]
     return len(common) >= FEWEST and all(
@@ -89,7 +92,7 @@ def _shared_out(given: Inputs, ranks: frozenset[int], size: int) -> bool:
     )
 
 
-def _in_parts(given: Inputs, ranks: frozenset[int]) -> bool:
+def _consecutive_rows(given: Inputs, ranks: frozenset[int]) -> bool:
     common = given.common()
     members = [given.by_rank[r] for r in sorted(ranks)]
     return len(common) >= FEWEST and all(
@@ -99,9 +102,9 @@ def _in_parts(given: Inputs, ranks: frozenset[int]) -> bool:
     )
 
 
-def fed_alike(run: Run, ranks: frozenset[int]) -> int:
-    """How many batches of a loader, unlike each other, these ranks gave a wrapped model alike, at
-    every forward compared; 0 where they did not."""
+def equal_batches(run: Run, ranks: frozenset[int]) -> int:
+    """How many distinct batches of a loader these ranks fed a wrapped model, the same ones on every
+    rank at every compared forward; 0 where some differ."""
     best = 0
     for given in inputs(run):
         if not ranks <= given.by_rank.keys():
@@ -111,33 +114,36 @@ def fed_alike(run: Run, ranks: frozenset[int]) -> int:
         found = [{f[n].digest for f in members} for n in fed]
         if any(len(digests) > 1 or 0 in digests for digests in found):
             return 0
-        unlike = len(set().union(*found))
-        best = max(best, unlike if unlike >= ENOUGH else 0)
+        distinct = len(set().union(*found))
+        best = max(best, distinct if distinct >= ENOUGH else 0)
     return best
 
 
 @dataclass(eq=False)
 class EqualInputs:
-    """Ranks that fed a model the same inputs at every forward compared, or from one on.
+    """Ranks that fed a model the same inputs at every compared forward, or from one of them on.
 
     Attributes:
-        differed: the last forward before at which they were not the same, -1 where they always are.
+        forwards: the compared forwards with equal inputs.
+        event: the first of them, on the first of the ranks.
+        differed: the last compared forward before, with other inputs; -1 where there is none.
         drawn: the inputs were drawn from the global random generators just before.
         constant: they (nearly) never change over time: toy data.
-        meant: they were handed out by one of the ranks, or the ranks exchange what they compute
-            from them in a smaller group of theirs.
+        intended: one of the ranks sent them to the others, or the ranks exchange what they compute
+            from them in a smaller group of their own.
     """
 
     ranks: tuple[int, ...]
     forwards: list[int]
     event: ForwardInput
     drawn: bool
-    meant: bool
+    intended: bool
     differed: int = -1
     constant: bool = False
 
     @property
     def late(self) -> bool:
+        """Whether the inputs differed at first."""
         return self.differed >= 0
 
     @property
@@ -145,45 +151,47 @@ class EqualInputs:
         return self.drawn or self.constant
 
 
-def alike(run: Run, given: Inputs) -> Iterator[EqualInputs]:
-    """Groups of ranks whose inputs agree, forward by forward; where these are the same over time,
-    too, only of what the model is trained on."""
+def equal_inputs(run: Run, given: Inputs) -> Iterator[EqualInputs]:
+    """Groups of ranks with equal inputs, forward by forward. Inputs that are also constant over
+    time are yielded only where the model is trained on them."""
     common = [
         n
         for n in given.common()
         if all(f[n].digest and not f[n].fed for f in given.by_rank.values())
     ]
     trained = [n for n in common if all(f[n].training for f in given.by_rank.values())]
-    common = trained or common  # what is only shown to the model says nothing of training
+    common = trained or common  # what an evaluation feeds the model says nothing of training
     if len(common) < FEWEST:
         return
     sequences = {r: [f[n].digest for n in common] for r, f in given.by_rank.items()}
-    whole = list(_agreeing(sequences, len(common)))
-    for ranks, begin in whole or _agreeing(sequences, LATER):
+    whole = list(_equal_to_the_end(sequences, len(common)))
+    for ranks, begin in whole or _equal_to_the_end(sequences, LATER):
         constant = len(set(sequences[ranks[0]][begin:])) < (FEWEST if whole else LATER)
         if constant and not (whole and trained):
             continue
         first, same = given.by_rank[ranks[0]], common[begin:]
         if begin and any(first[n].carried for n in same):
-            continue  # the state that it was carried on from may be another one
+            continue  # a recurrent state is not in the digest, and may differ
         yield EqualInputs(
             ranks,
             same,
             first[same[0]],
             _drawn([first[n] for n in same]),
-            all(_meant(run.ranks[r], frozenset(ranks), len(same)) for r in ranks),
+            all(_intended(run.ranks[r], frozenset(ranks), len(same)) for r in ranks),
             common[begin - 1] if begin else -1,
             constant,
         )
 
 
-def _meant(rank: Rank, ranks: frozenset[int], times: int) -> bool:
-    return handed_out(rank) >= times or work_together(rank, ranks, times)
+def _intended(rank: Rank, ranks: frozenset[int], times: int) -> bool:
+    return received_from_peers(rank) >= times or exchange_in_own_group(rank, ranks, times)
 
 
-def _agreeing(sequences: dict[int, list[int]], last: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Ranks whose sequences end alike in the last so many places, and from which place on they are
-    alike."""
+def _equal_to_the_end(
+    sequences: dict[int, list[int]], last: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Groups of ranks whose sequences have the same last `last` items, and the position from which
+    on all of their items are equal."""
     ends = Counter(tuple(s[-last:]) for s in sequences.values())
     for end in (e for e, count in ends.items() if count > 1):
         ranks = tuple(sorted(r for r, s in sequences.items() if tuple(s[-last:]) == end))
@@ -192,7 +200,7 @@ def _agreeing(sequences: dict[int, list[int]], last: int) -> Iterator[tuple[tupl
 
 
 def _drawn(events: Sequence[ForwardInput | Averaged]) -> bool:
-    """About as many random numbers were drawn as the inputs hold: toy data, made on the spot.
+    """Whether about as many random numbers were drawn as the inputs hold: random toy data.
 
     A step may draw once for several forwards (the halves of a GAN), and part of an input may
     come from elsewhere, so some of the forwards and half of the numbers suffice.
@@ -206,12 +214,13 @@ def _drawn(events: Sequence[ForwardInput | Averaged]) -> bool:
 
 
 @dataclass(eq=False)
-class SameWork:
-    """Ranks that computed the same gradients, bit for bit, in each step compared.
+class EqualGradients:
+    """Ranks that computed the same gradients, bit for bit, in each compared step of an optimizer.
 
     Attributes:
-        steps: of the optimizer; event: of the first of them.
-        seen: what the model was given is known, and the same on these ranks.
+        steps: the compared steps; `event` is the record of the first.
+        kind: the model's class, or words for parameters of no module.
+        seen: the inputs of the model are known, and are the same on these ranks.
         drawn, constant: as in `EqualInputs`.
     """
 
@@ -224,9 +233,9 @@ class SameWork:
     constant: bool
 
 
-def same_work(run: Run) -> Iterator[SameWork]:
-    """Of models whose gradients the program itself exchanges, all of them, on every rank: groups of
-    ranks whose own gradients agree before that."""
+def equal_gradients(run: Run) -> Iterator[EqualGradients]:
+    """Groups of ranks whose own gradients are equal before the program synchronises them manually,
+    for models of which it does so with all gradients on every rank."""
     numbers = {e.optimizer for r in run.ranks.values() for e in r.of(Averaged)}
     for optimizer in sorted(numbers) if run.world_size > 1 else ():
         tables = {
@@ -250,4 +259,4 @@ def same_work(run: Run) -> Iterator[SameWork]:
             constant = known and len(set(inputs)) < FEWEST
             kinds = (u.kind for u in run.ranks[ranks[0]].of(Unwrapped) if u.optimizer == optimizer)
             kind = next(kinds, "") or "a set of parameters"
-            yield SameWork(ranks, common, first[0], kind, known, _drawn(first), constant)
+            yield EqualGradients(ranks, common, first[0], kind, known, _drawn(first), constant)

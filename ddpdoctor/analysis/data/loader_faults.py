@@ -1,93 +1,57 @@
-"""What is wrong with the way a loader's data is divided, one verdict for all checks of the family.
+"""What is wrong with how a loader's data is divided among the ranks: one verdict per loader.
 
-The faults look alike from afar (ranks read the same samples), so they are told apart in one place:
-each loader gets one verdict, the first that fits, and the check of that name reports it.
+Many of these faults look the same at first (several ranks read the same samples), so one place
+decides between them: each loader gets one verdict, the first rule that fits, and the check that it
+names reports it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from ...events import Payload
-from ...run import Run, equal_ranks, groups_text, odd_ones
+from ...run import Run, equal_ranks, odd_ones
 from .content import (
+    Agreement,
+    agreement,
+    any_column_differs,
     by_index,
-    elsewhere,
-    held_alike,
-    parts_differ,
-    read_alike,
-    reported_apart,
+    equal_positions,
+    equal_sources,
+    group_by_data,
+    moved_samples,
     rows,
     same_pass,
-    same_places,
-    verdict,
+    settings_differ,
 )
 from .epoch_audit import Audit, audits, by_chance, own_orders, pads, partitioned
-from .forward_inputs import fed_alike, in_parts
+from .fault import Difference, Doubt, LoaderFault, Overlap
+from .forward_inputs import equal_batches, sharded_inputs
 from .loaders import Loader, Reader, batch_size, loaders
 from .parts import divided, leaking, overlapping
-from .rng_state import in_step
+from .rng_state import equal_generators
 from .sharing_ranks import groups_of, partners, sampler_fits
-from .streams import MATERIAL, all_share, between_workers, later, shares, together
+from .streams import (
+    MATERIAL,
+    all_workers_share,
+    shared_between_workers,
+    sharing_in_epoch,
+    sharing_later,
+    workers_share,
+)
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+"""torch's samplers that know nothing of ranks."""
 
-MOVING = "read by several ranks, by epoch"
-"""Name of the evidence that the ranks do not take their shares of one order."""
-
-AGAIN = "workers deliver them again"
-"""Name of the evidence whether the workers of one rank do not divide a stream either."""
-
-HELD = "samples are made of"
-"""Name of the evidence that they are the same, although each is another whenever it is read."""
-
-STREAM = "random generators in step"
-"""Name of the evidence that samples are chosen by generators that stand alike."""
-
-HELD_OUT = "held out, and trained on by another rank"
-"""Name of the evidence how many samples each rank keeps for a test of what others train on."""
-
-TWICE = "samples read in an epoch"
-"""Name of the evidence how few they are where two things divide the data."""
-
-SELECTED = "selected by each rank"
-"""Name of the evidence which parts of one data set the ranks select."""
-
-FROM_EPOCH = "from epoch"
-"""Name of the evidence that a stream was divided before."""
-
-ELSEWHERE, FEWEST_ELSEWHERE = 0.2, 8
-"""Share of the samples compared, and how many, that two ranks have at different indices where each
-chose its own from the same ones."""
-
-
-@dataclass(eq=False)
-class LoaderFault:
-    """One loader whose data is divided wrongly.
-
-    Attributes:
-        check: name of the check that reports it.
-        doubt: why it may be meant, empty where it is proven.
-        evidence: figures beyond those of the audit.
-        parts: the sets of ranks that deliver the same samples, where others do not.
-        beneath: audits of the data set that the ranks select their parts from.
-    """
-
-    check: str
-    loader: Loader
-    ranks: tuple[int, ...]
-    readers: list[Reader]
-    audit: Audit | None = None
-    doubt: str = ""
-    evidence: dict[str, object] = field(default_factory=dict)
-    parts: tuple[tuple[int, ...], ...] = ()
-    beneath: tuple[Audit, ...] = ()
+MOVED, FEWEST_MOVED = 0.2, 8
+"""Share of the compared samples, and how many, that two ranks must have at different indices for
+each to have selected its own from the same data."""
 
 
 @lru_cache(maxsize=1)
 def faults(run: Run) -> tuple[LoaderFault, ...]:
-    """At most one per loader and set of ranks."""
+    """The verdicts on all loaders: at most one per loader and check."""
     found = [f for entry in audits(run) if (f := _indexed(run, *entry)) is not None]
     for loader in loaders(run):
         if loader.first.seen.iterable:
@@ -97,7 +61,7 @@ def faults(run: Run) -> tuple[LoaderFault, ...]:
 
 
 def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
-    """The same fault in several sets of ranks is one."""
+    """The faults with those of one loader and check, in several sets of ranks, made one."""
     by_loader: dict[tuple[str, int], LoaderFault] = {}
     for fault in found:
         known = by_loader.setdefault((fault.check, id(fault.loader)), fault)
@@ -105,142 +69,183 @@ def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
             known.ranks = tuple(sorted({*known.ranks, *fault.ranks}))
             readers = (*known.readers, *fault.readers)
             known.readers = sorted(readers, key=lambda reader: reader.rank.rank)
-            both = known.parts and fault.parts
-            known.parts = (*known.parts, *fault.parts) if both else ()
+            if known.parts and not fault.parts:
+                known.overlap, known.parts = fault.overlap, ()
+            elif known.parts:
+                known.parts = (*known.parts, *fault.parts)
     return list(by_loader.values())
 
 
 def of_check(run: Run, name: str) -> list[LoaderFault]:
+    """The faults that the check of that name reports."""
     return [f for f in faults(run) if f.check == name]
 
 
 def _indexed(
     run: Run, loader: Loader, ranks: frozenset[int], made: tuple[Audit, ...]
 ) -> LoaderFault | None:
+    """The verdict on a loader with indices.
+
+    The order matters. First come the cases in which equal indices do not mean equal samples, as no
+    later rule would hold for them; then distributed samplers; then selections that each rank made;
+    ranks that simply read the same come last.
+    """
     readers = [r for r in loader.of(ranks) if any(e.indices for e in r.epochs)]
-    everyone = tuple(r.rank.rank for r in readers)
-    differing = _differing(readers)
-    if (same := _same_stream(run, loader, readers, made)) is not None:
+    differing = _payload_differences(readers)
+    if (same := _equal_streams(run, loader, readers, made)) is not None:
         return same
     if all(r.seen.indexless for r in readers):
-        return None  # which samples they are is not for indices to say
+        return None  # the dataset ignores its indices, so they say nothing of its samples
     if all(r.seen.distributed for r in readers):
-        if not sampler_fits(run, ranks, readers):
-            alone = all(r.seen.replicas == 1 for r in readers)
-            if alone and (not loader.trains or _apart(readers)):
-                return None  # every rank evaluates everything, or reads all of its own part
-            return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, made[0])
-        if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
-            return LoaderFault("sampler-seed-skew", loader, everyone, readers, skewed)
-        if differing:
-            fault = _mismatch(loader, readers, made[0], differing)
-            if (of := divided(readers)) and all(r.seen.sampler_length > 0 for r in readers):
-                read = sum(r.seen.sampler_length for r in readers)
-                fault.evidence[TWICE] = f"{read} of {of}"
-            return fault
-        worst = max(made, key=lambda a: len(a.shared))
-        surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
-        if surplus and verdict(readers) in ("same", "unknown"):
-            if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
-                return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, worst)
-            moving = _moving(made)
-            return LoaderFault(
-                "data-overlap", loader, worst.sharing, readers, worst, evidence=moving
-            )
-        return None
+        return _with_samplers(run, loader, ranks, readers, made, differing)
     if differing and any(partitioned(a) for a in made):
         return _mismatch(loader, readers, made[0], differing)
     others = [other for other in loaders(run) if other is not loader]
     if differing and loader.trains and (leak := leaking(readers, made, others)) is not None:
         sharing = [r for r in readers if r.rank.rank in leak.held]
         fault = _mismatch(loader, sharing, leak.audits[0], differing)
-        fault.evidence[HELD_OUT] = {r: f"{n} of {of}" for r, (n, of) in leak.held.items()}
-        return replace(fault, beneath=leak.audits)
+        return replace(fault, beneath=leak.audits, held_out=leak.held)
     if loader.trains and (over := overlapping(readers, made)) is not None:
-        worst = max(over.audits, key=lambda a: len(a.shared))
-        reported: dict[str, object] = {SELECTED: over.reported}
-        sharing = [r for r in readers if r.rank.rank in over.ranks]
         return LoaderFault(
-            "data-overlap", loader, over.ranks, sharing, worst, "", reported, (), over.audits
+            "data-overlap",
+            loader,
+            over.ranks,
+            [r for r in readers if r.rank.rank in over.ranks],
+            max(over.audits, key=lambda a: len(a.shared)),
+            "overlapping-selections",
+            beneath=over.audits,
+            selections=over.selected,
         )
-    if not all(r.seen.payloads for r in readers) and _others_differ(run, loader, ranks):
+    if not all(r.seen.payloads for r in readers) and _sibling_differs(run, loader, ranks):
         return None
-    if made[0].same_order and in_parts(run, ranks, batch_size(readers)):
-        return None  # each takes its rows of the same batches
-    if several := _sets_of_data(readers):
-        return _repeated_sets(run, loader, several, made) if loader.trains else None
+    if made[0].same_order and sharded_inputs(run, ranks, batch_size(readers)):
+        return None  # each rank takes its rows of the same batches
+    if several := _ranks_by_dataset(readers):
+        return _repeated_datasets(run, loader, several, made) if loader.trains else None
     return _unsharded(loader, readers, made, differing)
 
 
-def _same_stream(
+def _with_samplers(
+    run: Run,
+    loader: Loader,
+    ranks: frozenset[int],
+    readers: list[Reader],
+    made: tuple[Audit, ...],
+    differing: list[tuple[Payload, Payload]],
+) -> LoaderFault | None:
+    """The verdict where every rank has a distributed sampler."""
+    everyone = tuple(r.rank.rank for r in readers)
+    if not sampler_fits(run, ranks, readers):
+        alone = all(r.seen.replicas == 1 for r in readers)
+        if alone and (not loader.trains or _known_different(readers)):
+            return None  # every rank evaluates everything, or reads all of its own part
+        return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, made[0])
+    if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
+        return LoaderFault("sampler-seed-skew", loader, everyone, readers, skewed)
+    if differing:
+        fault = _mismatch(loader, readers, made[0], differing)
+        if (of := divided(readers)) and all(r.seen.sampler_length > 0 for r in readers):
+            fault.sharded_twice = sum(r.seen.sampler_length for r in readers), of
+        return fault
+    worst = max(made, key=lambda a: len(a.shared))
+    surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
+    if not surplus or agreement(readers) not in (Agreement.SAME, Agreement.UNKNOWN):
+        return None
+    if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
+        return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, worst)
+    return _overlapping_shares(loader, readers, worst, made)
+
+
+def _overlapping_shares(
+    loader: Loader, readers: list[Reader], worst: Audit, made: tuple[Audit, ...]
+) -> LoaderFault:
+    """Shares that overlap, in an order that is the same on all ranks unless the overlap changes
+    from epoch to epoch."""
+    changing = _shared_by_epoch(made)
+    rule: Overlap = "different-shuffles" if changing else "overlapping-shares"
+    return LoaderFault(
+        "data-overlap", loader, worst.sharing, readers, worst, rule, shared_by_epoch=changing
+    )
+
+
+def _equal_streams(
     run: Run, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
 ) -> LoaderFault | None:
-    """Ranks that deliver the same samples at the same places, although their indices are others, or
-    none is looked at: each is chosen by a random generator that stands alike on all ranks."""
-    indexless, drawn = all(r.seen.indexless for r in readers), in_step(readers)
-    apart = len(made[0].shared) <= max(0, _padding(readers))
-    if not loader.trains or len(readers) < 2 or not (indexless or (apart and drawn)):
+    """Ranks that deliver the same samples at the same positions although their indices differ, or
+    are ignored: random generators in the same state on all ranks choose the samples."""
+    indexless, drawn = all(r.seen.indexless for r in readers), equal_generators(readers)
+    disjoint = len(made[0].shared) <= max(0, _padding(readers))
+    if not loader.trains or len(readers) < 2 or not (indexless or (disjoint and drawn)):
         return None
     ranks = frozenset(r.rank.rank for r in readers)
-    samples, batches = same_places(readers), fed_alike(run, ranks)
-    if not (samples or batches) or in_parts(run, ranks, batch_size(readers)):
+    samples, batches = equal_positions(readers), equal_batches(run, ranks)
+    if not (samples or batches) or sharded_inputs(run, ranks, batch_size(readers)):
         return None
-    evidence: dict[str, object] = {
-        STREAM: list(drawn.names) if drawn else "of the data set's own",
-        "looks at the index": not indexless,
-        "the same samples at the same places": samples,
-        "the same batches given to the model": batches,
-    }
-    holds = any(r.seen.holds for r in readers)
-    doubt = "" if holds else "random numbers, it seems, made on the spot"
-    return LoaderFault("data-overlap", loader, tuple(sorted(ranks)), readers, None, doubt, evidence)
+    return LoaderFault(
+        "data-overlap",
+        loader,
+        tuple(sorted(ranks)),
+        readers,
+        None,
+        "equal-random-generators",
+        None if any(r.seen.holds for r in readers) else Doubt.RANDOM_DATA,
+        generators=drawn.names if drawn else (),
+        equal_samples=samples,
+        equal_batches=batches,
+    )
 
 
-def _sets_of_data(readers: list[Reader]) -> list[list[Reader]]:
-    """The ranks by the data that they read, where that is not the same on all ranks, but on some;
+def _ranks_by_dataset(readers: list[Reader]) -> list[list[Reader]]:
+    """The ranks in groups that read the same data, where some ranks do and others read other data;
     empty otherwise."""
-    groups = read_alike(readers) if len(readers) > 2 else []
+    groups = group_by_data(readers) if len(readers) > 2 else []
     if not 1 < len(groups) < len(readers):
         return []
     first, *others = (group[0] for group in groups)
-    apart = all(_judged([first, o], _differing([first, o])) == "differ" for o in others)
-    return groups if apart else []
+    differ = all(
+        _judged([first, o], _payload_differences([first, o])) is Agreement.DIFFERENT for o in others
+    )
+    return groups if differ else []
 
 
-def _repeated_sets(
+def _repeated_datasets(
     run: Run, loader: Loader, sets: list[list[Reader]], made: tuple[Audit, ...]
 ) -> LoaderFault | None:
-    """Data that is meant to be another one on each rank, and is the same on some of them. Those
-    that make a process group may share it on purpose."""
+    """Data that should be different on each rank, but is the same on some of them. Ranks with a
+    process group of their own may share it on purpose."""
     found: list[LoaderFault] = []
     for readers in sets:
         ranks = frozenset(r.rank.rank for r in readers)
         own = tuple(a for audit in made if (a := audit.of(ranks)) is not None)
-        shared = ranks in groups_of(readers[0].rank) or verdict(readers) != "same"
-        if not own or shared or (own[0].same_order and in_parts(run, ranks, batch_size(readers))):
+        intended = ranks in groups_of(readers[0].rank) or agreement(readers) is not Agreement.SAME
+        if not own or intended:
             continue
-        if (fault := _unsharded(loader, readers, own, [])) is not None and not fault.doubt:
-            found.append(replace(fault, check="data-overlap"))
+        if own[0].same_order and sharded_inputs(run, ranks, batch_size(readers)):
+            continue
+        if (fault := _unsharded(loader, readers, own, [])) is not None and fault.doubt is None:
+            found.append(replace(fault, check="data-overlap", overlap="repeated-parts"))
     if not found:
         return None
     parts = tuple(f.ranks for f in found)
     return replace(_merged(found)[0], parts=parts)
 
 
-def _others_differ(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
-    """Not every loader's samples are looked at: whether those of another one that the same line
-    made and that were are other samples on each rank."""
+def _sibling_differs(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
+    """Whether another loader that the same line made is known to read other samples on each rank:
+    the samples of only some loaders are examined."""
     for other in loaders(run):
         if other is loader or other.first.made_at != loader.first.made_at:
             continue
         readers = other.of(ranks)
-        if len(readers) > 1 and (verdict(readers) == "differ" or _differing(readers)):
+        if len(readers) < 2:
+            continue
+        if agreement(readers) is Agreement.DIFFERENT or _payload_differences(readers):
             return True
     return False
 
 
 def _skewed(audit: Audit) -> bool:
-    """Ranks shuffle with different seeds, or are in different epochs."""
+    """Whether the ranks' samplers have different seeds or epoch numbers in the same epoch."""
     if len({e.began.step for e in audit.epochs.values()}) > 1:
         return False  # not the same epoch of the training
     known = [(e.began.seed, e.began.sampler_epoch) for e in audit.epochs.values()]
@@ -251,16 +256,19 @@ def _skewed(audit: Audit) -> bool:
     return own or any(s.shuffle for s in seen)
 
 
-def _moving(made: tuple[Audit, ...]) -> dict[str, object]:
-    """How much the ranks' shares overlapped in each epoch, where that changes although the shares
-    are as large as before. It does not where all take wrong places of one order."""
+def _shared_by_epoch(made: tuple[Audit, ...]) -> list[int]:
+    """How many samples several ranks read in each epoch, where that changes although the shares
+    keep their sizes: the ranks then shuffle differently. Empty where it does not change, as where
+    all ranks take wrong positions of one order."""
     whole = [a for a in made if a.complete]
     sizes = {tuple(e.samples for _, e in sorted(a.epochs.items())) for a in whole}
     counts = [len(a.shared) for a in whole]
-    return {MOVING: counts[:8]} if len(sizes) == 1 and len(set(counts)) > 1 else {}
+    return counts[:8] if len(sizes) == 1 and len(set(counts)) > 1 else []
 
 
 def _padding(readers: list[Reader]) -> int:
+    """How many samples torch's sampler adds to make the shares equally long; one per rank where
+    that is unknown."""
     seen = readers[0].seen
     return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(readers)
 
@@ -271,6 +279,7 @@ def _unsharded(
     made: tuple[Audit, ...],
     differing: list[tuple[Payload, Payload]],
 ) -> LoaderFault | None:
+    """The verdict on ranks that read the same indices without a distributed sampler."""
     worst = max(made, key=lambda a: len(a.shared))
     whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
     batch = batch_size(readers)
@@ -279,72 +288,78 @@ def _unsharded(
     if len(worst.shared) <= slack or pads(worst, batch) or by_chance(worst):
         return None
     answer = _judged(readers, differing)
-    if answer == "differ":
-        return None  # sharded by hand: the same numbers stand for other data
+    if answer is Agreement.DIFFERENT:
+        return None  # sharded manually: equal indices stand for other samples
     doubt = _doubt(answer, readers)
-    held: dict[str, object] = {}
-    if answer == "random" and not doubt:
-        held = {HELD: f"{', '.join(held_alike(readers))}, the same on these ranks"}
+    # Samples that change each time they are read were not compared themselves.
+    sources = equal_sources(readers) if answer is Agreement.RANDOM and doubt is None else []
     if whole:
-        return LoaderFault("sampler-missing", loader, worst.sharing, readers, worst, doubt, held)
+        return LoaderFault(
+            "sampler-missing", loader, worst.sharing, readers, worst, doubt=doubt, sources=sources
+        )
     own = all(r.seen.own_order for r in readers)
     skewed = next((a for a in made if _skewed(a) and a.shared), None)
-    if own and not doubt and skewed is not None:
+    if own and doubt is None and skewed is not None:
         return LoaderFault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
-    moving = _moving(made)
-    evidence = {**moving, **held}
-    return LoaderFault("data-overlap", loader, worst.sharing, readers, worst, doubt, evidence)
+    fault = _overlapping_shares(loader, readers, worst, made)
+    return replace(fault, doubt=doubt, sources=sources)
 
 
-def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> str:
-    """As `verdict`, with what the data sets index, too."""
-    answer = verdict(readers)
-    if differing and (answer == "unknown" or parts_differ(readers)):
-        return "differ"
-    return "differ" if answer == "random" and reported_apart(readers) else answer
+def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> Agreement:
+    """As `agreement`, but datasets that are made of other entries (`differing`) or have other
+    settings on other ranks count, too, where samples alone do not decide."""
+    answer = agreement(readers)
+    if differing and (answer is Agreement.UNKNOWN or any_column_differs(readers)):
+        return Agreement.DIFFERENT
+    if answer is Agreement.RANDOM and settings_differ(readers):
+        return Agreement.DIFFERENT
+    return answer
 
 
-def own_data(readers: list[Reader]) -> bool:
-    """Whether each rank is known to read a data set of its own, without a sampler that divides one:
-    the same index then stands for other samples."""
-    return not any(r.seen.distributed for r in readers) and _apart(readers)
+def own_datasets(readers: list[Reader]) -> bool:
+    """Whether each rank is known to read its own dataset, without a distributed sampler: equal
+    indices then stand for other samples."""
+    return not any(r.seen.distributed for r in readers) and _known_different(readers)
 
 
-def _apart(readers: list[Reader]) -> bool:
-    """Whether the same index is known to stand for other samples on each rank."""
+def _known_different(readers: list[Reader]) -> bool:
+    """Whether equal indices are known to stand for other samples on each rank."""
     if len(readers) < 2:
         return False
-    differing = _differing(readers)
+    differing = _payload_differences(readers)
     if differing and all(m.content and m.content == t.content for m, t in differing):
         return False  # the same entries in another order
     answer = _judged(readers, differing)
-    unlike = len({r.seen.length for r in readers}) > 1
-    return answer == "differ" or (unlike and answer != "same")
+    lengths = {r.seen.length for r in readers}
+    return answer is Agreement.DIFFERENT or (len(lengths) > 1 and answer is not Agreement.SAME)
 
 
-def _doubt(answer: str, readers: list[Reader]) -> str:
-    if answer == "same" or (answer == "random" and held_alike(readers)):
-        return ""
-    if answer == "random":
-        return "what a sample contains changes each time it is read"
+def _doubt(answer: Agreement, readers: list[Reader]) -> Doubt | None:
+    """Why ranks with equal indices may still read different samples; None where they do not."""
+    if answer is Agreement.SAME or (answer is Agreement.RANDOM and equal_sources(readers)):
+        return None
+    if answer is Agreement.RANDOM:
+        return Doubt.RANDOM_SAMPLES
+    listed = all(r.seen.payloads for r in readers)
     if any(e.content for r in readers for e in r.looked):
-        alike = all(r.seen.payloads and not _constant(r) for r in readers)
-        single = max((len(by_index(r)) for r in readers), default=0) < 2
-        few = "a single sample tells little" if single else ""
-        return "" if alike else few or "all samples that were looked at are alike"
-    return "" if all(r.seen.payloads for r in readers) else "the samples could not be looked at"
+        if listed and not any(_constant(r) for r in readers):
+            return None
+        one = max((len(by_index(r)) for r in readers), default=0) < 2
+        return Doubt.ONE_SAMPLE if one else Doubt.EQUAL_SAMPLES
+    return None if listed else Doubt.UNREADABLE
 
 
 def _constant(reader: Reader) -> bool:
+    """Whether all examined samples of a rank are identical."""
     found = [row for e in reader.looked for _, row in rows(e)]
     return len(found) > 1 and len(set(found)) == 1
 
 
-# --- different data sets on different ranks -----------------------------------------------------
+# --- different datasets on different ranks ------------------------------------------------------
 
 
-def _differing(readers: list[Reader]) -> list[tuple[Payload, Payload]]:
-    """Payloads of the first rank beside one that another rank has instead."""
+def _payload_differences(readers: list[Reader]) -> list[tuple[Payload, Payload]]:
+    """What differs in the ranks' datasets: a payload of the first rank, and that of another."""
     first, *others = readers
     found: dict[str, tuple[Payload, Payload]] = {}
     for other in others:
@@ -362,36 +377,40 @@ def _mismatch(
     audit: Audit,
     differing: list[tuple[Payload, Payload]],
 ) -> LoaderFault:
+    """Ranks that share a dataset by index, but hold different ones."""
     mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
     deliberate = _deliberate(mine, theirs)
-    moved, of = (0, 0) if deliberate else _elsewhere(readers)
-    chosen = moved >= max(FEWEST_ELSEWHERE, ELSEWHERE * of)
-    doubt = "" if deliberate or chosen else "each rank holds tensors of its own"
-    reordered = bool(mine.content) and mine.content == theirs.content
-    names = [m.name for m, _ in differing]
+    moved, of = (0, 0) if deliberate else _moved(readers)
+    chosen = moved >= max(FEWEST_MOVED, MOVED * of)
     digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
-    groups = equal_ranks(digests)
-    evidence: dict[str, object] = {
-        "differs": names,
-        "same entries in another order": reordered,
-        "digests": digests,
-        "groups of equal ranks": groups_text(groups),
-        "kind": "choice" if chosen else mine.kind,
-        **({"the same samples at other indices": f"{moved} of {of}"} if chosen else {}),
-    }
-    ranks = odd_ones(groups) or tuple(digests)
-    readers = [r for r in readers if r.rank.rank in ranks]
-    return LoaderFault("dataset-mismatch", loader, ranks, readers, audit, doubt, evidence)
+    difference = Difference(
+        names=tuple(m.name for m, _ in differing),
+        kind="choice" if chosen else mine.kind,
+        reordered=bool(mine.content) and mine.content == theirs.content,
+        digests=digests,
+        moved=(moved, of) if chosen else (0, 0),
+    )
+    ranks = odd_ones(equal_ranks(digests)) or tuple(digests)
+    return LoaderFault(
+        "dataset-mismatch",
+        loader,
+        ranks,
+        [r for r in readers if r.rank.rank in ranks],
+        audit,
+        doubt=None if deliberate or chosen else Doubt.OWN_TENSORS,
+        difference=difference,
+    )
 
 
-def _elsewhere(readers: list[Reader]) -> tuple[int, int]:
-    """As `elsewhere`, of the first rank and the one that holds the most of its samples."""
+def _moved(readers: list[Reader]) -> tuple[int, int]:
+    """As `moved_samples`, for the first rank and the one that holds the most of its samples."""
     mine, *others = map(by_index, readers)
-    return max((elsewhere(mine, theirs) for theirs in others), default=(0, 0))
+    return max((moved_samples(mine, theirs) for theirs in others), default=(0, 0))
 
 
 def _deliberate(mine: Payload, theirs: Payload) -> bool:
-    """The difference is one of selection or order, not just of random numbers made per rank."""
+    """Whether two payloads differ in selection or order, not just in random numbers that each rank
+    drew."""
     reordered = bool(mine.content) and mine.content == theirs.content
     return mine.kind in ("indices", "choice", "text") or reordered or mine.length != theirs.length
 
@@ -405,42 +424,46 @@ def _digest_of(reader: Reader, name: str) -> str:
 
 
 def _stream(loader: Loader, ranks: frozenset[int]) -> LoaderFault | None:
-    """Ranks that deliver the same samples of an iterable data set, always or from one epoch on."""
+    """Ranks that deliver the same samples of an iterable dataset, always or from one epoch on."""
     readers = loader.of(ranks)
-    number, found = 0, together(readers, 0)
+    number, found = 0, sharing_in_epoch(readers, 0)
     if not found.ranks:
-        number, found = later(readers)
+        number, found = sharing_later(readers)
     if not found.ranks:
         return None
-    evidence: dict[str, object] = {
-        "samples compared": found.best[1],
-        "delivered by several ranks": found.best[0],
-        AGAIN: any(shares(r) for r in readers) or all_share(readers),
-        "batches": {r.rank.rank: r.epochs[number].batches for r in readers},
-        **({FROM_EPOCH: number} if number else {}),
-    }
-    members = [r for r in readers if r.rank.rank in found.ranks]
-    who = tuple(sorted(found.ranks))
-    return LoaderFault("data-overlap", loader, who, members, None, "", evidence, found.parts)
+    return LoaderFault(
+        "data-overlap",
+        loader,
+        tuple(sorted(found.ranks)),
+        [r for r in readers if r.rank.rank in found.ranks],
+        None,
+        "repeated-parts" if found.parts else "unsharded-stream",
+        parts=found.parts,
+        first_epoch=number,
+        compared=found.best,
+        workers_overlap=any(workers_share(r) for r in readers) or all_workers_share(readers),
+    )
 
 
 def _workers(run: Run, loader: Loader) -> list[LoaderFault]:
-    """Workers of one rank that deliver the same samples, where no other rank is involved."""
-    found = []
-    for number, reader in loader.readers.items():
-        if reader.read and shares(reader):
-            found.append(number)
-    found = found or (list(loader.readers) if all_share(list(loader.readers.values())) else [])
+    """Workers of one rank that deliver the same samples, where no other rank delivers them."""
+    found = [n for n, reader in loader.readers.items() if reader.read and workers_share(reader)]
+    if not found and all_workers_share(list(loader.readers.values())):
+        found = list(loader.readers)
     if not found or any(_stream(loader, s) for s in partners(run, loader)):
         return []
     readers = [loader.readers[n] for n in found]
-    common, of = between_workers(readers[0])
+    common, of = shared_between_workers(readers[0])
     if not of or common / of < MATERIAL:
         common, of = same_pass(readers[:1], workers=True)
-    evidence: dict[str, object] = {
-        "workers": readers[0].seen.workers,
-        "between": "workers",
-        "delivered by several workers": f"{common} of {of} samples compared",
-        "batches": {r.rank.rank: r.epochs[0].batches for r in readers},
-    }
-    return [LoaderFault("data-overlap", loader, tuple(found), readers, None, "", evidence)]
+    return [
+        LoaderFault(
+            "data-overlap",
+            loader,
+            tuple(found),
+            readers,
+            None,
+            "unsharded-workers",
+            compared=(common, of),
+        )
+    ]

@@ -23,18 +23,23 @@ from ...events.pack import unpack_ascending
 from ...run import Location, Rank, Run
 
 SCATTER = 2654435761
+"""Multiplier of the hash by which both the probe and `Epoch.of_every` sample indices."""
+
+Line = tuple[str, int] | None
+"""File and number of a line, None where it is unknown."""
 
 
 class Turn(NamedTuple):
-    """A loader's place among those of its lines that train, or of those that do not: the same on
-    every rank.
+    """A loader's position among the loaders of the same lines and use (training or not), which is
+    the same on every rank.
 
     Attributes:
-        before: how many there were; step: at which it began.
+        before: how many of them came before it.
+        step: optimizer steps taken when it was first iterated.
     """
 
-    made_at: str
-    loop_at: str
+    made_at: Line
+    loop_at: Line
     trains: bool
     before: int
     step: int
@@ -45,7 +50,8 @@ class Epoch:
     """One iteration of one rank over a loader.
 
     Attributes:
-        number: counted over all loaders that this one was remade as.
+        number: counted from 0, over all loaders that the same line made anew for each epoch.
+        parts: records of the indices delivered before the end of the epoch.
         steps: optimizer steps taken since it began, for an epoch without an end on record.
     """
 
@@ -82,7 +88,7 @@ class Epoch:
 
     @property
     def sampled(self) -> int:
-        """One index in how many is on record."""
+        """1 where every index is on record, n where one in n is."""
         ended = self.ended.sampled if self.ended else 1
         return max([ended, *(p.sampled for p in self.parts)])
 
@@ -95,7 +101,7 @@ class Epoch:
             return []
 
     def of_every(self, sampled: int) -> list[int]:
-        """Those in the subset of one in `sampled`."""
+        """The indices that a sampling of one in `sampled` (a power of two) keeps."""
         shift = 33 - sampled.bit_length()
         if sampled == 1:
             return self.indices
@@ -104,22 +110,23 @@ class Epoch:
 
 @dataclass(eq=False)
 class Reader:
-    """What one rank read through one loader, or through the same loader made again and again.
+    """What one rank read through one loader, or through loaders that the same line made anew for
+    each epoch.
 
     Attributes:
-        turn: of the loader, or of the first of them.
-        earlier: epochs over the same data before that, while it was divided in another way.
+        turn: of the loader, or of the first one.
+        earlier: epochs over the same data before, while it was sharded in another way.
     """
 
     rank: Rank
     seen: LoaderSeen
     epochs: list[Epoch] = field(default_factory=list)
-    turn: Turn = field(default=Turn("", "", False, 0, 0))
+    turn: Turn = field(default=Turn(None, None, False, 0, 0))
     earlier: list[Epoch] = field(default_factory=list)
 
     @property
     def looked(self) -> list[Epoch]:
-        """All in which samples of this data may have been looked at."""
+        """All epochs in which samples of this data may have been examined."""
         return [*self.earlier, *self.epochs]
 
     @property
@@ -132,7 +139,7 @@ class Reader:
 
     @property
     def before_models(self) -> bool:
-        """Whether it was over before there was a model, as far as it is known."""
+        """Whether the last epoch ended before a model was wrapped or an optimizer stepped."""
         known = [e.at for e in (*self.rank.of(Wrapped), *self.rank.of(OptimizerSeen))]
         ended = self.epochs[-1].ended
         return ended is not None and ended.grad_enabled and ended.at < min(known, default=0.0)
@@ -169,7 +176,7 @@ class Loader:
 
     @property
     def used(self) -> bool:
-        """Whether it got far enough to tell training from evaluation."""
+        """Whether it was read far enough to tell training from evaluation."""
         epochs = [e for r in self.readers.values() for e in r.epochs]
         evaluated = any(e.ended is not None and e.ended.evaluated for e in epochs)
         return self.trains or evaluated or any(e.exhausted or e.batches > 1 for e in epochs)
@@ -180,41 +187,54 @@ class Loader:
         return str(place) if place else f"loader {self.first.seen.loader}"
 
     def of(self, ranks: Iterable[int], *, begun: bool = False) -> list[Reader]:
-        """Readers of these ranks that got any batch, as far as that is on record; with `begun`,
-        also those that are in an iteration now."""
+        """Readers of those of these ranks that got a batch, as far as that is on record.
+
+        Args:
+            begun: include ranks that are within an iteration.
+        """
         found = [self.readers[r] for r in sorted(ranks) if r in self.readers]
         return [r for r in found if r.read or (begun and r.epochs[-1].ended is None)]
 
 
 def in_order(ended: EpochEnded) -> bool:
-    """The indices rose, but perhaps for what pads the end."""
+    """Whether the indices never fell, except perhaps for padding at the end."""
     head = ended.head
     return ended.ascending or (len(head) >= 8 and list(head) == sorted(head))
 
 
 @lru_cache(maxsize=1)
 def loaders(run: Run) -> tuple[Loader, ...]:
-    """All loaders of the run. The same loader on two ranks is told by the lines that make and
-    iterate it, not by its number: not every rank iterates every loader."""
-    by_key: dict[tuple[str, str, int], dict[int, Reader]] = defaultdict(dict)
+    """All loaders of the run. The lines that make and iterate a loader identify it across ranks,
+    not its number: not every rank iterates every loader."""
+    by_key: dict[tuple[Line, Line, int], dict[int, Reader]] = defaultdict(dict)
     for rank, readers in _remade(run).items():
-        nth: dict[tuple[str, str], int] = defaultdict(int)
+        nth: dict[tuple[Line, Line], int] = defaultdict(int)
         for reader in readers:
-            place = (str(reader.made_at), str(reader.loop_at))
+            place = (_line(reader.made_at), _line(reader.loop_at))
             by_key[(*place, nth[place])][rank] = reader
             nth[place] += 1
     return tuple(Loader(readers) for readers in _joined(by_key))
 
 
-def _joined(keyed: dict[tuple[str, str, int], dict[int, Reader]]) -> list[dict[int, Reader]]:
-    """Ranks that make their loader at different lines but iterate it at one share it too."""
-    found: list[tuple[str, dict[int, Reader]]] = []
+def _line(spot: Location | None) -> Line:
+    return (spot.file, spot.line) if spot is not None else None
+
+
+def _joined(keyed: dict[tuple[Line, Line, int], dict[int, Reader]]) -> list[dict[int, Reader]]:
+    """One entry per loader. Ranks that make theirs at different lines but iterate it at the same
+    line share a loader, too."""
+    found: list[tuple[Line, dict[int, Reader]]] = []
     for (_, loop, _), readers in keyed.items():
         kind = next(iter(readers.values())).seen
         for other_loop, other in found:
             same = next(iter(other.values())).seen
-            apart = not other.keys() & readers.keys()
-            if loop == other_loop != "None" and apart and same.iterable == kind.iterable:
+            disjoint = not other.keys() & readers.keys()
+            if (
+                loop is not None
+                and loop == other_loop
+                and disjoint
+                and same.iterable == kind.iterable
+            ):
                 other.update(readers)
                 break
         else:
@@ -223,6 +243,7 @@ def _joined(keyed: dict[tuple[str, str, int], dict[int, Reader]]) -> list[dict[i
 
 
 def _readers(rank: Rank) -> list[Reader]:
+    """The rank's loaders, one reader each, in order of first iteration."""
     ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
     parts: dict[tuple[int, int], list[IndicesRead]] = defaultdict(list)
     content: dict[tuple[int, int], list[ContentRead]] = defaultdict(list)
@@ -249,41 +270,40 @@ def _readers(rank: Rank) -> list[Reader]:
     for reader in readers.values():
         reader.epochs = _without_peeks(reader.epochs)
     found = sorted((r for r in readers.values() if r.epochs), key=lambda r: r.epochs[0].began.at)
-    nth: dict[tuple[str, str, bool], int] = defaultdict(int)
+    nth: dict[tuple[Line, Line, bool], int] = defaultdict(int)
     for reader in found:
-        kind = str(reader.made_at), str(reader.loop_at), reader.trains
+        kind = _line(reader.made_at), _line(reader.loop_at), reader.trains
         reader.turn = Turn(*kind, nth[kind], reader.epochs[0].began.step)
         nth[kind] += 1
     return found
 
 
 def _without_peeks(epochs: list[Epoch]) -> list[Epoch]:
-    """Leave out iterations that only took one batch, to look at its shape, beside real ones."""
+    """The epochs without those that only took one batch (to see its shape), if others took more."""
     real = [e for e in epochs if e.batches > 1 or e.exhausted or e.ended is None]
     return real if any(e.batches > 1 for e in real) else epochs
 
 
 def _remade(run: Run) -> dict[int, list[Reader]]:
-    """Of each rank, with those joined that are made anew for every epoch. One that is another
-    loader than those before on some rank is so on all: what it reads may only there be other data.
-    """
+    """The readers of each rank, with loaders that are made anew for each epoch joined. A loader
+    that is separate on some rank is separate on all: its data may be new on that rank only."""
     made = {number: _readers(rank) for number, rank in run.ranks.items()}
-    apart = {reader.turn for readers in made.values() for reader in _follow(readers, set())}
-    return {number: _follow(readers, apart) for number, readers in made.items()}
+    separate = {reader.turn for readers in made.values() for reader in _follow(readers, set())}
+    return {number: _follow(readers, separate) for number, readers in made.items()}
 
 
-def _follow(readers: list[Reader], apart: set[Turn]) -> list[Reader]:
-    """Join loaders that come one after the other at the same line, over the same data divided in
-    the same way, within the training of one model; but for those in `apart`."""
+def _follow(readers: list[Reader], separate: set[Turn]) -> list[Reader]:
+    """Join loaders that the same line makes one after the other, over the same data with the same
+    sharding, within the training of one model; except those in `separate`."""
     joined: list[Reader] = []
     for reader in readers:
-        alike = [r for r in joined if _same_loader(r, reader) and not _restarted(r, reader)]
-        same = [r for r in alike if _divided_alike(r.seen, reader.seen)]
-        if same and reader.turn not in apart:
+        before = [r for r in joined if _same_loader(r, reader) and not _restarted(r, reader)]
+        same = [r for r in before if _equal_sharding(r.seen, reader.seen)]
+        if same and reader.turn not in separate:
             same[-1].epochs += reader.epochs
         else:
-            before = alike[-1].looked if alike else []
-            joined.append(replace(reader, epochs=list(reader.epochs), earlier=before))
+            earlier = before[-1].looked if before else []
+            joined.append(replace(reader, epochs=list(reader.epochs), earlier=earlier))
     for reader in joined:
         for number, epoch in enumerate(reader.epochs, len(reader.earlier)):
             epoch.number = number
@@ -291,26 +311,28 @@ def _follow(readers: list[Reader], apart: set[Turn]) -> list[Reader]:
 
 
 def _same_loader(old: Reader, new: Reader) -> bool:
+    """Whether the same line made both, one after the other, for the same data and use."""
     a, b = old.seen, new.seen
-    alike = (a.site, a.loop_site, a.dataset, a.length) == (b.site, b.loop_site, b.dataset, b.length)
+    equal = (a.site, a.loop_site, a.dataset, a.length) == (b.site, b.loop_site, b.dataset, b.length)
     orders = [[(p.name, p.order) for p in s.payloads] for s in (a, b)]
     follows = old.epochs[-1].began.at < new.epochs[0].began.at and old.epochs[-1].ended is not None
     same_use = old.trains == new.trains
     return (
         a.site >= 0
-        and alike
+        and equal
         and follows
         and same_use
         and (orders[0] == orders[1] or not orders[0] or not orders[1])
     )
 
 
-def _divided_alike(a: LoaderSeen, b: LoaderSeen) -> bool:
+def _equal_sharding(a: LoaderSeen, b: LoaderSeen) -> bool:
     return (a.sampler, a.replicas, a.sampler_rank) == (b.sampler, b.replicas, b.sampler_rank)
 
 
 def _restarted(old: Reader, new: Reader) -> bool:
-    """Whether another training began in between: a new model or a new optimizer."""
+    """Whether another training began between them: a model was wrapped, or a new optimizer
+    stepped."""
     rank = old.rank
     since, until = old.epochs[-1].began.at, new.epochs[0].began.at
     made = [e.at for e in rank.of(Wrapped)] + [e.at for e in rank.of(OptimizerSeen)][1:]
@@ -318,7 +340,7 @@ def _restarted(old: Reader, new: Reader) -> bool:
 
 
 def batch_size(readers: Sequence[Reader]) -> int:
-    """Of the largest batch, also where it is for a batch sampler to say."""
+    """The largest batch size, computed from what was delivered where a batch sampler decides it."""
     reported = [r.seen.batch_size for r in readers if r.seen.batch_size]
     found = (-(-e.samples // e.batches) for r in readers for e in r.epochs if e.batches)
     return max(reported) if reported else max(found, default=1)

@@ -1,4 +1,4 @@
-"""Parts of one data set that each rank selects for itself, and that overlap."""
+"""Parts of one dataset that each rank selects: overlapping, leaking, or sharded twice."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import NamedTuple
 
 from ...events import Layer, Payload
 from ...events.pack import unpack
-from .content import APART, ONCE, Row, by_index, compare, reported_apart
+from .content import DISTINCT, ONCE, Agreement, Row, by_index, compare, settings_differ
 from .epoch_audit import Audit
 from .loaders import Epoch, Loader, Reader
 from .sharing_ranks import groups_of
 from .streams import MATERIAL
 
 NEARLY_ALL = 0.9
-"""Share of two selections that is the same where neither is meant to be a part."""
+"""Share of two selections that must be equal where neither continues the other. Below that, shards
+may have common samples on purpose."""
 
 FEWEST = 8
+"""Samples in common that cannot be an accident."""
 
 
 def selected(layer: Layer) -> Sequence[int]:
-    """What a `Subset` selects, in its order; empty where that is not on record."""
+    """The indices that a `Subset` selects, in its order; empty where they are not on record."""
     first, step, count = layer.regular
     if count:
         return range(first, first + step * count, step)
@@ -34,11 +36,11 @@ def selected(layer: Layer) -> Sequence[int]:
         return ()
 
 
-class Part(NamedTuple):
-    """What one rank selects.
+class Selection(NamedTuple):
+    """The samples that one rank selects.
 
     Attributes:
-        places: in the data set beneath, by the rank's own index.
+        places: their indices in the dataset beneath, by the rank's own index.
     """
 
     reader: Reader
@@ -47,7 +49,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class _Placed(Epoch):
-    """With places for indices."""
+    """An epoch whose indices are those of the dataset beneath."""
 
     places: Sequence[int] = ()
 
@@ -57,39 +59,40 @@ class _Placed(Epoch):
 
 
 class Overlap(NamedTuple):
-    """Parts that overlap, though what they are taken from is one data set.
+    """Selections from one dataset that overlap.
 
     Attributes:
-        audits: of what was read, by its place in that data set.
-        told: the parts in words, by rank.
+        audits: of what was read, by its index in that dataset.
+        selected: the selections in words, by rank.
     """
 
     ranks: tuple[int, ...]
     audits: tuple[Audit, ...]
-    reported: dict[int, str]
+    selected: dict[int, str]
 
 
 def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | None:
-    """Ranks of which one's part goes on where another's is not over, or that select nearly the
-    same. Samples that all ranks are to have beside their own, or draws, are none of these."""
+    """Ranks whose selections overlap: one begins before another ends, or both are nearly the same.
+    None where samples are drawn at random, or where all ranks share some samples on purpose."""
     if any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
     depth = _depth(readers)
-    parts = _selected(readers, depth, _overlap) if depth else _laid_out(readers)
+    parts = _selected(readers, depth, _overlaps) if depth else _by_content(readers)
     ranks = tuple(sorted(p.reader.rank.rank for p in parts))
     length = readers[0].seen.layers[depth].length if depth else 0
     audits = tuple(_placed(a, parts, length) for audit in made if (a := audit.of(ranks)))
-    if not any(map(_much, audits)):
+    if not any(map(_shares_much, audits)):
         return None
-    return Overlap(ranks, audits, {p.reader.rank.rank: _told(p.places) for p in parts})
+    return Overlap(ranks, audits, {p.reader.rank.rank: _range_text(p.places) for p in parts})
 
 
 class Leak(NamedTuple):
-    """Splits of one data set that each rank made for itself.
+    """Splits of one dataset that each rank made for itself.
 
     Attributes:
-        held: of each rank, how many samples it holds out that another trains on, and of how many.
-        audits: of what was read, by its place in that data set.
+        held: by rank, how many of the samples that it holds out another rank trains on, and how
+            many it holds out.
+        audits: of what was read, by its index in that dataset.
     """
 
     held: dict[int, tuple[int, int]]
@@ -99,12 +102,12 @@ class Leak(NamedTuple):
 def leaking(
     readers: list[Reader], made: tuple[Audit, ...], others: Iterable[Loader]
 ) -> Leak | None:
-    """Ranks that train on parts of one data set that have much in common, where each holds out for
-    `others` what it does not train on itself, and another does."""
+    """Ranks that train on parts of one dataset with much in common, where each evaluates (in
+    `others`) samples that it does not train on, and that another rank trains on."""
     depth = _depth(readers)
     if not depth or any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
-    parts = _selected(readers, depth, _in_common)
+    parts = _selected(readers, depth, _have_samples_in_common)
     trained = {p.reader.rank.rank: set(p.places) for p in parts}
     held: dict[int, tuple[int, int]] = {}
     for part in parts:
@@ -121,8 +124,8 @@ def leaking(
 
 
 def divided(readers: list[Reader]) -> int:
-    """How many samples the parts that the ranks select hold together, where these divide one data
-    set already: no sample is in two, and hardly any in none; 0 otherwise."""
+    """How many samples the ranks' selections hold together, where these divide one dataset already:
+    no sample is in two of them, and hardly any in none; 0 otherwise."""
     depth = _depth(readers)
     if not depth or not _one_beneath(readers, depth):
         return 0
@@ -133,7 +136,7 @@ def divided(readers: list[Reader]) -> int:
 
 
 def _held_out(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
-    """The places of one data set that a rank evaluates."""
+    """Indices of one dataset (a number of `Layer.data`) that a rank evaluates."""
     found: set[int] = set()
     for loader in others:
         reader = loader.readers.get(rank)
@@ -144,36 +147,37 @@ def _held_out(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
     return found
 
 
-def _in_common(a: Part, b: Part, world: int) -> bool:
+def _have_samples_in_common(a: Selection, b: Selection, world: int) -> bool:
     few = min(len(a.places), len(b.places))
     common = len(set(a.places) & set(b.places))
     return common >= max(FEWEST, MATERIAL * few) and not _may_share(a.reader, b.reader, world)
 
 
-def _much(audit: Audit) -> bool:
-    """Whether ranks read enough of what another one read."""
+def _shares_much(audit: Audit) -> bool:
+    """Whether several ranks read a material part of the samples."""
     few = min(len(read) for read in audit.per_rank.values())
     return audit.sampled == 1 and len(audit.shared) >= max(FEWEST, MATERIAL * few)
 
 
 def _selected(
-    readers: list[Reader], depth: int, alike: Callable[[Part, Part, int], bool]
-) -> list[Part]:
-    """Those of the parts that the ranks select of which two are `alike`; empty where none are, or
-    it is not known to be one data set that they select from."""
-    parts = [Part(r, _through(r.seen.layers[:depth])) for r in readers]
+    readers: list[Reader], depth: int, related: Callable[[Selection, Selection, int], bool]
+) -> list[Selection]:
+    """The ranks' selections of which any two are `related`; empty where none are, or where they are
+    not known to select from one dataset."""
+    parts = [Selection(r, _through(r.seen.layers[:depth])) for r in readers]
     if not all(p.places for p in parts) or not _one_beneath(readers, depth):
         return []
-    found = [(a, b) for a, b in itertools.combinations(parts, 2) if alike(a, b, len(readers))]
-    answers = {_contents(a, b) for a, b in found}
+    found = [(a, b) for a, b in itertools.combinations(parts, 2) if related(a, b, len(readers))]
+    answers = {_content_agreement(a, b) for a, b in found}
     beneath = _beneath(readers[0], depth)
-    if "differ" in answers or (not beneath and "same" not in answers):
+    if Agreement.DIFFERENT in answers or (not beneath and Agreement.SAME not in answers):
         return []
     return [p for p in parts if any(p is a or p is b for a, b in found)]
 
 
-def _laid_out(readers: list[Reader]) -> list[Part]:
-    """The data of ranks whose samples are those of another rank so many places further on."""
+def _by_content(readers: list[Reader]) -> list[Selection]:
+    """Selections of ranks that hold their own lists, where one rank's samples are those of another
+    rank at shifted indices. The places are made up, such that equal samples are at equal ones."""
     starts = [{n: 0} for n in range(len(readers))]
     for a, b in itertools.combinations(range(len(readers)), 2):
         mine, theirs = starts[a], starts[b]
@@ -183,22 +187,22 @@ def _laid_out(readers: list[Reader]) -> list[Part]:
             mine.update({n: start + moved for n, start in theirs.items()})
             for n in theirs:
                 starts[n] = mine
-    parts: dict[int, Part] = {}
+    parts: dict[int, Selection] = {}
     end = 0
     for joined in (found for n, found in enumerate(starts) if n == min(found) and len(found) > 1):
         begin = end - min(joined.values())
         for n, start in joined.items():
             places = range(begin + start, begin + start + readers[n].seen.length)
-            parts[n] = Part(readers[n], places)
+            parts[n] = Selection(readers[n], places)
             end = max(end, places.stop)
     return [parts[n] for n in sorted(parts)]
 
 
 def _shift(a: Reader, b: Reader) -> int:
-    """The place in the data of `a` at which that of `b` begins, or so many before it; 0 where
-    neither goes on where the other is not over."""
+    """The index in `a` at which the data of `b` begins, negative where `a` begins within `b`; 0
+    where neither begins before the other ends."""
     mine, theirs = by_index(a), by_index(b)
-    if any(len(set(rows.values())) < APART * len(rows) for rows in (mine, theirs)):
+    if any(len(set(rows.values())) < DISTINCT * len(rows) for rows in (mine, theirs)):
         return 0
     places = {row: index for index, row in theirs.items()}
     shifts = Counter(index - places[row] for index, row in mine.items() if row in places)
@@ -214,15 +218,17 @@ def _shift(a: Reader, b: Reader) -> int:
 
 
 def _depth(readers: list[Reader]) -> int:
-    """How many layers there are above the first that is the same on all ranks."""
-    unlike = 0
+    """How many layers of `Subset` there are above the first layer that is the same on all ranks."""
+    differing = 0
     for depth, layers in enumerate(zip(*(r.seen.layers for r in readers), strict=False), 1):
         if len({(e.indices, e.regular) for e in layers}) > 1:
-            unlike = depth
-    return unlike if all(len(r.seen.layers) > unlike for r in readers) else 0
+            differing = depth
+    return differing if all(len(r.seen.layers) > differing for r in readers) else 0
 
 
 def _through(layers: Sequence[Layer]) -> Sequence[int]:
+    """Indices in the dataset beneath these layers, by index in the outermost; empty where one comes
+    twice or is not on record."""
     outer, *inner = (selected(layer) for layer in layers)
     for chosen in inner:
         outer = [chosen[i] for i in outer if 0 <= i < len(chosen)]
@@ -230,21 +236,23 @@ def _through(layers: Sequence[Layer]) -> Sequence[int]:
 
 
 def _beneath(reader: Reader, depth: int) -> list[Payload]:
-    """What the samples of the data set beneath are made of."""
+    """What the samples of the dataset beneath are made of."""
     under = [p for p in reader.seen.payloads if p.name.startswith("dataset." * depth)]
     return [p for p in under if not p.name.endswith("indices")]
 
 
 def _one_beneath(readers: list[Reader], depth: int) -> bool:
-    """Whether nothing speaks against it that all ranks select from the same."""
+    """Whether all that is recorded of the dataset beneath is the same on all ranks."""
     under = {
         tuple(p for p in r.seen.payloads if p.name.startswith("dataset." * depth)) for r in readers
     }
     lengths = {r.seen.layers[depth].length for r in readers}
-    return len(under) == len(lengths) == 1 and not reported_apart(readers)
+    return len(under) == len(lengths) == 1 and not settings_differ(readers)
 
 
-def _overlap(a: Part, b: Part, world: int) -> bool:
+def _overlaps(a: Selection, b: Selection, world: int) -> bool:
+    """Whether two selections overlap by mistake. Equal ones are not meant here: all ranks then read
+    the same data."""
     shared = set(a.places) & set(b.places)
     count, (few, many) = len(shared), sorted((len(a.places), len(b.places)))
     if count < max(FEWEST, MATERIAL * few) or list(a.places) == list(b.places):
@@ -257,28 +265,29 @@ def _overlap(a: Part, b: Part, world: int) -> bool:
 
 
 def _may_share(a: Reader, b: Reader, world: int) -> bool:
-    """Whether both are in a smaller group, which may share its part on purpose."""
+    """Whether both ranks are in a group of fewer than `world` ranks, which may share data on
+    purpose (tensor parallelism)."""
     both = {a.rank.rank, b.rank.rank}
     return any(both <= group and len(group) < world for group in groups_of(a.rank))
 
 
-def _contents(a: Part, b: Part) -> str:
-    """As `compare`, of the samples at the same places; `random` where no rank sees one twice."""
+def _content_agreement(a: Selection, b: Selection) -> Agreement:
+    """How the samples at equal places of the dataset beneath compare."""
     answer = compare(_by_place(a), _by_place(b))
-    if answer == "differ" and any(
-        compare(by_index(p.reader, 0), by_index(p.reader, 1)) == "differ" for p in (a, b)
+    if answer is Agreement.DIFFERENT and any(
+        compare(by_index(p.reader, 0), by_index(p.reader, 1)) is Agreement.DIFFERENT for p in (a, b)
     ):
-        return "random"
+        return Agreement.RANDOM
     return answer
 
 
-def _by_place(part: Part) -> dict[int, Row]:
+def _by_place(part: Selection) -> dict[int, Row]:
     rows = by_index(part.reader).items()
     return {part.places[i]: row for i, row in rows if i < len(part.places)}
 
 
-def _placed(audit: Audit, parts: list[Part], length: int) -> Audit:
-    """The same with places for indices, in a data set of that length at least."""
+def _placed(audit: Audit, parts: list[Selection], length: int) -> Audit:
+    """An audit of the dataset beneath, of at least that length, from one of the ranks' own."""
     by_rank = {p.reader.rank.rank: p.places for p in parts}
     placed: dict[int, Epoch] = {
         rank: _Placed(
@@ -290,7 +299,8 @@ def _placed(audit: Audit, parts: list[Part], length: int) -> Audit:
     return Audit(audit.number, max(length, last + 1), placed)
 
 
-def _told(places: Sequence[int]) -> str:
+def _range_text(places: Sequence[int]) -> str:
+    """`0 to 199`, or `200 samples, 3 to 398` where they are not consecutive."""
     first, last = places[0], places[-1]
     regular = list(places) == list(range(first, first + len(places)))
     return f"{first} to {last}" if regular else f"{len(places)} samples, {first} to {last}"

@@ -1,4 +1,4 @@
-"""Random generators that stand alike on several ranks, and from which loading data draws."""
+"""Random generators in equal states on several ranks, from which loading data draws."""
 
 from __future__ import annotations
 
@@ -10,53 +10,55 @@ from .content import by_index, changed
 from .loaders import Reader
 
 NAMES = ("torch", "numpy", "random")
+"""The generators, in the order of `EpochBegan.random`."""
 
 SEEDS = {
     "torch": "`torch.manual_seed(seed + rank)`",
     "numpy": "`np.random.seed(seed + rank)`",
     "random": "`random.seed(seed + rank)`",
 }
-BY_THEMSELVES = (
+FIX_SELF_SEEDED = (
     "seed the workers from `torch.initial_seed() % 2**32`, which differs between ranks and "
-    "workers, or add the rank to the seed that `worker_init_fn` or the data set sets"
+    "workers, or add the rank to the seed that `worker_init_fn` or the dataset sets"
 )
-OF_WORKERS = (
-    "`torch.manual_seed(seed + rank)` after the model was made; a loader with a `generator=` "
-    "of its own needs the rank added to that one's seed; a `worker_init_fn` must seed from "
+FIX_WORKERS = (
+    "call `torch.manual_seed(seed + rank)` after the model is built; if the loader has its own "
+    "`generator=`, add the rank to that seed; a `worker_init_fn` must seed from "
     "`torch.initial_seed()`, not from the worker's number alone"
 )
 
 
 class EqualGenerators(NamedTuple):
-    """What stands alike on all ranks while data is loaded.
+    """Random generators in the same state on all ranks while data is loaded.
 
     Attributes:
         names: of the generators that loading draws from; empty where only base seeds are known.
-        workers: it is the worker processes that draw; alone: they seed themselves.
+        workers: the worker processes draw, not the ranks.
+        self_seeded: the workers do not get their seeds from the ranks, whose base seeds differ.
     """
 
     names: tuple[str, ...]
     workers: bool
-    alone: bool
+    self_seeded: bool
 
     @property
     def fix(self) -> str:
-        if self.alone:
-            return BY_THEMSELVES
+        if self.self_seeded:
+            return FIX_SELF_SEEDED
         if self.workers:
-            return OF_WORKERS
-        return f"{' and '.join(SEEDS[n] for n in self.names)} after the model was made"
+            return FIX_WORKERS
+        return f"call {' and '.join(SEEDS[n] for n in self.names)} after the model is built"
 
 
-def in_step(readers: Sequence[Reader]) -> EqualGenerators | None:
-    """None where nothing stands alike, or nothing is drawn from it."""
-    peers = [noted(r) for r in readers]
+def equal_generators(readers: Sequence[Reader]) -> EqualGenerators | None:
+    """None where no generator is in the same state on all ranks, or nothing draws from it."""
+    peers = [worker_states(r) for r in readers]
     in_workers = all(peers)
-    same_seed = _same_seed(readers)
+    same_seed = _same_base_seed(readers)
     shared = tuple(
         name
         for n, name in enumerate(NAMES)
-        if (_workers_in_step(peers, n) if in_workers else _in_step(readers, n))
+        if (_equal_in_workers(peers, n) if in_workers else _equal_in_ranks(readers, n))
     )
     guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
     if not shared and not guessed:
@@ -64,14 +66,15 @@ def in_step(readers: Sequence[Reader]) -> EqualGenerators | None:
     return EqualGenerators(shared, in_workers or guessed, in_workers and not same_seed)
 
 
-def noted(reader: Reader) -> dict[int, WorkerRandom]:
-    """What the workers of the first epoch wrote down, by their number."""
+def worker_states(reader: Reader) -> dict[int, WorkerRandom]:
+    """What the workers of the first epoch recorded of their generators, by worker number."""
     ended = reader.epochs[0].ended
     return {w.worker: w for w in ended.workers} if ended else {}
 
 
-def _workers_in_step(peers: list[dict[int, WorkerRandom]], generator: int) -> bool:
-    """Some worker of every rank has this generator alike, and loading advances it."""
+def _equal_in_workers(peers: list[dict[int, WorkerRandom]], generator: int) -> bool:
+    """Whether a worker of the same number has this generator in the same state on every rank, and
+    loading advances it there."""
     for number in set.intersection(*map(set, peers)):
         same = [workers[number] for workers in peers]
         states = {w.states[generator] for w in same}
@@ -80,19 +83,20 @@ def _workers_in_step(peers: list[dict[int, WorkerRandom]], generator: int) -> bo
     return False
 
 
-def _in_step(readers: Sequence[Reader], generator: int) -> bool:
-    """All ranks begin with this generator alike, and loading advances it on all of them."""
+def _equal_in_ranks(readers: Sequence[Reader], generator: int) -> bool:
+    """Whether all ranks begin with this generator in the same state, and loading advances it on all
+    of them."""
     begins = {r.epochs[0].began.random[generator] for r in readers}
     ends = [r.epochs[0].ended for r in readers]
     drew = all(e is not None and NAMES[generator] in e.drawn for e in ends)
     return len(begins) == 1 and 0 not in begins and drew
 
 
-def _same_seed(readers: Sequence[Reader]) -> bool:
+def _same_base_seed(readers: Sequence[Reader]) -> bool:
     seeds = {r.epochs[0].began.base_seed for r in readers}
     return len(seeds) == 1 and None not in seeds
 
 
 def _changes(reader: Reader) -> bool:
-    """The content of the same samples was another in the second epoch."""
+    """Whether the same samples have other content in the second epoch."""
     return len(reader.epochs) > 1 and changed(by_index(reader, 0), by_index(reader, 1))

@@ -13,10 +13,12 @@ from .loaders import Loader, Reader
 def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
     """Sets of ranks that ought to read different data: those that average gradients together.
 
-    Empty where that cannot be told: nothing is averaged, or parameters are sharded in a way that
-    may need equal inputs (tensor parallelism). Empty too where this loop averages nothing, although
-    others of the program do: each rank trains a model of its own (a reference model).
-    `begun`: as in `Loader.of`.
+    Empty where that is unknown: nothing is averaged, or parameters are sharded in a way that may
+    need equal inputs (tensor parallelism). Empty also where this loop averages nothing although
+    others of the program do: each rank trains its own model there (a reference model).
+
+    Args:
+        begun: as in `Loader.of`.
     """
     members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
@@ -32,6 +34,7 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
 
 
 def _wrap_group(rank: Rank) -> frozenset[int] | None:
+    """The largest group of ranks over which a wrapped or sharded model averages gradients."""
     groups = {g.group: g for g in rank.of(GroupReady)}
     found = []
     for wrapped in rank.of(Wrapped):
@@ -41,16 +44,16 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
         if group is not None and group.ranks:
             found.append(frozenset(group.ranks))
     for sharded in rank.of(ShardedOver):
-        # Smaller groups beside those of its mesh may be there to share inputs.
+        # Groups smaller than its mesh may exist to share inputs.
         if all(len(g) >= len(sharded.ranks) for g in groups_of(rank)):
             found.append(frozenset(sharded.ranks))
     return max(found, key=len, default=None)
 
 
 def trains_alone(reader: Reader) -> bool:
-    """Whether this loader's batches only train models that no wrapper was given and that the
-    program never exchanged: no other optimizer stepped in the loop over it, or the wrapped models
-    were seen to be given the batches of other loaders."""
+    """Whether this loader's batches only train models that are neither wrapped nor synchronised
+    manually: no other optimizer stepped in the loop over it, or the wrapped models got the batches
+    of other loaders."""
     rank = reader.rank
     states = list(rank.of(UnwrappedState))
     exchanged = {e.optimizer for e in states if e.exchanged not in ("", "gathered")}
@@ -72,7 +75,8 @@ def trains_alone(reader: Reader) -> bool:
 
 
 def _averages(reader: Reader) -> bool:
-    """Without a wrapper: whether something is communicated in every step all the same."""
+    """Whether the rank communicates in every training step of the loop although no model is
+    wrapped."""
     ended = [e.ended for e in reader.epochs if e.ended and e.ended.backwards]
     return bool(ended) and all(
         not e.sharded and e.collectives >= max(1, e.backwards) for e in ended
@@ -87,7 +91,7 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
         return False
     (size,) = replicas
     place = {r.rank.rank: r.seen.sampler_rank for r in readers}
-    # Groups that never talk to each other do not share one division of the data.
+    # Groups that exchange nothing need no common sharding of the data.
     apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended) or (
         all(r.trains and only_reports_beyond(r.rank, ranks) for r in readers)
     )
@@ -104,9 +108,9 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
 
 
 def divisions(run: Run, loader: Loader) -> list[frozenset[int]]:
-    """As `partners`, but for a sampler that divides the data over smaller groups on purpose: each
-    set of ranks that it divides the data over. The others share their part with one of these: the
-    stages of a pipeline, a tensor-parallel group."""
+    """Sets of ranks among which a loader's data is to be divided: those of `partners`, or smaller
+    ones over which the sampler divides it on purpose. In the latter case ranks of a tensor-parallel
+    group or the stages of a pipeline read the same samples, each in another of the sets."""
     found: dict[frozenset[int], None] = {}
     for ranks in partners(run, loader):
         found.update(dict.fromkeys(_divided(loader.of(ranks)) or [ranks]))
@@ -114,6 +118,7 @@ def divisions(run: Run, loader: Loader) -> list[frozenset[int]]:
 
 
 def _divided(readers: list[Reader]) -> list[frozenset[int]]:
+    """The smaller sets of ranks over which samplers divide the data; empty where there are none."""
     place = {r.rank.rank: r.seen.sampler_rank for r in readers}
     sizes = {r.seen.replicas if r.seen.distributed else -1 for r in readers}
     size = max(sizes)
@@ -131,29 +136,32 @@ def _divided(readers: list[Reader]) -> list[frozenset[int]]:
 
 
 def groups_of(rank: Rank) -> list[frozenset[int]]:
-    """Groups that may divide or share data: those of a mesh that one model is sharded and
-    replicated over do neither by themselves."""
+    """Process groups of the rank that may divide or share data. The groups of a mesh that one model
+    is sharded and replicated over (HSDP) do neither, and are left out."""
     every = [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
     for sharded in rank.of(ShardedOver):
         for group in map(frozenset, sharded.groups):
-            # Others that are as large may be there for data (sequence parallelism).
+            # A second group of the same ranks may be for data (sequence parallelism).
             if every.count(group) == 1:
                 every.remove(group)
     return every
 
 
 def _averaging(rank: Rank) -> set[frozenset[int]]:
-    """Groups over which a wrapped model averages gradients: of nothing, where all read the same."""
+    """Groups over which a wrapped model averages gradients. Their ranks ought to read different
+    data."""
     wrapped = {e.group for e in rank.of(Wrapped)}
     return {frozenset(g.ranks) for g in rank.of(GroupReady) if g.group in wrapped}
 
 
 def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:
+    """Whether the samplers of a group have distinct ranks (`place`, by rank) below `size`."""
     taken = [place[r] for r in group if r in place]
     return len(group) == size and len(set(taken)) == len(taken) and max(taken, default=size) < size
 
 
 def _repeats(group: frozenset[int], place: dict[int, int], size: int, world: int) -> bool:
-    """A group of ranks that share their part on purpose (tensor or sequence parallel)."""
+    """Whether all samplers of a group have the same rank, so that its ranks share their data on
+    purpose (tensor or sequence parallelism)."""
     taken = {place[r] for r in group if r in place}
     return len(group) * size == world and len(taken) == 1

@@ -9,16 +9,17 @@ from .content import WHOLE, Row, overlap, rows, same_pass
 from .loaders import Reader
 
 MATERIAL = 0.3
-"""Share of a stream's samples that another rank or worker has to deliver too."""
+"""Share of a stream's samples that another rank or worker has to deliver too. Below that, samples
+of one dataset may be common to shards on purpose, or equal by chance."""
 
 
 class Sharing(NamedTuple):
-    """Who delivers the same samples.
+    """Which ranks deliver the same samples of a stream.
 
     Attributes:
-        best: how many of these two of them do, and of how many.
-        parts: the sets of ranks that deliver the same, where some ranks do not, and any two deliver
-            the same or nothing in common.
+        best: the most samples that two of these ranks both deliver, and of how many.
+        parts: the sets of ranks that deliver the same samples; empty where all ranks do, or where
+            some two ranks share only a part of theirs.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -26,37 +27,37 @@ class Sharing(NamedTuple):
     parts: tuple[tuple[int, ...], ...] = ()
 
 
-def together(readers: list[Reader], number: int, share: float = MATERIAL) -> Sharing:
-    """Those that deliver at least that share of the other's samples in an epoch."""
+def sharing_in_epoch(readers: list[Reader], number: int, share: float = MATERIAL) -> Sharing:
+    """The ranks that deliver at least that share of another rank's samples in an epoch."""
     # One worker of each rank: what the workers of one rank share must not hide it.
     first = {r.rank.rank: _by_worker(r, number)[0] for r in readers}
     best, clear = (0, 0), True
     of_rank = {r: frozenset({r}) for r in first}
     for a, b in itertools.combinations(readers, 2):
         common, of = overlap(first[a.rank.rank], first[b.rank.rank])
-        apart = of > 0 and not common
+        disjoint = of > 0 and not common
         if not of or common / of < share:
             common, of = same_pass([a, b], workers=False, since=number)
         if of:
             one = of_rank[a.rank.rank] | of_rank[b.rank.rank]
             of_rank |= dict.fromkeys(one, one)
             best = max(best, (common, of))
-        clear = clear and (common >= WHOLE * of if of else apart)
+        clear = clear and (common >= WHOLE * of if of else disjoint)
     sets = [tuple(sorted(s)) for s in dict.fromkeys(of_rank.values())]
     several = tuple(s for s in sets if len(s) > 1)
     ranks = frozenset(r for s in several for r in s)
     return Sharing(ranks, best, several if clear and len(sets) > 1 else ())
 
 
-def later(readers: list[Reader]) -> tuple[int, Sharing]:
-    """From which epoch on ranks deliver the same samples, in all that were looked at until the
-    last, and most of them."""
+def sharing_later(readers: list[Reader]) -> tuple[int, Sharing]:
+    """The epoch from which on ranks deliver mostly the same samples, in every examined epoch until
+    the last, and which ranks; (0, no ranks) where there is none."""
     found = 0, Sharing()
     for number in range(min(len(r.epochs) for r in readers) - 1, 0, -1):
         epochs = [r.epochs[number] for r in readers]
         if not all(e.content and e.trained for e in epochs):
             continue
-        sharing = together(readers, number, WHOLE)
+        sharing = sharing_in_epoch(readers, number, WHOLE)
         known = found[1].ranks
         at_once = len({e.began.step for e in epochs}) == 1
         if not sharing.ranks or not at_once or (known and known != sharing.ranks):
@@ -65,27 +66,28 @@ def later(readers: list[Reader]) -> tuple[int, Sharing]:
     return found
 
 
-def shares(reader: Reader) -> bool:
-    """Whether two workers of a rank deliver much of the same."""
-    common, of = between_workers(reader)
+def workers_share(reader: Reader) -> bool:
+    """Whether two workers of a rank deliver much of the same samples."""
+    common, of = shared_between_workers(reader)
     return of > 0 and common / of >= MATERIAL
 
 
-def between_workers(reader: Reader) -> tuple[int, int]:
-    """How many samples two workers of a rank both deliver, and of how many."""
+def shared_between_workers(reader: Reader) -> tuple[int, int]:
+    """How many samples the first two workers of a rank both deliver, and of how many."""
     if reader.seen.workers < 2:
         return 0, 0
     first, second, *_ = _by_worker(reader)
     return overlap(first, second)
 
 
-def all_share(readers: list[Reader]) -> bool:
-    """The workers of every rank deliver the same rows, each in an order of its own."""
+def all_workers_share(readers: list[Reader]) -> bool:
+    """Whether on every rank all workers deliver the same rows, each in its own order."""
     return all(r.seen.workers > 1 and same_pass([r], workers=True)[1] for r in readers)
 
 
 def _by_worker(reader: Reader, number: int = 0) -> list[list[Row]]:
-    """Digests of the samples that each worker delivered in an epoch; they take turns."""
+    """Digests of the samples that each worker delivered in an epoch; batches come from the workers
+    in turn."""
     workers = max(1, reader.seen.workers)
     found: list[list[Row]] = [[] for _ in range(workers)]
     for batch, row in rows(reader.epochs[number]):
